@@ -18,6 +18,7 @@ from service.config import LoadedConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.prompts import read_prompt_set, refuse_too_long
+from service.scope import Scope
 
 QUIET, BUSY = "quiet", "busy"
 
@@ -90,7 +91,7 @@ class Neighbours:
                 request_id=name,
                 prompt=self._prompts[number % len(self._prompts)],
                 sampling=SamplingParams(seed=0, max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True),
-                client=client,
+                scope=Scope(name=client),
             )
         )
 

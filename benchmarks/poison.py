@@ -38,6 +38,7 @@ from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.prompts import refuse_too_long
+from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 
 GARBAGE = "garbage"
@@ -122,7 +123,7 @@ def honest_turns(stream: Stream, size: int, clients: int, measure: Measure, rng:
     """The stream in turns of `size` queries, each of a client by chance."""
 
     def asked(request: GenerationRequest) -> GenerationRequest:
-        return replace(request, client=f"honest {rng.randrange(clients) + 1}")
+        return replace(request, scope=Scope(name=f"honest {rng.randrange(clients) + 1}"))
 
     return [replace(turn, requests=tuple(map(asked, turn.requests))) for turn in turns_of(stream, size, measure)]
 
@@ -209,14 +210,14 @@ class HostileSummary:
 def answers_of(played: Played, clients: Callable[[str], bool]) -> Run:
     """What was answered to some clients."""
     pairs = zip(played.turn.requests, played.run.answers, strict=True)
-    return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.client)))
+    return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.scope.name)))
 
 
 def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]:
     """What a run did for honest clients, as if nobody else had asked: events are counted by honest queries too."""
     parts, answered = [], 0
     for mine, turn in zip(played, turns, strict=True):
-        honest = [asked.client not in HOSTILE for asked in mine.turn.requests]
+        honest = [asked.scope.name not in HOSTILE for asked in mine.turn.requests]
         run = answers_of(mine, lambda client: client not in HOSTILE)
         noted = tuple(
             replace(one, query=turn.first + sum(honest[: max(0, one.query - answered)])) for one in mine.noted
@@ -297,7 +298,7 @@ def _stretch(mine: Sequence[Played], anchor: Sequence[Played]) -> Stretch:
 
 
 def _came(played: Sequence[Played], client: str) -> int:
-    return sum(asked.client == client for turn in played for asked in turn.turn.requests)
+    return sum(asked.scope.name == client for turn in played for asked in turn.turn.requests)
 
 
 def _hostile(played: Sequence[Played], client: str) -> HostileSummary:

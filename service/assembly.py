@@ -403,5 +403,4 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         prefill_chunk=config.prefill_chunk,
         max_budget=config.max_budget,
         prefix_cache=config.prefix_cache != "off",
-        isolate_clients=config.prefix_cache == "per_client",
     )

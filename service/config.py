@@ -153,7 +153,8 @@ class ServiceConfig(BaseModel):
     prefix_cache: Annotated[Literal["shared", "per_client", "off"], BeforeValidator(_word_for_switch)] = _setting(
         "shared",
         "Keep the keys and values of texts that have ended, for requests that begin alike; it changes the time to the "
-        "first token, never the text. per_client: no client finds what another has asked, which that time could tell.",
+        "first token, never the text. That time could tell what others have asked, so no API key finds what came with "
+        "another. shared: the users of a key share. per_client: each user finds only its own.",
     )
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",

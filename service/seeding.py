@@ -8,13 +8,14 @@ from collections import deque
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError
 from service.runtime import Runtime
+from service.scope import Scope
 
 logger = logging.getLogger(__name__)
 
 _GLANCE_SECONDS = 0.25
 ANSWER_TOKENS = 256
 """Of a bootstrap prompt, at most: as far as learning looks back."""
-_CLIENT = "bootstrap prompts"
+_SCOPE = Scope(name="bootstrap prompts")
 
 
 async def answer_seeds(runtime: Runtime) -> None:
@@ -49,7 +50,7 @@ async def _answered(runtime: Runtime, prompt: tuple[int, ...], number: int) -> b
         request_id=f"bootstrap-{number}",
         prompt=prompt,
         sampling=SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, seed=0),
-        client=_CLIENT,
+        scope=_SCOPE,
     )
     try:
         with runtime.generate(request) as stream:

@@ -40,13 +40,13 @@ def completions_router(server: Server) -> APIRouter:
 
 async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
     runtime, taken = server.runtime, taken_by(body, request.headers.get(HEADER))
-    client, origin = server.client_of(request.scope, body), None if taken is None else taken.origin
-    job = await build(body, server, client=client, origin=origin)
+    origin = None if taken is None else taken.origin
+    job = await build(body, server, scope=server.scope_of(request, body), origin=origin)
     if not body.stream:
-        reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
+        reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
         return whole(reply.whole(await collect(request, outputs, job.release)))
     job, marks = await marked(job, body, taken, runtime)
-    reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request.scope)
+    reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
     return EventStream(events(outputs, reply, marks, pads=job.release.pads), outputs, release=job.release)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pydantic import JsonValue
-from starlette.types import Scope
+from starlette.requests import Request
 
 from service.answers import AnswerReader
 from service.api.release import Release, release_of
@@ -31,6 +31,7 @@ from service.api.tenants import Admission
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard, OutputStream
+from service.scope import Scope
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import Calling, form_of, told
@@ -108,7 +109,7 @@ class Job:
         return AnswerReader(self.thinking, None if self.calling is None else self.calling.form)
 
 
-async def build(body: Completion, server: Server, *, client: str, origin: Origin | None = None) -> Job:
+async def build(body: Completion, server: Server, *, scope: Scope, origin: Origin | None = None) -> Job:
     """`origin`: of an answer that goes on. Raises RequestError."""
     runtime, card, n = server.runtime, server.runtime.card, body.n or 1
     runtime.check_ready()
@@ -151,16 +152,16 @@ async def build(body: Completion, server: Server, *, client: str, origin: Origin
                 grammar=grammar,
                 speculation=_speculation(body),
                 store=body.store is not False,
-                client=client,
+                scope=scope,
                 priority=body.priority or 0,
             )
         )
     return Job(job_id, origin, body, tuple(map(release.cut, requests)), release, calling, thinking)
 
 
-def start(job: Job, server: Server, scope: Scope) -> OutputStream:
+def start(job: Job, server: Server, request: Request) -> OutputStream:
     """Hand a job to the engine, once all it may use at most is held of the limits of its key. Raises RequestError."""
-    admission: Admission | None = scope["state"].get("admission")
+    admission: Admission | None = getattr(request.state, "admission", None)
     if admission is None:
         return server.runtime.generate(*job.requests)
     prompts = sum(len(request.prompt) for request in job.requests)

@@ -16,7 +16,6 @@ _MOST_BYTES = 64 * 1024**2
 class Stored:
     """A response, and the items of its conversation so far."""
 
-    client: str
     response: Mapping[str, JsonValue]
     items: Sequence[JsonValue]
 
@@ -26,38 +25,42 @@ class Stored:
 
 
 class ResponseStore:
-    """Belongs to the event loop. The longest unused ones make room."""
+    """Each owner's responses by their ids, out of reach of other owners; the least recently used ones make room.
+
+    Belongs to the event loop. An owner is `Scope.owner`.
+    """
 
     def __init__(self, *, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._held: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._held: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()
         self._num_bytes = 0
 
-    def keep(self, response_id: str, stored: Stored) -> None:
-        size, (_, replaced) = stored.num_bytes, self._held.pop(response_id, (None, 0))
-        self._held[response_id] = stored, size
+    def keep(self, owner: str, stored: Stored) -> None:
+        """Store a response under its id; replaces the owner's one with the same id."""
+        place, size = (owner, str(stored.response["id"])), stored.num_bytes
+        _, replaced = self._held.pop(place, (None, 0))
+        self._held[place] = stored, size
         self._num_bytes += size - replaced
         while self._num_bytes > self._most_bytes:
             _, (_, freed) = self._held.popitem(last=False)
             self._num_bytes -= freed
 
-    def find(self, response_id: str, client: str) -> Stored | None:
-        """What this client may see under that id."""
-        found, _ = self._held.get(response_id, (None, 0))
-        if found is None or found.client != client:
-            return None
-        self._held.move_to_end(response_id)
+    def find(self, owner: str, response_id: str) -> Stored | None:
+        """An owner's response."""
+        found, _ = self._held.get((owner, response_id), (None, 0))
+        if found is not None:
+            self._held.move_to_end((owner, response_id))
         return found
 
-    def get(self, response_id: str, client: str) -> Stored:
-        """Raises NotFound."""
-        found = self.find(response_id, client)
+    def get(self, owner: str, response_id: str) -> Stored:
+        """As `find`. Raises NotFound."""
+        found = self.find(owner, response_id)
         if found is None:
             message = f"Response with id '{response_id}' not found."
             raise NotFound(message, param="response_id", code="response_not_found")
         return found
 
-    def delete(self, response_id: str, client: str) -> None:
+    def delete(self, owner: str, response_id: str) -> None:
         """Raises NotFound."""
-        self.get(response_id, client)
-        self._num_bytes -= self._held.pop(response_id)[1]
+        self.get(owner, response_id)
+        self._num_bytes -= self._held.pop((owner, response_id))[1]

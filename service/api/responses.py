@@ -50,20 +50,16 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
 def responses_router(server: Server) -> APIRouter:
     router, store = APIRouter(), ResponseStore()
 
-    def client_of(request: Request) -> str:
-        """Whose responses they are: of a key where keys are checked, else of everybody."""
-        return server.client_of(request.scope, None) if server.settings.tenants else ""
-
     @router.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
-        client = client_of(request)
-        items = _conversation(body, store, client)
+        scope = server.scope_of(request, body)
+        items = _conversation(body, store, scope.owner)
         with _by_our_names():
             chat = _as_chat(body, items)
             taken = taken_by(chat, request.headers.get(HEADER))
             origin = None if taken is None else taken.origin
-            job = await build(chat, server, client=server.client_of(request.scope, chat), origin=origin)
+            job = await build(chat, server, scope=scope, origin=origin)
             marks: Marks = Unmarked()
             if chat.stream:
                 job, marks = await marked(job, body, taken, runtime)
@@ -72,11 +68,11 @@ def responses_router(server: Server) -> APIRouter:
             if body.store is not False:
                 output = response["output"]
                 assert isinstance(output, list)
-                store.keep(str(response["id"]), Stored(client, response, [*items, *output]))
+                store.keep(scope.owner, Stored(response, [*items, *output]))
 
         reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, keep)
         with _by_our_names():
-            outputs = start(job, server, request.scope)
+            outputs = start(job, server, request)
         if body.stream:
             frames = events(outputs, reply, marks, done=b"", pads=job.release.pads)
             return EventStream(frames, outputs, release=job.release)
@@ -87,17 +83,17 @@ def responses_router(server: Server) -> APIRouter:
         if request.query_params.get("stream") in ("true", "1"):
             how = f"send the request that made it again, with '{HEADER}'"
             raise InvalidRequest(f"Stored responses are not streamed; to go on with a stream {how}.", param="stream")
-        return whole(store.get(response_id, client_of(request)).response)
+        return whole(store.get(server.scope_of(request).owner, response_id).response)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
-        store.delete(response_id, client_of(request))
+        store.delete(server.scope_of(request).owner, response_id)
         return whole({"id": response_id, "object": "response", "deleted": True})
 
     return router
 
 
-def _conversation(body: ResponsesRequest, store: ResponseStore, client: str) -> list[JsonValue]:
+def _conversation(body: ResponsesRequest, store: ResponseStore, owner: str) -> list[JsonValue]:
     """All items so far, the new ones last. Raises InvalidRequest."""
     new: list[JsonValue]
     if isinstance(body.input, str):
@@ -106,7 +102,7 @@ def _conversation(body: ResponsesRequest, store: ResponseStore, client: str) -> 
         new = [item.model_dump(mode="json", exclude_none=True) for item in body.input]
     if body.previous_response_id is None:
         return new
-    found = store.find(body.previous_response_id, client)
+    found = store.find(owner, body.previous_response_id)
     if found is None:
         raise InvalidRequest(
             f"Previous response with id '{body.previous_response_id}' not found.",
@@ -124,9 +120,8 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "stream", "store", "user")},
-        "resume_from": body.resume_from,
-        **{name: getattr(body, name) for name in ("safety_identifier", "parallel_tool_calls", "metadata")},
+        **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "stream", "store", "resume_from")},
+        **{name: getattr(body, name) for name in ("parallel_tool_calls", "metadata")},
         "speculation": None if body.speculation is None else body.speculation.model_dump(),
     }
     if body.tools:

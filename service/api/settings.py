@@ -7,12 +7,13 @@ import secrets
 from dataclasses import dataclass, field
 
 from pydantic import SecretStr
-from starlette.datastructures import Headers
-from starlette.types import Scope
+from starlette.requests import Request
 
+from service.api.responses_schemas import ResponsesRequest
 from service.api.schemas import SamplingFields
-from service.api.tenants import Tenants
+from service.api.tenants import Tenant, Tenants
 from service.runtime import Runtime
+from service.scope import Scope
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class ApiSettings:
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # between two tokens of a choice; None: as steps bring them
     allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
-    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of clients
+    separate_names: bool = False  # `prefix_cache: per_client`
+    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,23 @@ class Server:
             self._seen.add(name)
             logger.warning("ignoring the unknown request field %r", name)
 
-    def client_of(self, scope: Scope, body: SamplingFields | None) -> str:
-        """The name under which a client's share of what is learnt is counted."""
-        return client_name(self.settings.naming_key, scope, body, by_api_key=bool(self.settings.tenants))
+    def scope_of(self, request: Request, body: SamplingFields | ResponsesRequest | None = None) -> Scope:
+        """Who sent a request: the key that the middleware has checked, and a name: `safety_identifier`, else `user`,
+        else the address."""
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        assert tenant is not None or not self.settings.tenants, "the middleware lets in no request without a key"
+        user = body and (body.safety_identifier or body.user)
+        name = f"user:{user}" if user else f"address:{request.client.host if request.client else ''}"
+        key = "" if tenant is None else self._hash(f"key:{tenant.digest.hex()}")
+        return Scope(key, self._hash(name), self.settings.separate_names)
+
+    def _hash(self, text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self.settings.naming_key).hexdigest()
 
 
 def naming_key(shared: SecretStr | None) -> bytes:
-    """What clients' names are hashed with: by replicas that share a secret alike, for whoever leads counts the queries
-    of all; else by this process alone."""
+    """The key that scopes are hashed with, 32 bytes: the same one in replicas that share a secret, because the one that
+    learns counts the queries of all; else one of this process alone."""
     if shared is None:
         return secrets.token_bytes(_KEY_BYTES)
     return hmac.digest(shared.get_secret_value().encode(), _NAMING, "sha256")
-
-
-def client_name(secret: bytes, scope: Scope, body: SamplingFields | None, *, by_api_key: bool) -> str:
-    """Who asks, under a name that says nothing about them: neither keys, user names nor addresses leave this function.
-
-    By the API key where keys are checked, else by what the client says of its user, else by its address.
-    """
-    user, peer = body and (body.safety_identifier or body.user), scope.get("client")
-    if by_api_key:
-        # The credentials alone, however the client writes the scheme before them.
-        text = "key:" + (Headers(scope=scope).get("authorization") or "").partition(" ")[2].strip()
-    else:
-        text = f"user:{user}" if user else f"address:{peer[0] if peer else ''}"
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=secret).hexdigest()

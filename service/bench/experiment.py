@@ -24,6 +24,7 @@ from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.stats import StepStats
 from service.logging import counting
 from service.prompts import PromptSet, read_prompt_set, refuse_too_long
+from service.scope import Scope
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -112,7 +113,7 @@ def request_of(
         temperature=measure.temperature,
         ignore_eos=ignore_eos,
     )
-    return GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling, client=client)
+    return GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling, scope=Scope(name=client))
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:

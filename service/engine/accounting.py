@@ -70,7 +70,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
         row=row,
         tokens=sequence.tokens,
         num_prompt=sequence.num_prompt,
-        client=sequence.request.client,
+        client=sequence.client,
         store=sequence.request.store,
         temperature=sequence.sampling.params.temperature,
         seed=sequence.sampling.params.seed,

@@ -58,7 +58,6 @@ class EngineLimits:
     prefill_chunk: int
     max_budget: int
     prefix_cache: bool = False
-    isolate_clients: bool = False  # nobody finds what others have asked
     num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
     first_slot: int = NULL_SLOT + 1  # where they begin: engines of disjoint slots may run in turn
 
@@ -117,7 +116,7 @@ class Engine:
             self.table,
             prefill_chunk=limits.prefill_chunk,
             released=self._draft_stage.stop,
-            cache=PrefixCache(target.device, keep=limits.prefix_cache, isolate_clients=limits.isolate_clients),
+            cache=PrefixCache(target.device, keep=limits.prefix_cache),
             tree_nodes=limits.max_budget,
         )
         self._layout = RowLayout(capture, widths, max_sequences=limits.max_sequences, device=target.device)

@@ -24,7 +24,7 @@ class Node:
     labels: list[int]
     slots: Tensor  # [labels] int64
     parent: "Node | None"
-    key: tuple[str, int] | None = None  # of a root: whose texts, and their first token
+    key: tuple[str, int] | None = None  # of a root: namespace, and first token of its texts
     children: dict[int, "Node"] = field(default_factory=dict)  # by first label
     leases: int = 0
     last_used: int = 0
@@ -52,24 +52,26 @@ class Lease:
 
 
 class PrefixCache:
-    """Keeps the slots of ended and running sequences until they are needed for something else."""
+    """Keeps the slots of ended and running sequences until they are needed for something else.
 
-    def __init__(self, device: torch.device, *, keep: bool = True, isolate_clients: bool = False) -> None:
-        """Without `keep` nothing is ever found. With `isolate_clients` nobody can learn from the time an answer takes
-        what others have asked."""
+    A namespace (`Scope.cache_namespace`) finds nothing of another one, so that the time to a first token does not tell
+    what others have asked.
+    """
+
+    def __init__(self, device: torch.device, *, keep: bool = True) -> None:
+        """Without `keep` nothing is ever found."""
         self.num_evictable = 0  # slots that `evict` could give back now
         self._keep = keep
-        self._isolate = isolate_clients
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
         self._now = 0
         self._leaves: set[Node] = set()  # all that are evictable, and some that were
 
-    def acquire(self, client: str, tokens: list[int]) -> Lease:
+    def acquire(self, namespace: str, tokens: list[int]) -> Lease:
         """Lease the longest known prefix; the last token is never part of it."""
         if not self._keep:
             return Lease(Node([], self._nothing, None), 0, self._nothing)
-        key = self._key(client, tokens)
+        key = namespace, tokens[0]
         root = self._roots.setdefault(key, Node([], self._nothing, None, key))
         node, length = self._descend(root, tokens, 0)
         self._now += 1
@@ -81,13 +83,13 @@ class PrefixCache:
         slots = [above.slots for above in node.upwards()]
         return Lease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
 
-    def known(self, client: str, tokens: list[int]) -> int:
+    def known(self, namespace: str, tokens: list[int]) -> int:
         """Positions that a lease would have."""
-        return sum(common for _, common in self._path(client, tokens))
+        return sum(common for _, common in self._path(namespace, tokens))
 
-    def leased(self, client: str, tokens: list[int]) -> int:
+    def leased(self, namespace: str, tokens: list[int]) -> int:
         """Those of them that others have leased now."""
-        return sum(common for node, common in self._path(client, tokens) if node.leases)
+        return sum(common for node, common in self._path(namespace, tokens) if node.leases)
 
     def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
         """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
@@ -136,12 +138,13 @@ class PrefixCache:
         """Positions of a lease that others hold too, so that they stay whatever becomes of it."""
         return sum(len(node.labels) for node in lease.node.upwards() if node.leases > 1)
 
-    def worth_waiting(self, client: str, tokens: list[int], reader: str, text: list[int]) -> bool:
-        """Whether the reader is about to share much more of the tokens than is known now."""
-        if not self._keep or self._key(client, tokens) != self._key(reader, text):
+    def worth_waiting(self, namespace: str, tokens: list[int], readers: str, text: list[int]) -> bool:
+        """Whether a sequence that reads `text` in the namespace `readers` is about to share much more of the tokens
+        than is known now."""
+        if not self._keep or namespace != readers:
             return False
         common = _common(text[: len(tokens)], tokens, 0) - 1
-        return common >= _WORTH_WAITING and common - self.known(client, tokens) >= _WORTH_WAITING
+        return common >= _WORTH_WAITING and common - self.known(namespace, tokens) >= _WORTH_WAITING
 
     def held(self) -> Tensor:
         """All slots that belong to the cache. # -> [held] int64"""
@@ -152,12 +155,9 @@ class PrefixCache:
             nodes += node.children.values()
         return torch.cat(found)
 
-    def _key(self, client: str, tokens: list[int]) -> tuple[str, int]:
-        return (client if self._isolate else "", tokens[0])
-
-    def _path(self, client: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
+    def _path(self, namespace: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
         """Nodes that lead along these tokens, each with its labels that are theirs."""
-        node, length = self._roots.get(self._key(client, tokens)), 0
+        node, length = self._roots.get((namespace, tokens[0])), 0
         while node is not None and length + 1 < len(tokens):
             child = node.children.get(tokens[length + 1])
             if child is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.grammars import Grammar
+from service.scope import Scope
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -58,8 +59,8 @@ class GenerationRequest:
     grammar: Grammar | None = None  # what the text must be, whatever the target would say
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
-    client: str = ""  # who asks, under a name that says nothing; shares of what is learnt are counted by it
-    # Lower is earlier among the requests of one client; where slots run out the highest gives way, whoever's it is.
+    scope: Scope = field(default_factory=Scope)
+    # Lower is earlier among the requests of one account; where slots run out the highest gives way, whoever's it is.
     priority: int = 0
     said: Tokens[Tokens[int]] = ()  # what each sequence is taken to begin with, for it was generated before
     singly: int = 0  # of so many first tokens of a sequence each is an output of its own, however steps bring them

@@ -223,7 +223,7 @@ class Scheduler:
     def _is_being_read(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to share much of this one's text."""
         return any(
-            self._cache.worth_waiting(sequence.client, sequence.tokens, other.client, other.tokens)
+            self._cache.worth_waiting(sequence.cache_namespace, sequence.tokens, other.cache_namespace, other.tokens)
             for other in self.running
             if other.is_reading
         )
@@ -233,7 +233,7 @@ class Scheduler:
         if not self.running:
             return True
         claimed = sum(self._forecast.claim(other) for other in self.running) + self._tree_nodes
-        claimed += self._forecast.claim(sequence) - self._cache.leased(sequence.client, sequence.tokens)
+        claimed += self._forecast.claim(sequence) - self._cache.leased(sequence.cache_namespace, sequence.tokens)
         return self._table.num_free_rows > 0 and claimed <= self.num_available
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
@@ -252,7 +252,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         sequence.row = self._table.take_row()
-        sequence.lease = self._cache.acquire(sequence.client, sequence.tokens)
+        sequence.lease = self._cache.acquire(sequence.cache_namespace, sequence.tokens)
         sequence.num_computed = sequence.lease.length
         if sequence.started_seconds is None:
             sequence.num_cached = sequence.num_computed

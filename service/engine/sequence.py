@@ -126,7 +126,12 @@ class Sequence:
 
     @property
     def client(self) -> str:
-        return self.request.client
+        """The account that fairness charges."""
+        return self.request.scope.account
+
+    @property
+    def cache_namespace(self) -> str:
+        return self.request.scope.cache_namespace
 
     @property
     def is_reading(self) -> bool:

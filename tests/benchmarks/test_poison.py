@@ -107,18 +107,18 @@ def test_the_narrow_client_asks_for_a_few_formats(assembly: Assembly) -> None:
 
 
 def test_an_attack_leaves_honest_queries_as_they_are() -> None:
-    kept = [[query for query in turn.requests if query.client not in HOSTILE] for turn in TURNS]
+    kept = [[query for query in turn.requests if query.scope.name not in HOSTILE] for turn in TURNS]
     assert kept == [list(turn.requests) for turn in HONEST]
     assert [replace(turn, requests=()) for turn in TURNS] == [replace(turn, requests=()) for turn in HONEST]
     assert [query.prompt for turn in HONEST for query in turn.requests] == list(PROMPTS)
-    assert {query.client for turn in HONEST for query in turn.requests} == {f"honest {n}" for n in (1, 2, 3, 4)}
+    assert {query.scope.name for turn in HONEST for query in turn.requests} == {f"honest {n}" for n in (1, 2, 3, 4)}
 
 
 def test_hostile_queries_come_at_their_places_under_numbers_of_their_own() -> None:
-    hostile = [query for turn in TURNS for query in turn.requests if query.client in HOSTILE]
+    hostile = [query for turn in TURNS for query in turn.requests if query.scope.name in HOSTILE]
     assert [query.request_id for query in hostile] == [str(number) for number in range(40, 57)]
     assert [query.sampling.seed for query in hostile] == list(range(40, 57))
-    assert [query.client for query in hostile] == [visit.client for visit in VISITS]
+    assert [query.scope.name for query in hostile] == [visit.client for visit in VISITS]
     contents: dict[Content, tuple[int, ...]] = {"honest": (7,), "garbage": (8,), "narrow": (9,)}
     assert [query.prompt for query in hostile] == [contents[visit.content] for visit in VISITS]
     one = attacked(HONEST, [Visit(7.5, "narrow", "narrow")], {"narrow": cycle([(9,)])}, MEASURE)
@@ -142,7 +142,7 @@ def test_turns_end_where_the_burst_begins_and_ends() -> None:
 
 def with_answers(turn: Turn, honest: int, hostile: int, noted: tuple[Noted, ...] = ()) -> Played:
     """Four verifies of every query, that accepted so many tokens."""
-    accepted = [hostile if query.client in HOSTILE else honest for query in turn.requests]
+    accepted = [hostile if query.scope.name in HOSTILE else honest for query in turn.requests]
     answers = tuple(Answer((1, 2, 3), accepted_per_step=(count, 0, 0, 0)) for count in accepted)
     return Played(turn, Run(answers, (), 0.5), 1.0, {**NOTHING, "over_share": 1}, noted)
 
@@ -228,7 +228,7 @@ def test_the_engine_hears_who_asks(assembly: Assembly) -> None:
     add = engine.add
 
     def listening(request: object) -> None:
-        heard.append((request.request_id, request.client, request.sampling.seed))  # type: ignore[attr-defined]
+        heard.append((request.request_id, request.scope.name, request.sampling.seed))  # type: ignore[attr-defined]
         add(request)  # type: ignore[arg-type]
 
     engine.add = listening  # type: ignore[method-assign]
@@ -297,7 +297,9 @@ def test_the_narrow_client_can_bring_its_own_prompts(
     seen: list[Sequence[int]] = []
 
     def watched(players: list[Player], turns: dict[str, list[Turn]], measure: Measure) -> dict[str, list[Played]]:
-        seen.extend(query.prompt for turn in turns["attacked"] for query in turn.requests if query.client == "narrow")
+        seen.extend(
+            query.prompt for turn in turns["attacked"] for query in turn.requests if query.scope.name == "narrow"
+        )
         return play_all(players, turns, measure)
 
     monkeypatch.setattr(poison, "play_all", watched)
@@ -314,7 +316,7 @@ def test_another_text_is_an_error(run: Command, honest_file: Path, monkeypatch: 
     def wrong(players: list[Player], turns: dict[str, list[Turn]], measure: Measure) -> dict[str, list[Played]]:
         everything = play_all(players, turns, measure)
         first = everything["attacked"][0]
-        honest = next(at for at, query in enumerate(first.turn.requests) if query.client not in HOSTILE)
+        honest = next(at for at, query in enumerate(first.turn.requests) if query.scope.name not in HOSTILE)
         answers = list(first.run.answers)
         answers[honest] = replace(answers[honest], token_ids=(-1, *answers[honest].token_ids[1:]))
         wrong_first = replace(first, run=replace(first.run, answers=tuple(answers)))

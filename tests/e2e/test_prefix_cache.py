@@ -12,6 +12,7 @@ from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SpeculationParams
+from service.scope import Scope
 from tests.drafters.specblock.parts import TAPS, serving, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
     LIMITS,
@@ -219,13 +220,16 @@ def test_later_ones_read_a_tenth_of_what_the_first_reads() -> None:
     assert rows == [462, *[13] * 63]
 
 
-def test_clients_are_kept_apart_if_asked_for(families: list[list[GenerationRequest]]) -> None:
-    def cached(limits: EngineLimits) -> list[int]:
-        engine = tiny_engine(limits=limits)
-        return [
-            run(engine, [replace(one, client=client)])[0].end.cached_tokens
-            for one, client in zip(families[0], "abab", strict=True)
-        ]
-
-    assert cached(CACHED) == [0, SHARED - 1, SHARED - 1, SHARED - 1]
-    assert cached(replace(CACHED, isolate_clients=True)) == [0, 0, SHARED - 1, SHARED - 1]
+@pytest.mark.parametrize(
+    ("keys", "separate_names", "found"),
+    [("----", False, "-+++"), ("----", True, "--++"), ("kklk", False, "-+-+"), ("kllk", True, "----")],
+)
+def test_only_what_is_in_scope_is_found(
+    families: list[list[GenerationRequest]], keys: str, separate_names: bool, found: str
+) -> None:
+    engine, results = tiny_engine(limits=CACHED), ""
+    for one, key, name in zip(families[0], keys, "abab", strict=True):
+        (result,) = run(engine, [replace(one, scope=Scope(key.strip("-"), name, separate_names))])
+        assert result.end.cached_tokens in (0, SHARED - 1)
+        results += "+" if result.end.cached_tokens else "-"
+    assert results == found

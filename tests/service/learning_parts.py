@@ -11,6 +11,7 @@ from service.engine.budget import BudgetPolicy
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.learning.adaptive import Adaptive, build_adaptive
+from service.scope import Scope
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tuned import QUICK, tuned
 
@@ -66,7 +67,7 @@ def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: in
             request_id=str(number),
             prompt=tuple(prompt),
             sampling=SamplingParams(seed=number, max_tokens=tokens, temperature=temperature, ignore_eos=True),
-            client=f"client {number % 3}",
+            scope=Scope(name=f"client {number % 3}"),
         )
         for number, prompt in enumerate(prompts)
     ]

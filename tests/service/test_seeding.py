@@ -51,7 +51,7 @@ async def test_all_are_answered_one_by_one() -> None:
     async with seeded(engine, Phased("collecting")) as runtime:
         await answer_seeds(runtime)
         assert asked_of(engine) == list(SEEDS)
-        assert all(request.store and request.client for request in engine.submitted)
+        assert all(request.store and request.scope.account for request in engine.submitted)
         assert runtime.num_open == 0
 
 

@@ -1,6 +1,7 @@
 """Limits of keys over the application: who is let in, what answers say, and what is given back."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -316,6 +317,19 @@ async def test_a_response_belongs_to_its_key() -> None:
         refused = await client.post(RESPONSES, json=body, headers=other)
         assert (refused.status_code, error_of(refused)["code"]) == (400, "previous_response_not_found")
         assert (await client.get(f"{RESPONSES}/{mine}")).status_code == 200
+
+
+async def test_another_key_does_not_replace_a_response_by_taking_up_its_stream() -> None:
+    body, other = {"model": "tiny", "input": "hello", "stream": True}, {"authorization": "Bearer other"}
+    async with limited("key", "other") as client:
+        event = (await client.post(RESPONSES, json=body)).text.split("\n\n")[0]
+        event_id, told = (event.partition(f"{field}: ")[2].partition("\n")[0] for field in ("id", "data"))
+        taken_up = await client.post(RESPONSES, json=body, headers={**other, "last-event-id": event_id})
+        assert taken_up.status_code == 200
+        mine = f"{RESPONSES}/{json.loads(told)['response']['id']}"
+        assert (await client.get(mine)).status_code == (await client.get(mine, headers=other)).status_code == 200
+        assert (await client.delete(mine, headers=other)).status_code == 200
+        assert (await client.get(mine)).status_code == 200
 
 
 async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from drafters.feedback import Query
@@ -13,6 +14,7 @@ from service.engine.budget import Budget, BudgetPolicy, FixedBudget
 from service.engine.engine import Engine
 from service.engine.stats import StepStats
 from service.engine.thread import EngineThread
+from service.scope import Scope
 from tests.service.engine.harness import (
     LIMITS,
     generate,
@@ -82,9 +84,10 @@ def test_steps_beside_training_say_nothing_of_what_steps_take() -> None:
     assert all(stats.seconds > 0.0 for stats in heard.steps)
 
 
-def test_a_query_is_told_with_what_it_took() -> None:
+@pytest.mark.parametrize("scope", [Scope("somebody", "of many"), Scope("", "somebody")])
+def test_a_query_is_told_with_what_it_took(scope: Scope) -> None:
     heard = Heard()
-    asked = replace(with_answers([request("a", PROMPT, greedy(24))])[0], client="somebody", store=False)
+    asked = replace(with_answers([request("a", PROMPT, greedy(24))])[0], scope=scope, store=False)
     result = generate(engine_for(heard), asked)["a", 0]
     (query,) = heard.queries
     assert list(query.tokens) == PROMPT + result.tokens

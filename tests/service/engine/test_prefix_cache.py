@@ -18,19 +18,19 @@ def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def kept(cache: PrefixCache, tokens: list[int], first_slot: int, client: str = "") -> Lease:
+def kept(cache: PrefixCache, tokens: list[int], first_slot: int, namespace: str = "") -> Lease:
     """Let a text come and go; its positions lie in slots from `first_slot` on. Returns the lease it had."""
-    lease = cache.acquire(client, tokens)
+    lease = cache.acquire(namespace, tokens)
     own = torch.arange(first_slot + lease.length, first_slot + len(tokens) - 1)
     assert cache.release(lease, tokens, own).tolist() == []
     return lease
 
 
-def found(cache: PrefixCache, tokens: list[int], client: str = "") -> list[int]:
+def found(cache: PrefixCache, tokens: list[int], namespace: str = "") -> list[int]:
     """Slots that a text would begin with; nothing is leased afterwards."""
-    lease = cache.acquire(client, tokens)
+    lease = cache.acquire(namespace, tokens)
     assert cache.release(lease, tokens, slots()).tolist() == []
-    assert cache.known(client, tokens) == lease.length
+    assert cache.known(namespace, tokens) == lease.length
     return lease.slots.tolist()
 
 
@@ -137,16 +137,15 @@ def test_a_shared_beginning_outlives_its_ends() -> None:
     assert found(cache, [7, 1, 2, 3, 10, 11]) == [10, 11, 12]
 
 
-def test_clients_can_be_kept_apart() -> None:
-    apart, together = PrefixCache(CPU, isolate_clients=True), PrefixCache(CPU)
-    for cache in (apart, together):
-        kept(cache, HELLO, 10, "a")
-    assert found(apart, HELLO, "b") == []
-    assert found(apart, HELLO, "a") == found(together, HELLO, "b") == [10, 11, 12, 13, 14, 15]
+def test_a_namespace_finds_nothing_of_another() -> None:
+    cache = PrefixCache(CPU)
+    kept(cache, HELLO, 10, "a")
+    assert found(cache, HELLO, "b") == []
+    assert found(cache, HELLO, "a") == [10, 11, 12, 13, 14, 15]
 
 
 def test_waiting_pays_for_much_that_is_about_to_be_read() -> None:
-    cache = PrefixCache(CPU, isolate_clients=True)
+    cache = PrefixCache(CPU)
     text = list(range(200))
     ask = [*range(150), 500, 501]
     assert cache.worth_waiting("a", ask, "a", text)

@@ -13,6 +13,7 @@ from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest
 from service.engine.sequence import Sequence, TextStream
+from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -64,7 +65,7 @@ def sequence_of(
     length: int, params: SamplingParams | None = None, *, client: str = "", priority: int = 0, max_tokens: int = 400
 ) -> Sequence:
     asked = request("r", [2] * length, params or greedy(max_tokens))
-    asked = replace(asked, client=client, priority=priority)
+    asked = replace(asked, scope=Scope(name=client), priority=priority)
     return Sequence(
         request=asked,
         index=0,
