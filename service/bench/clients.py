@@ -9,7 +9,7 @@ when every contestant has answered as many requests as there are streams.
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
@@ -117,7 +117,7 @@ class Streams:
     def start_measuring(self) -> None:
         self._first_measured = len(self._requests)
         self.tokens: Counter[int] = Counter()  # generated, by client
-        self.served: Counter[int] = Counter()  # tokens as the scheduler's accounts weigh them
+        self.served: defaultdict[int, float] = defaultdict(float)  # tokens as the scheduler's accounts weigh them
         self._running: Counter[int] = Counter()  # sequences, added up over the steps
         self._waiting: Counter[int] = Counter()
 

@@ -32,6 +32,15 @@ Temperatures = Annotated[
 AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer.")]
 LongestAnswer = Annotated[int, typer.Option(min=1, help="Longest answer.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at the same time.")]
+Mixes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIX,...",
+        help="Instead of policies: streams of several clients against the same streams of one, with the configured "
+        "budget. 12x1: twelve clients of one stream each; 1+11: two clients; long+8: one prompt of 4,000 tokens at a "
+        "time, and a client with eight streams. Prompt files and temperatures go to the clients in turn.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of everything random.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
@@ -105,15 +114,7 @@ def _load(
     requests: Annotated[
         int, typer.Option(min=1, help="Requests for each policy and concurrency; three for each client at least.")
     ] = 64,
-    clients: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIX,...",
-            help="Instead of policies: streams of several clients against the same streams of one, with the configured "
-            "budget. 12x1: twelve clients of one stream each; 1+11: two clients; long+8: one prompt of 4,000 tokens at "
-            "a time beside eight streams. Prompt files and temperatures go to the clients in turn.",
-        ),
-    ] = None,
+    clients: Mixes = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="For --clients: how long each of three contestants serves each mix.")
     ] = 60.0,
