@@ -1,6 +1,6 @@
 """The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
 The drafter's loss is one weighted mean over entries, where equations (6) and (7) add up a mean for each position of a
-block (docs/decisions/0120); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries that an
+block (docs/decisions/0121); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries that an
 earlier token on the path, which could not be drafted, puts out of reach.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 

@@ -32,6 +32,15 @@ Temperatures = Annotated[
 AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer.")]
 LongestAnswer = Annotated[int, typer.Option(min=1, help="Longest answer.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at the same time.")]
+Mixes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIX,...",
+        help="Instead of policies: streams of several clients against the same streams of one, with the configured "
+        "budget. 12x1: twelve clients of one stream each; 1+11: two clients; long+8: one prompt of 4,000 tokens at a "
+        "time, and a client with eight streams. Prompt files and temperatures go to the clients in turn.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of everything random.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
@@ -105,7 +114,11 @@ def _load(
     requests: Annotated[
         int, typer.Option(min=1, help="Requests for each policy and concurrency; three for each client at least.")
     ] = 64,
-    temperature: Temperature = 0.0,
+    clients: Mixes = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="For --clients: how long each of three contestants serves each mix.")
+    ] = 60.0,
+    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 64,
     arrival: Annotated[
         Literal["closed", "poisson"], typer.Option(help="closed: so many clients, one request each at a time.")
@@ -119,18 +132,27 @@ def _load(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Budget policies against each other under rising load. Exit code 1 if any token differs."""
+    """Budget policies against each other under rising load, or several clients against one. Exit code 1 if any token
+    differs."""
+    from service.bench.clients import mixes_of, run_clients
     from service.bench.experiment import Measure
     from service.bench.load import LoadPlan, run_load
 
     if (arrival == "poisson") != (rate is not None):
         raise StartupError("--arrival poisson and --rate need each other")
+    files, measures = (*prompts, *(more_prompts or [])), [Measure(one, max_tokens, 1, seed) for one in temperature]
+    if clients is not None:
+        if rate is not None or plot is not None:
+            raise StartupError("--clients takes neither --rate nor --plot: its streams are closed loops")
+        return run_clients(loaded.config, mixes_of(clients), files, measures, seconds=seconds, out=out)
+    if len(measures) > 1:
+        raise StartupError("--temperature: more than one is for --clients; give one")
     plan = LoadPlan(
-        files=(*prompts, *(more_prompts or [])),
+        files=files,
         concurrency=numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
-        measure=Measure(temperature, max_tokens, 1, seed),
+        measure=measures[0],
         rate_per_second=rate,
         slo_ttft_seconds=slo_ttft,
         slo_itl_seconds=slo_itl,

@@ -57,7 +57,7 @@ _ROUNDS = 8
 """Requests of each client at least; the first and the last are not measured."""
 _SPREAD = 0.5
 """Of the length asked for, by which answers are shorter or longer: equal ones would end together, for ever."""
-_SLICE_SECONDS = 2.0
+SLICE_SECONDS = 2.0
 """After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
 
 
@@ -77,7 +77,7 @@ class LoadPlan:
     @property
     def most_tokens(self) -> int:
         """Of an answer."""
-        return self.measure.max_tokens + int(_SPREAD * self.measure.max_tokens)
+        return answer_lengths(self.measure.max_tokens)[1]
 
     def is_well_served(self, request: Answer) -> bool:
         slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
@@ -90,6 +90,12 @@ class LoadPlan:
         if self.rate_per_second is None:
             return ClosedLoop(concurrency)
         return PoissonArrivals(self.rate_per_second, self.requests_at(concurrency), seed=self.measure.seed)
+
+
+def answer_lengths(max_tokens: int) -> tuple[int, int]:
+    """Fewest and most tokens of answers that have `max_tokens` on average."""
+    spread = int(_SPREAD * max_tokens)
+    return max(1, max_tokens - spread), max_tokens + spread
 
 
 def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> Row:
@@ -222,9 +228,8 @@ def _measure_all(
 
 def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> list[GenerationRequest]:
     """The same, with answers of all lengths around the one that is planned."""
-    rng, most = random.Random(plan.measure.seed), plan.most_tokens
-    fewest = max(1, 2 * plan.measure.max_tokens - most)
-    return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(fewest, most))) for one in requests]
+    rng, lengths = random.Random(plan.measure.seed), answer_lengths(plan.measure.max_tokens)
+    return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(*lengths))) for one in requests]
 
 
 def engines_of(
@@ -262,7 +267,7 @@ def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dic
     while under_way:
         for name in rotated(under_way, turn):
             before = drives[name].num_finished
-            drives[name].go_on(_SLICE_SECONDS)
+            drives[name].go_on(SLICE_SECONDS)
             finished(drives[name].num_finished - before)
         turn, under_way = turn + 1, [name for name in under_way if not drives[name].is_over]
     return {name: driven.result() for name, driven in drives.items()}

@@ -1,8 +1,7 @@
-"""The benchmarks of what requests and clients share, on a tiny model."""
+"""The benchmarks of what requests share, on a tiny model."""
 
 from dataclasses import replace
 
-from benchmarks.neighbours import NeighbourRow, Neighbours, slowdown
 from benchmarks.prefix import measure, prompts_alike, row_of
 from service.assembly import Assembly
 from tests.tiny_models import random_prompts
@@ -18,28 +17,3 @@ def test_later_prompts_are_found_and_answered_alike(assembly: Assembly) -> None:
     assert (row.requests, row.cached_tokens, row.mismatched_tokens) == (5, 4 * 59, 0)
     wrong = [replace(one, tokens=(*one.tokens[:-1], -1)) for one in kept]
     assert row_of(wrong, read, prefix_cache=True, shared_tokens=60).mismatched_tokens == 5
-
-
-def test_a_quiet_client_is_measured_beside_a_busy_one(assembly: Assembly) -> None:
-    engine = assembly.engine()
-    row = Neighbours(engine, list(random_prompts(4, 12)), max_tokens=5).run(quiet=1, busy=3, answers=4)
-    assert row.answers == 4
-    assert 0 < row.ttft_p95_seconds <= row.latency_p95_seconds
-    assert 0 < row.quiet_tokens_per_second < row.tokens_per_second
-    assert engine.idle
-
-
-def test_slowdown_compares_loaded_turns_with_quiet_ones() -> None:
-    def turn(busy: int, p95: float) -> NeighbourRow:
-        return NeighbourRow(
-            quiet_streams=1,
-            busy_streams=busy,
-            answers=2,
-            latency_p50_seconds=p95,
-            latency_p95_seconds=p95,
-            ttft_p95_seconds=p95,
-            tokens_per_second=1,
-            quiet_tokens_per_second=1,
-        )
-
-    assert slowdown([turn(0, 1.0), turn(9, 2.0), turn(0, 3.0), turn(9, 4.0)]) == 1.5

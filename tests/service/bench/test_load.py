@@ -218,7 +218,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly, quiet: 
 @pytest.mark.usefixtures("_loaded")
 def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices so short that every policy is interrupted in the middle of its texts."""
-    monkeypatch.setattr(load, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(load, "SLICE_SECONDS", 0.01)
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     code, output = run_command(

@@ -1,0 +1,332 @@
+"""`adaptree bench load --clients`: the same streams, owned by several clients and by one.
+
+A stream is a closed loop: it sends its next request as soon as the one before is answered. Three engines serve the same
+streams and take turns of two seconds: under several clients, under one client, and under one client again, whose ratio
+to the other shows how far chance moves equal contestants. All streams are busy until the time is up; measuring starts
+when every contestant has answered as many requests as there are streams.
+"""
+
+import math
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+from service.bench.driver import Answer, ClosedLoop, Drive, Span
+from service.bench.experiment import (
+    Column,
+    Measure,
+    Row,
+    conclude,
+    count_mismatches,
+    counted,
+    in_one_line,
+    paired_bootstrap,
+    percentile,
+    prepare,
+    read_sets,
+    request_of,
+    rotated,
+    table_of,
+)
+from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
+from service.config import ServiceConfig
+from service.engine.engine import Engine, StepReport
+from service.engine.fairness import PROMPT_SHARE
+from service.engine.requests import GenerationRequest
+from service.errors import StartupError
+from service.prompts import PromptSet
+
+SEVERAL, ONE, AGAIN = "clients", "one_client", "one_client_again"
+
+LONG = "long"
+_LONG_TOKENS = 4_000
+"""Of a long prompt: 16 chunks of the default `prefill_chunk`, read in that many steps where nothing holds it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client of a mix: how many requests it keeps in flight, which, and how they are to be answered."""
+
+    streams: int
+    source: str  # of its prompts
+    prompts: Sequence[Sequence[int]]
+    measure: Measure
+
+
+def mixes_of(text: str) -> dict[str, list[str]]:
+    """Mixes such as 12x1, 1+11 and long+8 in a list with commas, each with its clients' streams: a number, or `long`.
+
+    Raises StartupError."""
+    mixes: dict[str, list[str]] = {}
+    for name in filter(None, map(str.strip, text.split(","))):
+        found = [re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*|long)", part) for part in name.split("+")]
+        mixes[name] = [part[2] for part in found if part for _ in range(int(part[1] or 1))]
+        if not all(found):
+            raise StartupError(f"--clients: {name!r} is no mix such as 12x1, 1+11, 3x4+1 or long+8")
+    if not mixes:
+        raise StartupError("--clients names no mix: give for example 12x1,1+11,long+8")
+    return mixes
+
+
+def clients_of(
+    mix: Sequence[str], sets: Sequence[PromptSet], measures: Sequence[Measure], *, long_tokens: int
+) -> list[Client]:
+    """The clients of a mix; prompt sets and measures go to them in turn."""
+    clients = []
+    for place, streams in enumerate(mix):
+        mine, measure = sets[place % len(sets)], measures[place % len(measures)]
+        if streams == LONG:
+            name = f"{mine.name}, {long_tokens} tokens each"
+            clients.append(Client(1, name, long_prompts(mine.prompts, long_tokens), measure))
+        else:
+            clients.append(Client(int(streams), mine.name, mine.prompts, measure))
+    return clients
+
+
+def long_prompts(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:
+    """One prompt of `num_tokens` per prompt: that one, then those after it, until there are enough tokens."""
+    ring = [[*prompts[first:], *prompts[:first]] for first in range(len(prompts))]
+    return [tuple(islice(chain.from_iterable(cycle(order)), num_tokens)) for order in ring]
+
+
+class Streams:
+    """The streams of a mix on one engine, and what each client was served since `start_measuring`."""
+
+    def __init__(self, engine: Engine, clients: Sequence[Client], *, as_one: bool) -> None:
+        self._engine = engine
+        self._clients = clients
+        self._as_one = as_one
+        self._owners = [owner for owner, client in enumerate(clients) for _ in range(client.streams)]
+        self._requests = [self._request(number) for number in range(len(self._owners))]
+        self._unread = {one.request_id: len(one.prompt) for one in self._requests}  # prompt tokens not booked yet
+        # The driver sends requests in the order of the list, one for each that ends: that of the same stream.
+        self.drive = Drive(engine, self._requests, ClosedLoop(len(self._owners)), after_step=self._after_step)
+        self.start_measuring()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether as many requests have ended as there are streams."""
+        return self.drive.num_finished >= len(self._owners)
+
+    def start_measuring(self) -> None:
+        self._first_measured = len(self._requests)
+        self.tokens: Counter[int] = Counter()  # generated, by client
+        self.served: defaultdict[int, float] = defaultdict(float)  # tokens as the scheduler's accounts weigh them
+        self._running: Counter[int] = Counter()  # sequences, added up over the steps
+        self._waiting: Counter[int] = Counter()
+
+    def take_turn(self, seconds: float) -> Span:
+        """Serve for so long; the steady time and tokens of it."""
+        before = self.drive.result().steady
+        self.drive.go_on(seconds)
+        after = self.drive.result().steady
+        return Span(after.seconds - before.seconds, after.tokens - before.tokens)
+
+    def answers(self) -> dict[str, tuple[int, ...]]:
+        """Tokens of each answer that is complete, by request."""
+        return {name: answer.token_ids for name, answer in self._sent() if answer.finish_reason is not None}
+
+    def figures(self, client: int, seconds: float) -> Row:
+        """What this client had in the seconds in which it was measured; latencies are those of requests sent then."""
+        sent = islice(self._sent(), self._first_measured, None)
+        mine = [answer for name, answer in sent if answer.token_ids and self._owner(name) == client]
+        firsts = [answer.first_token_seconds for answer in mine]
+        gaps = [gap for answer in mine for gap in answer.gaps_seconds]
+        return {
+            "requests": len(mine),
+            "tokens": self.tokens[client],
+            "tokens_per_second": self.tokens[client] / seconds,
+            **{f"ttft_p{percent}_seconds": percentile(firsts, percent) if firsts else None for percent in (50, 95)},
+            **{f"itl_p{percent}_seconds": percentile(gaps, percent) if gaps else None for percent in (50, 95)},
+        }
+
+    def _sent(self) -> Iterator[tuple[str, Answer]]:
+        """Requests in the order in which they were sent, with their answers; the newest may still have to be sent."""
+        answers = self.drive.result().answers
+        return ((asked.request_id, answer) for asked, answer in zip(self._requests, answers, strict=False))
+
+    def demand(self, client: int) -> float:
+        """Tokens this client could have used: those it was served, times its sequences over those that ran.
+
+        Sequences that wait would get no more than those that run did, so it is never too low. Infinite where none ran.
+        """
+        running, waiting = self._running[client], self._waiting[client]
+        return self.served[client] * (running + waiting) / running if running else math.inf
+
+    def _request(self, number: int) -> GenerationRequest:
+        """The request of that number: of stream `number % streams`, with a prompt and a length drawn by its number."""
+        owner = self._owners[number % len(self._owners)]
+        client = self._clients[owner]
+        rng = random.Random(f"{client.measure.seed} {number}")
+        length = rng.randint(*answer_lengths(client.measure.max_tokens))
+        name = "" if self._as_one else str(owner)
+        return request_of(number, rng.choice(client.prompts), replace(client.measure, max_tokens=length), client=name)
+
+    def _owner(self, request_id: str) -> int:
+        return self._owners[int(request_id) % len(self._owners)]
+
+    def _after_step(self, report: StepReport) -> None:
+        """Count what each client was served, ran and waited for, and let streams that were answered ask again."""
+        for output in report.outputs:
+            owner = self._owner(output.request_id)
+            if output.token_ids:
+                read = self._unread.pop(output.request_id, 0)
+                self.tokens[owner] += len(output.token_ids)
+                self.served[owner] += len(output.token_ids) + PROMPT_SHARE * read
+            if output.finish_reason is not None:
+                following = self._request(int(output.request_id) + len(self._owners))
+                self._requests.append(following)
+                self._unread[following.request_id] = len(following.prompt)
+        scheduler = self._engine.scheduler
+        for count, sequences in ((self._running, scheduler.running), (self._waiting, scheduler.waiting)):
+            count.update(self._owner(sequence.request.request_id) for sequence in sequences)
+
+
+def fair_shares(demands: Sequence[float], total: float) -> list[float]:
+    """Max-min shares of `total`: all are equal, but those of clients that demand less, who get what they demand."""
+    shares, left = [0.0] * len(demands), total
+    for place, client in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        shares[client] = min(demands[client], left / (len(demands) - place))
+        left -= shares[client]
+    return shares
+
+
+def run_clients(
+    config: ServiceConfig,
+    mixes: Mapping[str, Sequence[str]],
+    files: Sequence[Path],
+    measures: Sequence[Measure],
+    *,
+    seconds: float,
+    out: Path | None,
+) -> bool:
+    """Serve each mix under several clients and twice under one, `seconds` each, and report; whether all texts were the
+    same."""
+    assembly = prepare(config, out)
+    most = max(answer_lengths(one.max_tokens)[1] for one in measures)
+    sets = read_sets(assembly, files, None, most)
+    long_tokens = min(_LONG_TOKENS, assembly.limits.max_model_len - most)
+    turns = max(2, round(seconds / SLICE_SECONDS))
+    rows: list[Row] = []
+    with counted(3 * turns * len(mixes)) as advance:
+        for name, mix in mixes.items():
+            advance(0, name)
+            clients = clients_of(mix, sets, measures, long_tokens=long_tokens)
+            longest = max(len(prompt) for client in clients for prompt in client.prompts) + most
+            engines = engines_of(assembly, dict.fromkeys((SEVERAL, ONE, AGAIN)), longest, 1)
+            played = {key: Streams(engine, clients, as_one=key != SEVERAL) for key, engine in engines.items()}
+            spans = play(played, turns, advance)
+            shape = {"mix": name, "max_sequences": assembly.limits.max_sequences}
+            rows.append({**shape, **row_of(clients, played, spans)})
+    summary = {
+        "lowest_over_one_client": min(row["over_one_client"][0] for row in rows),
+        "largest_shortfall": max(row["largest_shortfall"] for row in rows),
+        "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
+    }
+    lines = [{**row, **client} for row in rows for client in row["clients"]]
+    table = table_of(_COLUMNS, lines, caption=_CAPTION, section=lambda row: row["mix"])
+    return conclude(assembly, out, rows, summary, table, *map(_line, rows), in_one_line(summary))
+
+
+def play(played: Mapping[str, Streams], turns: int, advance: Callable[[int], None]) -> dict[str, list[Span]]:
+    """Every contestant's measured turns; one that follows another is first as often."""
+    order, warm_up = list(played), 0
+    while not all(streams.is_steady for streams in played.values()):
+        for name in rotated(order, warm_up):
+            played[name].take_turn(SLICE_SECONDS)
+        warm_up += 1
+    for streams in played.values():
+        streams.start_measuring()
+    spans: dict[str, list[Span]] = {name: [] for name in played}
+    for turn in range(turns):
+        for name in rotated(order, turn):
+            spans[name].append(played[name].take_turn(SLICE_SECONDS))
+            advance(1)
+    return spans
+
+
+def row_of(clients: Sequence[Client], played: Mapping[str, Streams], spans: Mapping[str, Sequence[Span]]) -> Row:
+    """What each client of a mix had, and all of them together beside the same streams under one client."""
+    several, one = played[SEVERAL], played[ONE]
+    seconds = {key: sum(span.seconds for span in mine) for key, mine in spans.items()}
+    answers = {key: streams.answers() for key, streams in played.items()}
+    served = [several.served[place] for place in range(len(clients))]
+    shares = fair_shares([several.demand(place) for place in range(len(clients))], sum(served))
+    lines = [
+        {
+            "client": place,
+            "streams": client.streams,
+            "prompts": client.source,
+            "temperature": client.measure.temperature,
+            **several.figures(place, seconds[SEVERAL]),
+            "served": served[place],
+            "fair_share": shares[place],
+            "shortfall": max(0.0, 1 - served[place] / shares[place]) if shares[place] else 0.0,
+            "under_one_client": one.figures(place, seconds[ONE]),
+        }
+        for place, client in enumerate(clients)
+    ]
+    return {
+        "turns": len(spans[SEVERAL]),
+        "seconds": seconds,
+        "tokens_per_second": {key: sum(span.tokens for span in mine) / seconds[key] for key, mine in spans.items()},
+        "over_one_client": ratio_of(spans[SEVERAL], spans[ONE]),
+        "one_client_over_itself": ratio_of(spans[AGAIN], spans[ONE]),
+        "largest_shortfall": max(line["shortfall"] for line in lines),
+        "clients": lines,
+        "mismatched_tokens": sum(
+            count_mismatches(answers[ONE][key], tokens)
+            for others in (SEVERAL, AGAIN)
+            for key, tokens in answers[others].items()
+            if key in answers[ONE]
+        ),
+    }
+
+
+def ratio_of(mine: Sequence[Span], others: Sequence[Span]) -> tuple[float, float, float]:
+    """Tokens per second of all turns, mine over the other's, and the 95 % interval when pairs of turns are drawn
+    anew."""
+    pairs = zip(mine, others, strict=True)
+    columns = np.array([(one.tokens, one.seconds, other.tokens, other.seconds) for one, other in pairs]).T
+    return paired_bootstrap(lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]), columns, seed=0)
+
+
+def _line(row: Row) -> str:
+    speed, (ratio, low, high) = row["tokens_per_second"], row["over_one_client"]
+    again, least, most = row["one_client_over_itself"]
+    return (
+        f"{row['mix']}: {speed[SEVERAL]:.1f} tokens/s, {ratio:.3f} [{low:.3f}, {high:.3f}] of one client's "
+        f"{speed[ONE]:.1f}; one client over itself {again:.3f} [{least:.3f}, {most:.3f}]; largest shortfall "
+        f"{100 * row['largest_shortfall']:.1f} %"
+    )
+
+
+def _both(key: str, scale: float, form: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        values = (row[key], row["under_one_client"][key])
+        return "{} ({})".format(*("-" if value is None else f"{scale * value:{form}}" for value in values))
+
+    return cell
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("mix", lambda row: row["mix"]),
+    ("client", lambda row: f"{row['client']}: {row['streams']} of {row['prompts']}, T {row['temperature']:g}"),
+    ("tokens/s", _both("tokens_per_second", 1, ".1f")),
+    ("TTFT p50", _both("ttft_p50_seconds", 1, ".2f")),
+    ("p95", _both("ttft_p95_seconds", 1, ".2f")),
+    ("ITL p50", _both("itl_p50_seconds", 1000, ".0f")),
+    ("p95", _both("itl_p95_seconds", 1000, ".0f")),
+    ("share", lambda row: f"{100 * (1 - row['shortfall']):.1f} %"),
+)
+_CAPTION = (
+    "client: its streams, their prompts and temperature; in brackets: the same streams under one client; TTFT: seconds "
+    "to the first token; ITL: milliseconds per further token; share: tokens served, prompts at the scheduler's weight, "
+    "by the max-min share of all tokens served"
+)
