@@ -1,26 +1,22 @@
-"""Whose turn it is: how much each client was served, in tokens.
+"""How much each client was served, in tokens: who is admitted next, and whose prompt is read first.
 
-Every client has an account. Who is served most waits for the others to catch up, so that one that sends most of the
-load slows the others no more than one that sends as much as they do ("virtual token counter", arXiv 2401.00588).
-Accounts of those who are not here are kept only as far as they still say something.
+Every client has a counter ("virtual token counter", arXiv 2401.00588). The client served least is admitted first and
+gets the prompt chunk first; running sequences decode in every step, so that no counter makes the machine wait.
+Counters of clients with nothing waiting or running are kept only while they are above the least of the others.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from service.engine.sequence import Sequence
 
 PROMPT_SHARE = 0.5
 """What reading a token of a prompt counts, against 1 for generating one."""
 
-_LEEWAY_TOKENS = 8.0
-
 
 class Accounts:
-    """Tokens served by client. One that was away is not owed what it did not ask for."""
+    """Tokens served by client. A client that comes back is not owed what it did not ask for."""
 
-    def __init__(self, *, leeway_tokens: float = _LEEWAY_TOKENS) -> None:
-        self._leeway = leeway_tokens
+    def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._present: Counter[str] = Counter()  # sequences that wait or run
 
@@ -53,12 +49,6 @@ class Accounts:
 
     def served(self, client: str) -> float:
         return self._served[client]
-
-    def in_turn(self, clients: Iterable[str]) -> set[str]:
-        """Of these clients those that are not ahead of the one served least."""
-        among = set(clients)
-        limit = min((self._served[client] for client in among), default=0.0) + self._leeway
-        return {client for client in among if self._served[client] <= limit}
 
 
 def service_of(sequence: Sequence) -> float:

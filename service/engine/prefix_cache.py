@@ -7,7 +7,8 @@ Legend: labels = tokens that lead to a node, one per slot of it.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,9 +88,10 @@ class PrefixCache:
         """Positions that a lease would have."""
         return sum(common for _, common in self._path(namespace, tokens))
 
-    def leased(self, namespace: str, tokens: list[int]) -> int:
-        """Those of them that others have leased now."""
-        return sum(common for node, common in self._path(namespace, tokens) if node.leases)
+    def leased(self, namespace: str, tokens: list[int], *, besides: Sequence[Lease] = ()) -> int:
+        """Those of them that somebody has leased now, by another lease than `besides`."""
+        mine = _holds(besides)
+        return sum(common for node, common in self._path(namespace, tokens) if node.leases > mine[node])
 
     def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
         """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
@@ -134,9 +136,9 @@ class PrefixCache:
         self._leaves = {leaf for _, _, leaf in oldest}
         return torch.cat(given)
 
-    def num_kept(self, lease: Lease) -> int:
-        """Positions of a lease that others hold too, so that they stay whatever becomes of it."""
-        return sum(len(node.labels) for node in lease.node.upwards() if node.leases > 1)
+    def held_only_by(self, leases: Sequence[Lease]) -> int:
+        """Positions that become evictable when all of these leases end."""
+        return sum(len(node.labels) for node, count in _holds(leases).items() if node.leases == count)
 
     def worth_waiting(self, namespace: str, tokens: list[int], readers: str, text: list[int]) -> bool:
         """Whether a sequence that reads `text` in the namespace `readers` is about to share much more of the tokens
@@ -230,3 +232,8 @@ def _common(labels: list[int], tokens: list[int], start: int) -> int:
     if labels[:length] == tokens[start : start + length]:
         return length
     return next(place for place in range(length) if labels[place] != tokens[start + place])
+
+
+def _holds(leases: Sequence[Lease]) -> Counter[Node]:
+    """How many of these leases hold each node."""
+    return Counter(node for lease in leases for node in lease.node.upwards())

@@ -1,9 +1,9 @@
 """Which sequences take part in the next step, and with how many rows.
 
-Decoding sequences take part in every step, prompts are read in chunks beside them. Clients that were served more than
-others sit steps out until those have caught up. Texts begin where the prefix cache ends; when slots run out, the cache
-gives back what was used least recently, then the cheapest sequence waits; what it loses is computed again later, to
-the same bits.
+Decoding sequences take part in every step, prompts are read in chunks in the same steps. The client that was served
+least is admitted first and its prompts are read first. Texts begin where the prefix cache ends; when slots run out, the
+cache gives back what was used least recently, then the cheapest sequence waits; what it loses is computed again later,
+to the same bits.
 """
 
 import time
@@ -20,7 +20,7 @@ from drafters.protocol import HostMetadata
 from kernels.tree_attention import MAX_NODES
 from service.engine.fairness import Accounts
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import PrefixCache
+from service.engine.prefix_cache import Lease, PrefixCache
 from service.engine.rows import ExtendRows
 from service.engine.sequence import Sequence
 
@@ -124,10 +124,8 @@ class Scheduler:
         self._note_progress()
         self._preempt_until_decoding_fits()
         started = self._admit()
-        turn = self._accounts.in_turn(sequence.client for sequence in self.running)
-        in_turn = [sequence for sequence in self.running if sequence.client in turn]
-        decoding = [Scheduled.of(sequence, 1) for sequence in in_turn if not sequence.is_reading]
-        chunks = self._chunks([sequence for sequence in in_turn if sequence.is_reading], len(decoding))
+        decoding = [Scheduled.of(sequence, 1) for sequence in self.running if not sequence.is_reading]
+        chunks = self._chunks([sequence for sequence in self.running if sequence.is_reading], len(decoding))
         batch = Batch(decoding + chunks, started)
         self._clear_slots(batch.num_extend_rows + len(decoding) * self._tree_nodes)
         return batch
@@ -228,24 +226,36 @@ class Scheduler:
             if other.is_reading
         )
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether there is a line of the table, and slots for what it and those that run will probably need."""
-        if not self.running:
+    def _has_room(self, sequence: Sequence, victims: Items[Sequence] = ()) -> bool:
+        """Whether there is a line of the table, and slots for what it and those that run will probably need, once
+        `victims` have been preempted."""
+        others = [other for other in self.running if other not in victims]
+        if not others:
             return True
-        claimed = sum(self._forecast.claim(other) for other in self.running) + self._tree_nodes
-        claimed += self._forecast.claim(sequence) - self._cache.leased(sequence.cache_namespace, sequence.tokens)
-        return self._table.num_free_rows > 0 and claimed <= self.num_available
+        claimed = sum(self._forecast.claim(other) for other in others) + self._tree_nodes
+        claimed += self._forecast.claim(sequence)
+        claimed -= self._cache.leased(sequence.cache_namespace, sequence.tokens, besides=_leases(victims))
+        available = self.num_available + _freed_by(victims, self._cache)
+        return self._table.num_free_rows + len(victims) > 0 and claimed <= available
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
-        """For a client that runs nothing, take from those that run more than one; whether there is room now."""
+        """For a client that runs nothing, preempt sequences of clients that run more than one, the cheapest first; none
+        of them unless there is room then. Returns whether there is."""
         if any(other.client == sequence.client for other in self.running):
             return False
-        while not self._has_room(sequence):
-            clients = [other.client for other in self.running]
-            spare = [other for other in self.running if clients.count(other.client) > 1 and other not in started]
+        victims: list[Sequence] = []
+        while not self._has_room(sequence, victims):
+            clients = [other.client for other in self.running if other not in victims]
+            spare = [
+                other
+                for other in self.running
+                if clients.count(other.client) > 1 and other not in victims and other not in started
+            ]
             victim = cheapest(spare, self.running, self._cache)
             if victim is None:
                 return False
+            victims.append(victim)
+        for victim in victims:
             self.preempt(victim)
         return True
 
@@ -309,13 +319,19 @@ def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: Prefi
         key=lambda sequence: (
             -sequence.request.priority,
             sequence.preemptions >= _OFTEN,
-            _to_compute_again(sequence, cache),
+            _freed_by([sequence], cache),
             -sequence.number,
         ),
         default=None,
     )
 
 
-def _to_compute_again(sequence: Sequence, cache: PrefixCache) -> int:
-    """Positions that may be lost: what others hold as well stays in the cache."""
-    return sequence.num_computed - (cache.num_kept(sequence.lease) if sequence.lease else 0)
+def _freed_by(victims: Items[Sequence], cache: PrefixCache) -> int:
+    """Slots that no other sequence holds, which are free or evictable once all of these are preempted: positions that
+    may have to be computed again."""
+    own = sum(victim.num_computed - victim.num_shared for victim in victims)
+    return own + cache.held_only_by(_leases(victims))
+
+
+def _leases(sequences: Items[Sequence]) -> list[Lease]:
+    return [sequence.lease for sequence in sequences if sequence.lease is not None]

@@ -106,9 +106,11 @@ def test_leased_slots_are_not_evicted() -> None:
     assert cache.num_evictable == 3
     assert sorted(cache.evict(100).tolist()) == [13, 14, 15]
     assert cache.leased("", HELLO) == 3
-    assert cache.num_kept(lease) == 0
+    assert cache.held_only_by([lease]) == 3
+    assert (cache.leased("", HELLO, besides=[lease]), cache.held_only_by([])) == (0, 0)
     other = cache.acquire("", HELLO[:3])
-    assert cache.num_kept(lease) == 2
+    assert (cache.held_only_by([lease]), cache.held_only_by([other]), cache.held_only_by([lease, other])) == (1, 0, 3)
+    assert (cache.leased("", HELLO, besides=[lease]), cache.leased("", HELLO, besides=[lease, other])) == (2, 0)
     for held in (lease, other):
         cache.release(held, HELLO[:3], slots())
     assert sorted(cache.evict(100).tolist()) == [10, 11, 12]
@@ -172,7 +174,7 @@ def test_the_null_cache_keeps_nothing() -> None:
     cache.publish(lease, HELLO, slots(1, 2, 3))
     assert (lease.length, lease.slots.tolist()) == (0, [])
     assert cache.release(lease, HELLO, slots(1, 2, 3)).tolist() == [1, 2, 3]
-    assert (cache.known("", HELLO), cache.leased("", HELLO), cache.num_kept(lease)) == (0, 0, 0)
+    assert (cache.known("", HELLO), cache.leased("", HELLO), cache.held_only_by([lease])) == (0, 0, 0)
     assert cache.evict(3).tolist() == cache.held().tolist() == []
     assert not cache.worth_waiting("", list(range(200)), "", list(range(200)))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from service.engine.fairness import Accounts
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import SamplingParams
@@ -33,7 +32,6 @@ class Room:
             prefill_chunk=chunk,
             cache=PrefixCache(CPU) if keep else None,
             tree_nodes=8,
-            accounts=Accounts(leeway_tokens=4),
         )
 
     def add(self, *lengths: int, client: str = "", priority: int = 0) -> list[Sequence]:
@@ -279,19 +277,35 @@ def test_a_client_that_runs_nothing_gets_a_line() -> None:
     assert room.scheduler.take_preemptions() == 1, "one line is enough for not being held up"
 
 
-def test_who_is_served_more_sits_out() -> None:
-    room = Room(lines=10, num_slots=4000, chunk=100)
-    mine = room.add(*[3] * 6, client="much")
+def test_every_running_sequence_decodes_in_every_step() -> None:
+    room = Room(lines=32, num_slots=9000, chunk=100)
+    mine = room.add(*[3] * 31, client="much")
     (yours,) = room.add(3, client="little")
-    taken = {"much": 0, "little": 0}
-    for batch in room.steps(61):
-        for item in batch.items:
-            taken[item.sequence.client] += 1
-    assert taken["little"] == 61
-    assert taken["much"] <= 61 + 4 + 6 + 9
-    room.scheduler.remove(yours)
-    assert all(len(batch.items) == 6 for batch in room.steps(5)), "alone, everybody takes part again"
-    assert len({one.num_computed for one in mine}) == 1
+    room.steps(4)
+    assert [len(batch.drafting) for batch in room.steps(40)] == [32] * 40
+    assert len({one.num_computed for one in (*mine, yours)}) == 1
+
+
+def test_a_long_prompt_is_read_as_fast_beside_another_client_as_beside_the_same() -> None:
+    steps = {}
+    for client in ("same", "other"):
+        room = Room(num_slots=9000, chunk=256)
+        room.add(3, client=client)
+        room.steps(5)
+        (long,) = room.add(1900, client="same")
+        steps[client] = next(number for number, _ in enumerate(room.steps(40)) if not long.is_reading)
+    assert steps["other"] == steps["same"] <= 8
+
+
+def test_no_text_is_preempted_for_one_that_still_finds_no_room() -> None:
+    """One line and its slots can be had, but not as many slots as this prompt needs."""
+    room = Room(lines=3, num_slots=500, chunk=500)
+    mine = room.add(50, 50, 50, client="much")
+    room.steps(2)
+    room.add(450, client="little")
+    room.steps(3)
+    assert room.scheduler.running == mine
+    assert room.scheduler.take_preemptions() == 0
 
 
 def test_the_chunk_goes_to_whoever_is_served_less() -> None:
