@@ -9,7 +9,7 @@ is not, finding out costs what the ledger holds, and then a share of the time.
 
 import math
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 SHARE = 0.01
 """Of serving time, that may be lost in the long run."""
@@ -54,6 +54,11 @@ class GainPosterior:
         return math.sqrt(self._variance)
 
     @property
+    def noise(self) -> float:
+        """Standard deviation of one observation."""
+        return math.sqrt(self._noise)
+
+    @property
     def promises(self) -> bool:
         """Whether the mean gain may be above 0, as far as is known."""
         return self.best_case > 0.0
@@ -96,9 +101,21 @@ class GainPosterior:
         """So many steps went by."""
         self._variance = min(self._first, self._variance + steps * self._drift)
 
-    def widen(self) -> None:
-        """Something is behind it that may gain otherwise: weights, or traffic."""
-        self._variance = self._first
+    def widen(self, share: float = 1.0) -> None:
+        """The action may gain otherwise from now on, with other weights or traffic: its mean is as uncertain as at
+        first, or by a share of that variance more than it was."""
+        self._variance = min(self._first, self._variance + share * self._first)
+
+    def state(self) -> list[float]:
+        """Mean, variance, noise and number of observations, for `restore`."""
+        return [self.mean, self._variance, self._noise, float(self._count)]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Raises ValueError, TypeError for what `state` did not return."""
+        mean, variance, noise, count = map(float, state)
+        if not (math.isfinite(mean) and 0.0 < variance <= self._first and 0.0 < noise < math.inf and count >= 0):
+            raise ValueError(f"{state} is no state of a posterior")
+        self.mean, self._variance, self._noise, self._count = mean, variance, noise, int(count)
 
 
 class PosteriorsBySize:
@@ -120,6 +137,18 @@ class PosteriorsBySize:
             drift = self._noise**2 * _DRIFT
             found = self._known[kind, size] = GainPosterior(mean=mean, noise=noise, drift=drift)
         return found
+
+    def state(self) -> list[tuple[Hashable, int, list[float]]]:
+        """Kind, size of batch and posterior of each, for `restore`."""
+        return [(kind, size, posterior.state()) for (kind, size), posterior in self._known.items()]
+
+    def restore(self, state: Sequence[tuple[Hashable, int, Sequence[float]]], widened: float) -> None:
+        """Take up what `state` returned, its means less sure by this share of what is known of a new one. Raises
+        ValueError, TypeError for anything else."""
+        for kind, size, posterior in state:
+            found = self.of(1 << (size - 1), kind)
+            found.restore(posterior)
+            found.widen(widened)
 
     def promises(self, num_sequences: int) -> bool:
         """Whether any kind does for so many sequences; what is not known does."""

@@ -16,17 +16,19 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.regret import CAP_STEPS, GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.regret import CAP_STEPS, GainPosterior, RegretLedger
 from drafters.tree import Candidates, survival_order
 from kernels.staging import send_floats
 from kernels.trees import falling
 from service.engine.costs.model import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts
+from service.engine.gains import DraftGains, TextGain
 from service.engine.sequence import Sequence as Running
 from service.engine.stats import DraftingOutlook, StepStats
 
@@ -56,7 +58,20 @@ class Load:
     begins: bool = False  # whether a text begins with this step
     asks_drafter: bool = True  # False: trees hold what is known or forced, and no time goes into drafting
     weights: Tensor | None = None  # [drafting] float32, what a token of each counts; None: all the same
+    texts: tuple[TextGain, ...] = ()  # the drafting ones, those that ask the drafter first; (): all ask, and are alike
+    reading: tuple[TextGain, ...] = ()  # those whose prompts are read
+    asked: int | None = None  # so many of `texts`, the first, ask the drafter; None: all
     widths: tuple[int, ...] | None = None  # nodes of each tree that rows may be laid out for, rising from 0; None: any
+
+    @property
+    def num_asked(self) -> int:
+        """Sequences that ask the drafter."""
+        return self.num_drafting if self.asked is None else self.asked
+
+    @property
+    def decoding(self) -> tuple[TextGain, ...]:
+        """What is known of each drafting sequence."""
+        return self.texts or tuple(TextGain() for _ in range(self.num_drafting))
 
     @property
     def has_room(self) -> bool:
@@ -166,6 +181,10 @@ class Wish(NamedTuple):
 class BudgetPolicy(ABC):
     """Chooses each sequence's number of nodes, at most limits[b] of them."""
 
+    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
+        """For which of these texts to ask the drafter in a step of so many sequences, in which a text may begin."""
+        return [True] * len(texts)
+
     @abstractmethod
     def refusal(self, load: Load) -> str | None:
         """Why nothing is to be drafted in this step, one of REASONS; None where the drafter is to be asked."""
@@ -222,9 +241,9 @@ class FixedBudget(BudgetPolicy):
 class CostBudget(BudgetPolicy):
     """The number of nodes that maximises expected tokens per second over the whole batch; none is plain decoding.
 
-    Every N is looked at, because cost curves are staircases. Whether the drafter is asked at all is decided by what
-    whole steps gained against plain ones of the same sequences, for each size of batch (drafters/regret.py). Plain ones
-    are a baseline: one is taken where its doubt is the larger part of the doubt in a gain that may be none.
+    Every N is looked at, because cost curves are staircases. For which texts the drafter is asked at all is decided by
+    what whole steps gained against plain ones of the same sequences (service/engine/gains.py). Plain ones are a
+    baseline: one is taken where its doubt is the larger part of the doubt in a gain that may be none.
     """
 
     def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger) -> None:
@@ -233,21 +252,27 @@ class CostBudget(BudgetPolicy):
         self._drafts = OnlineDraftCosts(drafts)
         self._ledger = ledger
         self._ledger.open(DRAFTING, CAP_STEPS * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
-        self.gains = PosteriorsBySize()  # plain steps per step
+        self.gains = DraftGains()
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
         self._step_seconds = 0.0  # of the last step that read no prompt
-        self._suspended: set[int] = set()  # sizes of batches
+
+    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
+        # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
+        affordable = self._ledger.covers(DRAFTING, self._step_seconds)
+        return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable)
 
     def refusal(self, load: Load) -> str | None:
-        if not self._may_draft(load):
+        if not load.num_asked or not any(self.asks(load.decoding, load.num_sequences, begins=load.begins)):
             return "suspended"
-        gain = self.gains.of(load.num_sequences)
         baseline = _BY_BASELINE * self._forwards(load).sd
-        return "reference" if baseline > gain.sd and not gain.is_sure_beside(baseline) else None
+        gains = [self.gains.of(load.num_sequences, kind) for kind in {text.kind for text in load.decoding}]
+        unsure = any(baseline > gain.sd and not gain.is_sure_beside(baseline) for gain in gains)
+        return "reference" if unsure else None
 
     def follows(self, load: Load) -> bool:
-        return self._may_draft(load)
+        texts = (*load.decoding, *load.reading) or (TextGain(),)
+        return any(self.asks(texts, load.num_sequences, begins=load.begins))
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
@@ -255,8 +280,7 @@ class CostBudget(BudgetPolicy):
 
     def renew(self) -> None:
         """What the old weights gained says little of the new ones."""
-        self.gains.widen()
-        self._suspended.clear()
+        self.gains.renew()
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
@@ -271,25 +295,13 @@ class CostBudget(BudgetPolicy):
         self._was_plain = budget.is_plain
         return predicted
 
-    def _may_draft(self, load: Load) -> bool:
-        """What was suspended comes back with a text that begins, for drafters know little of one they have not followed
-        from there on: a trial in the middle of a text would speak against any of them."""
-        size = load.num_sequences.bit_length()
-        is_open = size not in self._suspended or load.begins
-        promises = is_open and self.gains.of(load.num_sequences).promises
-        # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        if promises and self._ledger.covers(DRAFTING, self._step_seconds):
-            self._suspended.discard(size)
-            return True
-        self._suspended.add(size)
-        return False
-
     def outlook(self, load: Load) -> DraftingOutlook:
-        gain = self.gains.of(load.num_sequences)
+        texts = load.decoding or (TextGain(),)
+        gains = [self.gains.of(load.num_sequences, text.kind) for text in texts]
         return DraftingOutlook(
             sequences=1 << (load.num_sequences.bit_length() - 1),
-            gain=gain.mean,
-            gain_sd=gain.sd,
+            gain=fmean(gain.mean for gain in gains),
+            gain_sd=fmean(gain.sd for gain in gains),
             balance_seconds=self._ledger.balances[DRAFTING],
             lost_seconds=self._ledger.lost_seconds[DRAFTING],
         )
@@ -298,7 +310,7 @@ class CostBudget(BudgetPolicy):
         """Seconds of each step to choose among, without what its prompt rows take. # -> [choices] float32"""
         nodes = load.node_rows(candidates.tokens.numel())
         verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
-        drafting = self._drafts.draft_seconds(max(1, load.num_drafting)) if load.asks_drafter else 0.0
+        drafting = self._drafts.draft_seconds(max(1, load.num_asked)) if load.asks_drafter else 0.0
         seconds = drafting + self._plain_seconds(load) + (verify - verify[0])
         seconds[nodes > load.max_nodes] = np.inf
         return send_floats(candidates.tokens.device, seconds)
@@ -318,7 +330,7 @@ class CostBudget(BudgetPolicy):
     def _settle_plain(self, budget: Budget, stats: StepStats) -> None:
         load = budget.load
         self._ledger.settle(DRAFTING, -stats.follow_seconds)
-        self.gains.of(load.num_sequences).elapse()
+        self.gains.elapse(load.decoding, load.num_sequences)
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and budget.is_plain:
             rows = np.array([load.num_rows], dtype=np.float64)
@@ -334,13 +346,32 @@ class CostBudget(BudgetPolicy):
         without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
         forward, forwards = self._forward_seconds(load), self._forwards(load)
         plain, prompts = forward * forwards.mean, without - forward
-        drafting = self._drafts.learn(load.num_drafting, stats.draft_seconds)
+        drafting = self._drafts.learn(load.num_asked, stats.draft_seconds)
         expected = drafting + predicted + plain - forward
         seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
-        gained = stats.accepted_tokens / load.num_drafting * plain - (seconds - prompts - plain)
-        self.gains.of(load.num_sequences).observe(gained / plain)
-        self._ledger.settle(DRAFTING, gained)
+        longer = seconds - prompts - plain
+        self._ledger.settle(DRAFTING, stats.accepted_tokens / load.num_drafting * plain - longer)
+        asked, others = load.decoding[: load.num_asked], load.decoding[load.num_asked :]
+        accepted = _accepted_by_line(budget, stats)[: len(asked)]
+        one = plain / load.num_drafting  # seconds of a plain step that are one sequence's
+        # Leaving out one of several texts would save what its nodes take.
+        per_node = max(0.0, stats.verify_seconds - without) / max(1, sum(budget.nodes))
+        saved = [longer] if len(asked) == 1 else [per_node * nodes for nodes in budget.nodes[: len(asked)]]
+        self.gains.observe(
+            asked,
+            [count - longer / len(asked) / one for count in accepted],
+            [count - less / one for count, less in zip(accepted, saved, strict=True)],
+            load.num_sequences,
+            all_asked=not others,
+        )
+        self.gains.elapse(others, load.num_sequences)
         forwards.elapse()
+
+
+def _accepted_by_line(budget: Budget, stats: StepStats) -> list[int]:
+    """Accepted tokens of each drafting sequence, also of those whose trees had no nodes."""
+    accepted = iter(stats.accepted_per_sequence)
+    return [next(accepted) if nodes else 0 for nodes in budget.nodes[: budget.load.num_drafting]]
 
 
 def _plain_forwards() -> GainPosterior:

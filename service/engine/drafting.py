@@ -84,6 +84,13 @@ class DraftStage:
         """Tell the drafter of a sequence that no longer runs, and keep count of the prediction that came true."""
         sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
 
+    def arrange(self, batch: Batch) -> Batch:
+        """The batch with the sequences for which the drafter is asked in front of its other drafting ones."""
+        asks = self._policy.asks([s.gain for s in batch.drafting], len(batch.items), begins=bool(batch.started))
+        asked = {s for s, asks_now in zip(batch.drafting, asks, strict=True) if asks_now and s.max_nodes != 0}
+        items = sorted(batch.items, key=lambda item: (not item.drafts, item.sequence not in asked))
+        return Batch(items, batch.started, num_asked=len(asked))
+
     def build(self, batch: Batch, num_free_slots: int, *, drafts: bool = True) -> tuple[DraftTree, Budget]:
         """The step's trees, one line per item of the batch, and why they are as large; without `drafts` all are
         empty."""
@@ -98,7 +105,8 @@ class DraftStage:
         candidates = self._no_trees(len(drafting))
         if refusal is None or is_forced:
             numbers = self._numbers(drafting)
-            candidates = self._with_what_is_known(drafting, candidates if is_forced else self._grow(drafting, numbers))
+            grown = candidates if is_forced else self._grow(drafting[: load.num_asked], numbers)
+            candidates = self._with_what_is_known(drafting, _pad_lines(grown, len(drafting)))
         if refusal is not None and not candidates.width:
             return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
         load = replace(load, asks_drafter=not is_forced)
@@ -160,6 +168,9 @@ class DraftStage:
             num_sequences=len(batch.items),
             begins=bool(batch.started),
             widths=self._width.choices,
+            texts=tuple(s.gain for s in batch.drafting),
+            reading=tuple(item.sequence.gain for item in batch.items if not item.drafts),
+            asked=batch.num_asked,
             weights=None if pace is None else pace_weights(batch.drafting, pace, time.monotonic(), self._device),
         )
 
@@ -183,14 +194,15 @@ class DraftStage:
         return _Numbers(rows, roots, seeds, deepest, wished, temperatures)
 
     def _grow(self, drafting: Items[Sequence], numbers: "_Numbers") -> Candidates:
+        asked = len(drafting)
         noise = Noise(
-            seeds=numbers.seeds,
-            temperatures=numbers.temperatures,
-            positions=numbers.roots,
+            seeds=numbers.seeds[:asked],
+            temperatures=numbers.temperatures[:asked],
+            positions=numbers.roots[:asked],
             warm=any(s.sampling.params.temperature for s in drafting),
             host=HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting)),
         )
-        return self._drafter.grow(numbers.rows, noise)
+        return self._drafter.grow(numbers.rows[:asked], noise)
 
     def _with_what_is_known(self, drafting: Items[Sequence], candidates: Candidates) -> Candidates:
         """With what answers have said before; without what grammars forbid, and with what these force."""

@@ -25,6 +25,7 @@ from service.engine.budget import BudgetPolicy
 from service.engine.commit import committed_of, lay_out, reads
 from service.engine.drafting import DraftStage
 from service.engine.emit import EmitStage, StepResult, read_result, tokens_of
+from service.engine.gains import TextGain, kind_of
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
@@ -189,7 +190,7 @@ class Engine:
     def _next_batch(self) -> tuple[Batch, bool]:
         """Part of a step that failed, or else a new step. # -> the batch, and whether it may have drafts"""
         if not self._to_repeat:
-            return self.scheduler.schedule(), True
+            return self._draft_stage.arrange(self.scheduler.schedule()), True
         items = [item for item in self._to_repeat.pop() if item.sequence.row is not None]
         return Batch(items, [item.sequence for item in items]), False
 
@@ -330,6 +331,7 @@ class Engine:
             sampling=sampling,
             text=TextStream(self._vocabulary.tokenizer.detokenizer(params.skip_special_tokens), params),
             num_prompt=len(request.prompt),
+            gain=TextGain(kind_of(params.temperature, has_grammar=request.grammar is not None)),
         )
 
     def _newly_credited(self, accepted: int) -> Mapping[str, int]:

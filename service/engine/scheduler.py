@@ -57,6 +57,7 @@ class Batch:
 
     items: list[Scheduled]
     started: list[Sequence]  # those that have just begun, or begun again, to run
+    num_asked: int | None = None  # so many of the drafting ones, the first, ask the drafter; None: all
 
     @cached_property
     def drafting(self) -> list[Sequence]:

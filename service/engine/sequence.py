@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from service.engine.gains import TextGain
 from service.engine.prefix_cache import Lease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, SpeculationRecord, Timings
 from service.engine.sampling import SamplingState
@@ -117,6 +118,7 @@ class Sequence:
     drafted_per_step: list[int] = field(default_factory=list)
     predicted_tokens: int = 0  # tokens that the client's prediction predicted
     account: Account = field(default_factory=Account)
+    gain: TextGain = field(default_factory=TextGain)
 
     @property
     def table_row(self) -> int:

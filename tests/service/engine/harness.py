@@ -104,7 +104,7 @@ def request(
     )
 
 
-def step_stats(nodes: int = 0, accepted: int = 0, **seconds: float) -> StepStats:
+def step_stats(nodes: int = 0, accepted: int = 0, **other: object) -> StepStats:
     """The record of a step of one draft."""
     stats = StepStats(
         prompt_tokens=0,
@@ -120,7 +120,7 @@ def step_stats(nodes: int = 0, accepted: int = 0, **seconds: float) -> StepStats
         other_seconds=3.0,
         preemptions=0,
     )
-    return replace(stats, **seconds)  # type: ignore[arg-type]
+    return replace(stats, **other)  # type: ignore[arg-type]
 
 
 def greedy(max_tokens: int = 32) -> SamplingParams:

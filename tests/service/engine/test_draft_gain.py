@@ -12,6 +12,7 @@ from drafters.regret import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
 from service.engine.budget import Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
+from service.engine.gains import TextGain
 from tests.service.engine.harness import step_stats
 
 torch.set_num_threads(1)
@@ -62,6 +63,7 @@ class World:
         self.batch, self.claims, self.noise = batch, claims, noise
         self.follow_seconds, self.reads_every, self.prompt_rows = follow_seconds, reads_every, prompt_rows
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
+        self.texts: list[TextGain] = []
         self.followed: list[bool] = []  # step by step
         self.drafted: list[bool] = []
 
@@ -87,11 +89,27 @@ class World:
         begins = len(self.drafted) % TEXT < 2  # with and without a prompt that is read
         drafting, batch = self.batch - reads, self.batch
         rows = drafting + reads * self.prompt_rows
-        load = Load(rows, 1.0, 10_000, num_drafting=drafting, num_sequences=batch, begins=begins)
+        if begins:
+            self.texts = [TextGain() for _ in range(batch)]
+        texts = self.texts[:drafting]
+        asks = self.policy.asks(texts, batch, begins=begins)
+        texts = [text for text, asked in sorted(zip(texts, asks, strict=True), key=lambda pair: not pair[1])]
+        load = Load(
+            rows,
+            1.0,
+            10_000,
+            num_drafting=drafting,
+            num_sequences=batch,
+            begins=begins,
+            texts=tuple(texts),
+            asked=sum(asks),
+        )
         drafted = self.policy.refusal(load) is None
-        keep, accepted = ([0] * load.num_drafting, 0)
+        keep, lengths = ([0] * drafting, [0] * drafting)
         if drafted:
-            keep, accepted = self._draft(load, truth)
+            asked_keep, asked_lengths = self._draft(load.num_asked, truth, load)
+            keep[: load.num_asked], lengths[: load.num_asked] = asked_keep, asked_lengths
+        accepted = sum(lengths)
         verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         followed = drafted or self.policy.follows(load)
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
@@ -102,10 +120,11 @@ class World:
         self.drafted.append(drafted)
         self.followed.append(followed)
         self.policy.learn(
-            Budget(load, "cost", tuple(keep), drafted, followed),
+            Budget(load, "cost", tuple(keep), drafted, followed, nodes=tuple(keep)),
             step_stats(
                 sum(keep),
                 accepted,
+                accepted_per_sequence=tuple(length for length, nodes in zip(lengths, keep, strict=True) if nodes),
                 draft_seconds=draft,
                 verify_seconds=verify,
                 follow_seconds=follow,
@@ -113,20 +132,21 @@ class World:
             ),
         )
 
-    def _draft(self, load: Load, truth: float) -> tuple[list[int], int]:
-        places = torch.arange(DEPTH).expand(load.num_drafting, -1)
+    def _draft(self, lines: int, truth: float, load: Load) -> tuple[list[int], list[int]]:
+        places = torch.arange(DEPTH).expand(lines, -1)
         survival = torch.full(places.shape, self.claims).cumprod(1)
-        raw = DraftTree(places, places - 1, places + 1, survival, torch.full((load.num_drafting,), DEPTH))
-        corrected, claimed, buckets = self.calibration.correct(raw, torch.full((load.num_drafting,), DEPTH))
+        raw = DraftTree(places, places - 1, places + 1, survival, torch.full((lines,), DEPTH))
+        corrected, claimed, buckets = self.calibration.correct(raw, torch.full((lines,), DEPTH))
         candidates = raw._replace(survival=corrected)
-        chosen = self.policy.choose(candidates, torch.full((load.num_drafting,), DEPTH), load).nodes
+        chosen = self.policy.choose(candidates, torch.full((lines,), DEPTH), load).nodes
         keep: list[int] = chosen.tolist()
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         kept = places < chosen[:, None]
         tree = DraftTree(places, places - 1, (places + 1) * kept, candidates.survival * kept, chosen)
         text = torch.arange(DEPTH + 1).where(torch.arange(DEPTH + 1) < lengths[:, None], DEPTH)
         self.calibration.learn(claimed, buckets, tree, text, lengths + 1)
-        return keep, int(lengths.sum())
+        found: list[int] = lengths.tolist()
+        return keep, found
 
     def _survived(self, truth: float) -> int:
         count = 0

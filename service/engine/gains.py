@@ -1,0 +1,118 @@
+"""What drafting gains, in plain steps per step: of each kind of text by size of batch, of each text by its own steps.
+
+Texts differ by their temperature and by whether a grammar binds them, and from one another. A kind that may gain
+is drafted for, except for texts whose own steps say that it loses there; a kind that loses is not, except for texts
+whose own steps say that it gains.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+from typing import Any
+
+from drafters.regret import GainPosterior, PosteriorsBySize
+
+BETWEEN_TEXTS = 0.5
+"""Standard deviation of texts' mean gains about their kind's: accepted lengths of real texts differed by 0.1 to 0.9
+(docs/budget.md)."""
+_DAY_SECONDS = 86_400.0
+"""Traffic repeats by the day at best: what was learnt so long ago says no more than a prior."""
+
+
+@dataclass(slots=True)
+class TextGain:
+    """What is known of drafting for one text."""
+
+    kind: str = ""
+    own: GainPosterior | None = None  # by its own steps, once it has drafted
+
+
+def kind_of(temperature: float, *, has_grammar: bool) -> str:
+    """The texts among which drafting is expected to gain alike."""
+    heat = "greedy" if temperature == 0.0 else "cool" if temperature <= 0.8 else "warm"
+    return f"{heat}+grammar" if has_grammar else heat
+
+
+class DraftGains:
+    """For which texts the drafter is worth asking."""
+
+    def __init__(self) -> None:
+        self._kinds = PosteriorsBySize()
+        self._suspended: set[tuple[str, int]] = set()  # kinds and sizes of batches
+
+    def of(self, num_sequences: int, kind: str = "") -> GainPosterior:
+        return self._kinds.of(num_sequences, kind)
+
+    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool, affordable: bool) -> list[bool]:
+        """For which of these texts to draft in a step of so many sequences.
+
+        A suspended kind is tried again when a text begins (`begins`): a drafter knows little of a text that it has not
+        followed from there on, so that a trial in the middle would speak against any. `affordable`: whether the ledger
+        covers the worst case.
+        """
+        kinds = {text.kind for text in texts}
+        open_kinds = {kind for kind in kinds if affordable and self._may_gain(kind, num_sequences, begins=begins)}
+        size = num_sequences.bit_length()
+        self._suspended -= {(kind, size) for kind in open_kinds}
+        self._suspended |= {(kind, size) for kind in kinds - open_kinds}
+        return [affordable and _is_worth(text, is_open=text.kind in open_kinds) for text in texts]
+
+    def observe(
+        self,
+        texts: Sequence[TextGain],
+        gains: Sequence[float],
+        own_gains: Sequence[float],
+        num_sequences: int,
+        *,
+        all_asked: bool,
+    ) -> None:
+        """Take in what a step gained for each of the texts that drafted in it.
+
+        `gains` share out what the step took longer; `own_gains` are what leaving just this text out would have lost.
+        `all_asked`: whether all that decoded in the step drafted.
+        """
+        kinds = {text.kind for text in texts}
+        for kind in kinds:
+            of_kind = [gain for text, gain in zip(texts, gains, strict=True) if text.kind == kind]
+            posterior = self.of(num_sequences, kind)
+            for text in texts:
+                if text.kind == kind and text.own is None:
+                    text.own = GainPosterior(mean=posterior.mean, sd=BETWEEN_TEXTS)
+            # The presumed noise is that of a mean over the whole batch.
+            whole = all_asked and len(kinds) == 1
+            posterior.observe(fmean(of_kind), None if whole else posterior.noise * sqrt(num_sequences / len(of_kind)))
+        for text, gain in zip(texts, own_gains, strict=True):
+            assert text.own is not None
+            text.own.observe(gain)
+
+    def elapse(self, texts: Sequence[TextGain], num_sequences: int) -> None:
+        """A step went by in which these texts did not draft."""
+        for kind in {text.kind for text in texts}:
+            self.of(num_sequences, kind).elapse()
+        for text in texts:
+            if text.own is not None:
+                text.own.elapse()
+
+    def renew(self) -> None:
+        """Other weights draft from now on: means stay, nothing is sure."""
+        self._kinds.widen()
+        self._suspended.clear()
+
+    def state(self) -> list[Any]:
+        """What is known by kind and size, as JSON."""
+        return self._kinds.state()
+
+    def restore(self, state: list[Any], age_seconds: float) -> None:
+        """Take up what was known so long ago. Raises ValueError, TypeError for anything else."""
+        self._kinds.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
+
+    def _may_gain(self, kind: str, num_sequences: int, *, begins: bool) -> bool:
+        is_open = begins or (kind, num_sequences.bit_length()) not in self._suspended
+        return is_open and self.of(num_sequences, kind).promises
+
+
+def _is_worth(text: TextGain, *, is_open: bool) -> bool:
+    if is_open:
+        return text.own is None or text.own.promises
+    return text.own is not None and text.own.worst_case > 0.0
