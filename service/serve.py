@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import anyio
@@ -21,6 +22,7 @@ from service.api_keys import digest_in
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import REASONS
+from service.engine.costs.gains_file import keep_gains, restore_gains
 from service.engine.engine import StepReport
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
@@ -154,7 +156,11 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     adaptive = _adaptive(assembly, metrics, live)
     engine = assembly.engine() if adaptive is None else adaptive.engine
     metrics.credit(engine.drafter.sources)
-    thread = EngineThread(engine, telling(metrics, live))
+    gains = None if assembly.costs is None else assembly.costs.gains_file
+    if gains is not None and restore_gains(engine.policy, gains):
+        logger.info("what drafting gained before the last stop is known from %s", gains)
+    ended = (lambda: None) if gains is None else partial(keep_gains, engine.policy, gains)
+    thread = EngineThread(engine, telling(metrics, live), ended)
     return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -209,6 +209,14 @@ class BudgetPolicy(ABC):
         """What is believed of drafting at this load."""
         return None
 
+    def state(self) -> Any:
+        """What is known of drafting, as JSON, for `restore`."""
+        return None
+
+    def restore(self, state: Any, age_seconds: float) -> None:  # noqa: B027
+        """Begin with what another one knew so long ago. Raises ValueError, KeyError, TypeError for anything else, and
+        then knows what it did."""
+
 
 class FixedBudget(BudgetPolicy):
     """The same number of nodes in every step, however likely they are, or one for each number of drafting sequences."""
@@ -305,6 +313,17 @@ class CostBudget(BudgetPolicy):
             balance_seconds=self._ledger.balances[DRAFTING],
             lost_seconds=self._ledger.lost_seconds[DRAFTING],
         )
+
+    def state(self) -> Any:
+        return {"gains": self.gains.state(), "plain": [[size, one.state()] for size, one in self._plain.items()]}
+
+    def restore(self, state: Any, age_seconds: float) -> None:
+        gains = DraftGains()
+        plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)
+        gains.restore(state["gains"], age_seconds)
+        for size, one in state["plain"]:
+            plain[size].restore(one)
+        self.gains, self._plain = gains, plain
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
         """Seconds of each step to choose among, without what its prompt rows take. # -> [choices] float32"""

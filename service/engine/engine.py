@@ -103,6 +103,7 @@ class Engine:
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
         self.table = SlotTable(limits.max_sequences, limits.max_model_len, target.device)
         widths = widths_up_to(limits.max_budget)
+        self.policy = policy
         self._draft_stage = DraftStage(
             drafter,
             policy,

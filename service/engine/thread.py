@@ -27,9 +27,16 @@ _Message = Callable[[Engine], None]
 class EngineThread:
     """Runs an engine; every method may be called from any thread."""
 
-    def __init__(self, engine: Engine, observe: Observe = lambda report, load: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        observe: Observe = lambda report, load: None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ended` is called when the thread has been stopped or drained, from the thread."""
         self._engine = engine
         self._observe = observe
+        self._ended = ended
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None  # why it ended by itself
@@ -80,6 +87,7 @@ class EngineThread:
         try:
             with serving(self._engine.target.device):
                 self._loop(deliver)
+            self._ended()
         except Exception as error:
             logger.exception("the engine stopped")
             self.failure = error

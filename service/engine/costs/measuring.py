@@ -12,7 +12,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def costs_at_start(
         verify = measure_costs(target, **sizes, progress=progress)
         costs = Costs(verify, measure_drafts(make_drafter(), target, batches=sequence_points(max_sequences)))
         write(folder, key, costs)
-    return costs
+    return replace(costs, gains_file=cost_file(folder, key, "gains"))
 
 
 def sequence_points(max_sequences: int) -> list[int]:
@@ -267,9 +267,10 @@ def processor_name() -> str:
     return next(models, platform.processor() or platform.machine())
 
 
-def cost_file(folder: Path, key: CostKey) -> Path:
+def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
+    """Where costs of this key are kept, or something else that was measured under the same conditions."""
     text = json.dumps(key, sort_keys=True)
-    return folder / f"costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read(folder: Path, key: CostKey) -> Costs | None:
@@ -290,20 +291,24 @@ def read(folder: Path, key: CostKey) -> Costs | None:
 
 def write(folder: Path, key: CostKey, costs: Costs) -> None:
     """Put the costs there, all or nothing. A folder that cannot be written costs the next start a few seconds."""
-    tables = asdict(costs)
+    tables = {"verify": asdict(costs.verify), "drafts": asdict(costs.drafts)}
     # planned transfer: numpy, on the host
     lists = {name: {axis: values.tolist() for axis, values in table.items()} for name, table in tables.items()}
-    file = cost_file(folder, key)
+    write_whole(cost_file(folder, key), {"key": key, **lists})
+
+
+def write_whole(file: Path, content: object) -> None:
+    """Write JSON, all or nothing; where that is not possible, say so in the log and go on."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("w") as handle:
-            json.dump({"key": key, **lists}, handle)
+            json.dump(content, handle)
             handle.flush()
             os.fsync(handle.fileno())
         beside.replace(file)
     except OSError as error:
-        logger.warning("measured costs cannot be kept in %s: %s", folder, error)
+        logger.warning("what was measured cannot be kept in %s: %s", file, error)
 
 
 def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:

@@ -6,6 +6,7 @@ Tables live on the host, in numpy: a prediction is a few microseconds there and 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,7 @@ class Costs:
 
     verify: CostTable
     drafts: DraftCosts
+    gains_file: Path | None = None  # where what drafting gained is kept from start to start
 
 
 _PER_OCTAVE = 2
@@ -149,7 +151,8 @@ class _Shape:
 
     def correct(self, rows: int, surprise: float) -> float:
         """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
-        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - math.log2(max(rows, 1))))
+        place = min(math.log2(max(rows, 1)), _POINTS[-1])  # more rows count as the most that are kept
+        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - place))
         shared = self._covariance @ near
         variance = float(near @ shared)
         known = 1.0 - variance / float(near @ _PRIOR @ near)

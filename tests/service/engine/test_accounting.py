@@ -20,6 +20,7 @@ class OneSequence:
         self.tokens = [1] * length
         self.num_prompt = 1
         self.request = request("r", [1], greedy())
+        self.client = self.request.scope.account
         self.sampling = SimpleNamespace(params=self.request.sampling)
         self.account = Account()
 

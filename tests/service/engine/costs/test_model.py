@@ -179,3 +179,11 @@ def test_a_drafter_that_was_not_measured_costs_what_it_first_took() -> None:
     assert online.draft_seconds(1) == 0.0
     assert online.learn(1, 0.2) == 0.2
     assert online.draft_seconds(1) == 0.2
+
+
+def test_steps_of_more_rows_than_shapes_are_kept_for_are_learnt_from() -> None:
+    """64 sequences of 48 nodes are 3,136 rows."""
+    costs = OnlineCosts(ONE_CONTEXT)
+    before = seconds(costs, 3136.0)
+    costs.learn(3136, 0.0, 64, 0.5 * before)
+    assert seconds(costs, 3136.0) < before

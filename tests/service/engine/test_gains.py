@@ -1,0 +1,164 @@
+"""For which texts the drafter is asked: kinds that gain and kinds that lose in one batch, and what is kept."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drafters.regret import RegretLedger
+from service.engine.budget import CostBudget
+from service.engine.costs.gains_file import keep_gains, restore_gains
+from service.engine.costs.model import FREE
+from service.engine.gains import DraftGains, TextGain, kind_of
+from service.engine.requests import SamplingParams
+from tests.service.engine.harness import generate, greedy, request, tiny_engine
+from tests.service.engine.test_budget import table
+from tests.tiny_models import random_prompts
+
+DAY = 86_400.0
+
+
+def taught(gains: DraftGains, steps: int, true_gain: dict[str, float], texts: Sequence[TextGain], seed: int = 0) -> int:
+    """So many steps of these texts, whose gains have a deviation of 1; in how many texts' steps they were asked."""
+    rng, asked_steps = random.Random(seed), 0
+    for step in range(steps):
+        asks = gains.asks(texts, len(texts), begins=step % 100 == 0, affordable=True)
+        asked = [text for text, is_asked in zip(texts, asks, strict=True) if is_asked]
+        others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
+        if asked:
+            seen = [rng.gauss(true_gain[text.kind], 1.0) for text in asked]
+            gains.observe(asked, seen, seen, len(texts), all_asked=not others)
+        gains.elapse(others, len(texts))
+        asked_steps += len(asked)
+    return asked_steps
+
+
+def test_kinds_are_temperature_and_grammar() -> None:
+    heats = {heat: kind_of(heat, has_grammar=False) for heat in (0.0, 0.2, 0.8, 0.81, 1.5)}
+    assert heats == {0.0: "greedy", 0.2: "cool", 0.8: "cool", 0.81: "warm", 1.5: "warm"}
+    assert kind_of(0.0, has_grammar=True) == "greedy+grammar"
+
+
+def test_of_one_batch_texts_that_gain_draft_and_texts_that_lose_do_not() -> None:
+    gains, truth = DraftGains(), {"greedy": 0.5, "warm": -0.3}
+    greedy_texts, warm = [TextGain("greedy") for _ in range(4)], [TextGain("warm") for _ in range(4)]
+    taught(gains, 200, truth, [*greedy_texts, *warm])
+    assert taught(gains, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
+    assert gains.asks([*greedy_texts, *warm], 8, begins=False, affordable=True) == [True] * 4 + [False] * 4
+
+
+def test_alternating_texts_each_keep_what_they_have_alone() -> None:
+    """One at a time, gaining 0.5 and losing 0.2 by turns: one mean of both would draft for all."""
+    asked = {"greedy": 0, "warm": 0}
+    for seed in range(8):
+        gains, truth = DraftGains(), {"greedy": 0.5, "warm": -0.2}
+        for text in range(60):
+            kind = ("greedy", "warm")[text % 2]
+            asked[kind] += taught(gains, 100, truth, [TextGain(kind)], seed=1000 * seed + text)
+    assert asked["greedy"] >= 0.98 * 8 * 3000
+    assert asked["warm"] <= 0.2 * 8 * 3000
+
+
+def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
+    gains = DraftGains()
+    good, bad = [TextGain("greedy") for _ in range(7)], TextGain("greedy")
+    rng = random.Random(0)
+    for _ in range(150):
+        texts = [*good, bad]
+        asked = [
+            text for text, asks in zip(texts, gains.asks(texts, 8, begins=False, affordable=True), strict=True) if asks
+        ]
+        seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
+        gains.observe(asked, seen, seen, 8, all_asked=len(asked) == 8)
+    assert gains.asks([*good, bad], 8, begins=False, affordable=True) == [True] * 7 + [False]
+
+
+def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
+    gains, lucky = DraftGains(), TextGain("warm")
+    rng = random.Random(0)
+    for _ in range(120):
+        gains.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_asked=True)
+    for _ in range(400):
+        gains.of(1, "warm").observe(-0.5)
+    assert gains.asks([lucky, TextGain("warm")], 1, begins=False, affordable=True) == [True, False]
+
+
+def test_nothing_is_asked_that_the_ledger_does_not_cover() -> None:
+    assert DraftGains().asks([TextGain("greedy")], 1, begins=True, affordable=False) == [False]
+
+
+def budget() -> CostBudget:
+    return CostBudget(table([1.0, 100.0], [1.0, 2.0]), FREE, RegretLedger())
+
+
+def known() -> CostBudget:
+    policy = budget()
+    taught(policy.gains, 500, {"greedy": 0.5, "warm": -0.3}, [TextGain("greedy"), TextGain("warm")])
+    return policy
+
+
+@pytest.mark.parametrize(("age", "sd"), [(0.0, "as it was"), (DAY / 2, "between"), (10 * DAY, "as at first")])
+def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_age(
+    tmp_path: Path, age: float, sd: str
+) -> None:
+    before, after, file = known(), budget(), tmp_path / "gains.json"
+    keep_gains(before, file)
+    assert restore_gains(after, file, now=json.loads(file.read_text())["saved"] + age)
+    for kind in ("greedy", "warm"):
+        old, new = before.gains.of(2, kind), after.gains.of(2, kind)
+        assert new.mean == old.mean
+        assert {"as it was": new.sd == old.sd, "between": old.sd < new.sd < 1.0, "as at first": new.sd == 1.0}[sd]
+    asks = after.gains.asks([TextGain("greedy"), TextGain("warm")], 2, begins=True, affordable=True)
+    assert asks == [True, age > 0.0], "what is not sure is tried again"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"saved": 0}', '{"saved": 0, "state": {"gains": [["warm", 2, [0, -1, 1, 1]]], "plain": []}}']
+)
+def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    file, policy = tmp_path / "gains.json", budget()
+    file.write_text(content)
+    assert not restore_gains(policy, file)
+    assert "drafting is learnt anew" in caplog.text
+    assert policy.gains.of(2, "warm").mean == 0.0
+
+
+def test_where_nothing_was_kept_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not restore_gains(budget(), tmp_path / "gains.json")
+    assert not caplog.text
+
+
+class OnlyGreedy(CostBudget):
+    """Asks the drafter for texts at temperature 0 alone."""
+
+    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
+        return [text.kind == "greedy" for text in texts]
+
+
+def test_texts_that_draft_and_texts_that_do_not_stand_in_one_batch_and_are_plain_decodings() -> None:
+    params = [greedy(40), SamplingParams(seed=3, max_tokens=40, temperature=1.0, ignore_eos=True)] * 3
+    asked = [request(str(n), prompt, params[n]) for n, prompt in enumerate(random_prompts(6, 20))]
+    plain = generate(
+        tiny_engine(drafter="none", policy=OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())), *asked
+    )
+    policy = OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
+    found = generate(tiny_engine(drafter="random", policy=policy), *asked)
+    assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in plain.items()}
+    drafted = {name: one.end.speculation.drafted_per_step for (name, _), one in found.items() if one.end.speculation}
+    assert all(any(nodes) == (int(name) % 2 == 0) for name, nodes in drafted.items())
+
+
+def test_a_request_without_speculation_is_not_asked_for() -> None:
+    prompts = list(random_prompts(2, 20))
+    off = replace(
+        request("off", prompts[0], greedy(20)), speculation=replace(request("x", [1]).speculation, enabled=False)
+    )
+    policy = OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
+    found = generate(tiny_engine(drafter="random", policy=policy), off, request("on", prompts[1], greedy(20)))
+    drafted = {
+        name: sum(one.end.speculation.drafted_per_step) for (name, _), one in found.items() if one.end.speculation
+    }
+    assert drafted["off"] == 0 < drafted["on"]
