@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafters.regret import RegretLedger
+from kernels.graph_runner import Capture, rerun
 from service.engine.budget import CostBudget
 from service.engine.costs.gains_file import keep_gains, restore_gains
 from service.engine.costs.model import FREE
@@ -138,14 +139,17 @@ class OnlyGreedy(CostBudget):
         return [text.kind == "greedy" for text in texts]
 
 
-def test_texts_that_draft_and_texts_that_do_not_stand_in_one_batch_and_are_plain_decodings() -> None:
+@pytest.mark.parametrize("capture", [None, rerun], ids=["eager", "captured"])
+def test_texts_that_draft_and_texts_that_do_not_stand_in_one_batch_and_are_plain_decodings(
+    capture: Capture | None,
+) -> None:
     params = [greedy(40), SamplingParams(seed=3, max_tokens=40, temperature=1.0, ignore_eos=True)] * 3
     asked = [request(str(n), prompt, params[n]) for n, prompt in enumerate(random_prompts(6, 20))]
     plain = generate(
         tiny_engine(drafter="none", policy=OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())), *asked
     )
     policy = OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
-    found = generate(tiny_engine(drafter="random", policy=policy), *asked)
+    found = generate(tiny_engine(drafter="random", policy=policy, capture=capture), *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in plain.items()}
     drafted = {name: one.end.speculation.drafted_per_step for (name, _), one in found.items() if one.end.speculation}
     assert all(any(nodes) == (int(name) % 2 == 0) for name, nodes in drafted.items())
