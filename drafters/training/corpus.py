@@ -76,6 +76,12 @@ class Example:
     def num_branches(self) -> int:
         return self.branch_ids.shape[1]
 
+    @property
+    def response(self) -> Tensor:
+        """The response's tokens, on the device of the target's labels: a served text has its tokens on the host.
+        # -> [length - prompt] int64"""
+        return self.tokens[self.prompt :].to(self.top_ids.device)
+
     def first(self, length: int) -> "Example":
         """Its first `length` tokens."""
         labels = length - self.prompt + 1
@@ -193,7 +199,7 @@ class Batch:
 
 def _logprobs_said(example: Example) -> Tensor:
     """Of the response's tokens; of one beyond the likeliest ones that of the last of these. # -> [said] float32"""
-    said = example.tokens[example.prompt :]
+    said = example.response
     found = example.top_ids[: len(said)] == said[:, None]
     rank = torch.where(found.any(1), found.byte().argmax(1), found.shape[1] - 1)
     return example.top_logprobs[: len(said)].float().gather(1, rank[:, None])[:, 0]
@@ -205,7 +211,7 @@ def _branches(examples: Sequence[Example], longest: int, *, first_label: int) ->
     labels, tokens, odds = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
     for line, example in enumerate(examples):
         response, said = slice(example.prompt, example.length), example.length - example.prompt
-        ranks = likeliest_others(example.top_ids[:said], example.tokens[response], example.num_branches)
+        ranks = likeliest_others(example.top_ids[:said], example.response, example.num_branches)
         labels[line, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
         tokens[line, response] = example.top_ids[:said].long().gather(1, ranks)
         odds[line, response] = example.top_logprobs[:said].float().gather(1, ranks).exp()

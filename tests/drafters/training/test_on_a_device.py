@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 def _a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
     monkeypatch.setattr(readback, "clock_of", lambda device: perf_counter)
+    trainable_drafter()  # its target is made once, and not while new tensors claim to be elsewhere
     with claims():
         yield
 
@@ -35,6 +36,13 @@ def _a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _texts_here(tmp_path: Path) -> list[Example]:
     random_shard(6).save(tmp_path / "shard.safetensors")
     return load_examples([tmp_path / "shard.safetensors"], max_length=64)
+
+
+@pytest.fixture(name="served")
+def _texts_of_serving(tmp_path: Path) -> list[Example]:
+    """As serving hands them over: tokens on the host, what the target computed on the device."""
+    random_shard(6, branches=2).save(tmp_path / "served.safetensors")
+    return [_moved(example, ELSEWHERE) for example in load_examples([tmp_path / "served.safetensors"], max_length=64)]
 
 
 @pytest.fixture(name="model")
@@ -64,7 +72,24 @@ def test_a_step_teaches_there(model: SpecBlock, embed: Embed, examples: list[Exa
     assert model.lm_head.weight.grad is not None
 
 
+def test_a_served_text_is_the_batch_of_a_stored_one(served: list[Example], model: SpecBlock, embed: Embed) -> None:
+    """The labels of a served text lie on the device, its tokens on the host."""
+    stored = [_moved(example, "cpu") for example in served]
+    found, expected = (Batch.of(texts, model.config.reach, ELSEWHERE) for texts in (served, stored))
+    assert torch.equal(found.passed, expected.passed)
+    assert all(map(torch.equal, found.branches, expected.branches))
+    assert replay_beside_lookup(model, embed, served[0], every=2, nodes=8).steps > 0
+
+
 @torch.no_grad()
 def test_what_was_learnt_is_scored_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
     assert examine(model, embed, examples, batch_tokens=100, autocast=False).tree_tau >= 1.0
     assert replay_beside_lookup(model, embed, examples[0], every=2, nodes=8).steps > 0
+
+
+def _moved(example: Example, device: torch.device | str) -> Example:
+    """What the target computed for a text, there; its tokens stay."""
+    labels = example.top_ids.to(device), example.top_logprobs.to(device)
+    branches = example.branch_ids.to(device), example.branch_logprobs.to(device)
+    tokens, features = example.tokens, example.features.to(device)
+    return Example(tokens, features, example.prompt, *labels, example.temperature, *branches)
