@@ -86,10 +86,6 @@ class Quota:
         self._ticked_at = clock()
 
     @property
-    def num_clients(self) -> int:
-        return len(self._uses)
-
-    @property
     def share(self) -> float:
         """What one client may take now."""
         return max(self._client_share, 1 / max(1, self._num_active))

@@ -11,6 +11,7 @@ import typer
 
 from benchmarks import (
     calibration,
+    drafters_command,
     gpu_kernels,
     inputs,
     mixed,
@@ -32,6 +33,7 @@ from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "calibration": calibration.run,
+    "drafters": drafters_command.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,
     "inputs": inputs.run,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import typer
 
+from benchmarks.chats import read_chats
 from benchmarks.fleets import Fleet, on_ray, processes
 from benchmarks.processes import Servers
 from benchmarks.streams import Said, ask, questions, undisturbed
@@ -22,7 +23,6 @@ from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
 from service.bench.lossless import BUILT_IN
 from service.config import LoadedConfig
-from service.prompts import read_chats
 
 _ROW_SECONDS = 60.0
 _FLEETS: Mapping[str, Callable[[Servers, int], AbstractContextManager[Fleet]]] = {"processes": processes, "ray": on_ray}

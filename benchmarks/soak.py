@@ -19,6 +19,7 @@ import psutil
 import typer
 from scipy import stats
 
+from benchmarks.chats import read_chats
 from benchmarks.processes import Process, one_server
 from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
@@ -26,7 +27,6 @@ from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Row, counted, in_one_line, report, table_of
 from service.bench.lossless import BUILT_IN
 from service.config import LoadedConfig
-from service.prompts import read_chats
 
 _MIB = 1024**2
 _SETTLING = 0.25  # of the rests, before which memory may grow: caches fill

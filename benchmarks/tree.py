@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.draft_records import StepRecord, TokenPath, observed
 from service.assembly import Assembly
 from service.bench.commands import Seed, Temperature
-from service.bench.draft_records import StepRecord, TokenPath, observed
 from service.bench.driver import Answer, generate
 from service.bench.experiment import prepare
 from service.config import LoadedConfig

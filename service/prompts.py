@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ class Prompt(BaseModel):
         return tokenizer.render_chat([message.model_dump() for message in self.messages])
 
 
-class _BenchLine(BaseModel):
+class PromptLine(BaseModel):
     """`messages`, or `turns` (the first is used), or `prompt` as plain text; other keys are for people."""
 
     messages: list[Message] = Field(default_factory=list)
@@ -36,7 +35,7 @@ class _BenchLine(BaseModel):
     prompt: str = ""
 
     @model_validator(mode="after")
-    def _has_a_prompt(self) -> "_BenchLine":
+    def _has_a_prompt(self) -> "PromptLine":
         if not (self.messages or self.turns or self.prompt):
             raise ValueError("none of `messages`, `turns` and `prompt` says anything")
         return self
@@ -77,7 +76,7 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None = None) -> PromptSet:
     """The first `limit` prompts of a file to bench with. Raises StartupError naming file and line."""
     prompts: list[tuple[int, ...]] = []
-    for place, line in read_lines(file, _BenchLine, "prompt file"):
+    for place, line in read_lines(file, PromptLine, "prompt file"):
         try:
             prompts.append(tuple(line.tokens(tokenizer)))
         except RequestError as error:
@@ -87,17 +86,6 @@ def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None =
     if not prompts:
         raise StartupError(f"prompt file {file} holds no prompt")
     return PromptSet(file.stem, tuple(prompts))
-
-
-def read_chats(file: Path, *, limit: int | None = None) -> list[list[dict[str, str]]]:
-    """The first `limit` prompts of a file as messages; plain text is what a user says.
-
-    Raises StartupError naming file and line.
-    """
-    lines = [line for _, line in islice(read_lines(file, _BenchLine, "prompt file"), limit)]
-    if not lines:
-        raise StartupError(f"prompt file {file} holds no prompt")
-    return [line.chat or [{"role": "user", "content": line.prompt}] for line in lines]
 
 
 def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int, source: str) -> None:

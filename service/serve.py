@@ -157,8 +157,8 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     engine = assembly.engine() if adaptive is None else adaptive.engine
     metrics.credit(engine.drafter.sources)
     gains = None if assembly.costs is None else assembly.costs.gains_file
-    if gains is not None and restore_gains(engine.policy, gains):
-        logger.info("what drafting gained before the last stop is known from %s", gains)
+    if gains is not None:
+        restore_gains(engine.policy, gains)
     ended = (lambda: None) if gains is None else partial(keep_gains, engine.policy, gains)
     thread = EngineThread(engine, telling(metrics, live), ended)
     return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))

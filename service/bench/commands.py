@@ -63,7 +63,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
-    for run in (_speed, _load, _drafters, _shift, _gpu):
+    for run in (_speed, _load, _shift, _gpu):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
@@ -126,9 +126,6 @@ def _load(
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second that poisson sends.")] = None,
     slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token that goodput allows.")] = 5.0,
     slo_itl: Annotated[float, typer.Option(min=0, help="Mean seconds per further token that it allows.")] = 0.2,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Also draw throughput against concurrency.")
-    ] = None,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
@@ -142,8 +139,8 @@ def _load(
         raise StartupError("--arrival poisson and --rate need each other")
     files, measures = (*prompts, *(more_prompts or [])), [Measure(one, max_tokens, 1, seed) for one in temperature]
     if clients is not None:
-        if rate is not None or plot is not None:
-            raise StartupError("--clients takes neither --rate nor --plot: its streams are closed loops")
+        if rate is not None:
+            raise StartupError("--clients takes no --rate: its streams are closed loops")
         return run_clients(loaded.config, mixes_of(clients), files, measures, seconds=seconds, out=out)
     if len(measures) > 1:
         raise StartupError("--temperature: more than one is for --clients; give one")
@@ -157,54 +154,7 @@ def _load(
         slo_ttft_seconds=slo_ttft,
         slo_itl_seconds=slo_itl,
     )
-    return run_load(loaded.config, plan, plot=plot, out=out)
-
-
-def _drafters(
-    loaded: LoadedConfig,
-    prompts: Annotated[
-        list[Path],
-        typer.Option("--prompts", metavar="FILE", help="JSONL file. Give it again to mix several files."),
-    ],
-    queries: Annotated[int, typer.Option(min=1, help="Texts, each answered by every drafter.")] = 16,
-    concurrency: Concurrency = 1,
-    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
-    max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 128,
-    kinds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[=FOLDER],...",
-            help="Compare these drafters instead, each with the weights in its folder: what it knows, tau, costs and "
-            "speedup, and a picture beside --out.",
-        ),
-    ] = None,
-    nodes: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...", help="For --kinds: nodes of each tree, of all forwards there are; served: as it is served."
-        ),
-    ] = "8,32,64,served",
-    seed: Seed = 0,
-    out: Out = None,
-) -> bool:
-    """What the worst and the best drafter do to throughput behind the budget that is served; or kinds of drafters
-    against each other.
-
-    Against plain decoding, text by text in turn: random (random tokens, odds as any drafter might claim), liar (random
-    tokens that are all claimed to be certain) and perfect (replays the answer). A good budget soon leaves random and
-    liar at 0.98 of plain decoding or more, and lets perfect be several times faster. Exit code 1 if any token differs.
-    """
-    from service.bench.drafters import run_drafters
-    from service.bench.experiment import Measure
-    from service.bench.kinds import budgets_of, kinds_of, run_kinds
-
-    measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    if kinds is None:
-        if len(measures) > 1:
-            raise StartupError("--temperature: more than one is for --kinds; give one")
-        return run_drafters(loaded.config, prompts, measures[0], queries=queries, out=out)
-    compared, budgets = kinds_of(kinds), budgets_of(nodes)
-    return run_kinds(loaded.config, compared, prompts, measures, budgets=budgets, limit=queries, out=out)
+    return run_load(loaded.config, plan, out=out)
 
 
 def _shift(

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
@@ -184,14 +183,12 @@ def _table(text: str) -> Mapping[int, int]:
     return table
 
 
-def run_load(config: ServiceConfig, plan: LoadPlan, *, plot: Path | None, out: Path | None) -> bool:
+def run_load(config: ServiceConfig, plan: LoadPlan, *, out: Path | None) -> bool:
     """Measure every policy at every concurrency and report; whether all texts were the same."""
     policies = policies_of(plan.policies)
-    assembly = prepare(config, out, plot)
+    assembly = prepare(config, out)
     rows = _measure_all(assembly, policies, _prompts(assembly, plan), plan)
     summary = summary_of(rows)
-    if plot is not None:
-        plot_load(rows, plot, title=f"{config.public_model_name}, {assembly.drafter_name}")
     table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row["concurrency"])
     return conclude(assembly, out, rows, summary, table, *(f"{name}: {value}" for name, value in summary.items()))
 
@@ -300,25 +297,3 @@ _CAPTION = (
     "requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds per further token; budget: "
     "nodes per sequence and step; undrafted: share of steps without nodes"
 )
-
-
-def plot_load(rows: Sequence[Row], file: Path, *, title: str) -> None:
-    """One line per policy; the adaptive one's budget below."""
-    figure = Figure(figsize=(7.5, 7.0))
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        mine = [row for row in rows if row["policy"] == policy]
-        width = 2.5 if policy == ADAPTIVE else 1.2
-        places = [row["concurrency"] for row in mine]
-        above.plot(places, [row["tokens_per_second"] for row in mine], marker="o", linewidth=width, label=policy)
-        below.plot(places, [row["mean_budget"] for row in mine], marker="o", linewidth=width, label=policy)
-    above.set_title(title)
-    above.set_ylabel("tokens per second")
-    above.legend()
-    below.set_xscale("log", base=2)
-    below.set_xlabel("concurrency")
-    below.set_ylabel("nodes per sequence and step")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)

@@ -51,11 +51,14 @@ class DraftGains:
         followed from there on, so that a trial in the middle would speak against any. `affordable`: whether the ledger
         covers the worst case.
         """
-        kinds = {text.kind for text in texts}
-        open_kinds = {kind for kind in kinds if affordable and self._may_gain(kind, num_sequences, begins=begins)}
-        size = num_sequences.bit_length()
-        self._suspended -= {(kind, size) for kind in open_kinds}
-        self._suspended |= {(kind, size) for kind in kinds - open_kinds}
+        size, open_kinds = num_sequences.bit_length(), set[str]()
+        for kind in {text.kind for text in texts}:
+            is_open = affordable and (begins or (kind, size) not in self._suspended)
+            if is_open and self.of(num_sequences, kind).promises:
+                open_kinds.add(kind)
+                self._suspended.discard((kind, size))
+            else:
+                self._suspended.add((kind, size))
         return [affordable and _is_worth(text, is_open=text.kind in open_kinds) for text in texts]
 
     def observe(
@@ -106,10 +109,6 @@ class DraftGains:
     def restore(self, state: list[Any], age_seconds: float) -> None:
         """Take up what was known so long ago. Raises ValueError, TypeError for anything else."""
         self._kinds.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
-
-    def _may_gain(self, kind: str, num_sequences: int, *, begins: bool) -> bool:
-        is_open = begins or (kind, num_sequences.bit_length()) not in self._suspended
-        return is_open and self.of(num_sequences, kind).promises
 
 
 def _is_worth(text: TextGain, *, is_open: bool) -> bool:

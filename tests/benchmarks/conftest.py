@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from service.errors import StartupError
-from tests.service.bench.conftest import assembly, in_no_hurry, trained_assembly
+from tests.service.bench.conftest import assembly, in_no_hurry, prompt_file, quiet, trained_assembly
 from tests.service.bench.parts import save_two_layers, written_prompts
 
-__all__ = ["assembly", "in_no_hurry", "trained_assembly"]
+__all__ = ["assembly", "in_no_hurry", "prompt_file", "quiet", "trained_assembly"]
 
 
 @pytest.fixture

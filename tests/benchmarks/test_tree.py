@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.draft_records import Place, StepRecord
 from benchmarks.tree import Piece, answer_pieces, answered, chosen_steps, draw, picture_of, title_of, tree_of
 from service.assembly import Assembly
-from service.bench.draft_records import Place, StepRecord
 from service.engine.requests import SamplingParams
 from service.errors import StartupError
 

@@ -11,19 +11,17 @@ from service.engine.costs.measuring import write_whole
 logger = logging.getLogger(__name__)
 
 
-def restore_gains(policy: BudgetPolicy, file: Path, now: float | None = None) -> bool:
-    """Let the policy begin with what was kept, less sure by its age; returns whether there was anything. A file that is
-    not what `keep_gains` wrote is named in the log and left out."""
+def restore_gains(policy: BudgetPolicy, file: Path, now: float | None = None) -> None:
+    """Let the policy begin with what was kept, if anything was, less sure by its age. A file that is not what
+    `keep_gains` wrote is named in the log and left out."""
     try:
         content = json.loads(file.read_text())
-        age = (time.time() if now is None else now) - float(content["saved"])
-        policy.restore(content["state"], max(0.0, age))
+        policy.restore(content["state"], max(0.0, (now or time.time()) - float(content["saved"])))
+        logger.info("what drafting gained before the last stop is known from %s", file)
     except FileNotFoundError:
-        return False
+        return
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("gains in %s cannot be read (%s): drafting is learnt anew", file, error)
-        return False
-    return True
 
 
 def keep_gains(policy: BudgetPolicy, file: Path) -> None:

@@ -193,7 +193,6 @@ def test_the_command_compares_clients_with_one(prompt_file: Path, tmp_path: Path
     ("arguments", "words"),
     [
         ("--clients 2x1 --arrival poisson --rate 3", "closed loops"),
-        ("--clients 2x1 --plot some.png", "closed loops"),
         ("--clients two", "no mix"),
         ("--temperature 0 --temperature 1", "more than one"),
     ],

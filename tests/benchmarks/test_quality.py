@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.bench.draft_records import Place, StepRecord
-from service.bench.quality import calibration_error, quality_of
+from benchmarks.draft_records import Place, StepRecord
+from benchmarks.quality import calibration_error, quality_of
 
 TREE = {(1,): 0.6, (2,): 0.3, (1, 5): 0.2, (1, 6): 0.4, (1, 6, 7): 0.1}
 STEP = StepRecord(

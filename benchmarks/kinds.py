@@ -1,4 +1,4 @@
-"""`adaptree bench drafters --kinds`: drafters against each other, each beside plain decoding of the same prompts.
+"""`python -m benchmarks drafters --kinds`: drafters against each other, each beside plain decoding of the same prompts.
 
 Every kind gets the target anew, because what it taps of it is planned with it; its own plain decoding, in turn with it
 at every budget, is what it is compared with. Steps that read prompts are left out. What a kind knows is looked at apart
@@ -15,9 +15,10 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from benchmarks.draft_records import observed, without_noise, without_times
+from benchmarks.quality import COVERED, quality_of
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
-from service.bench.draft_records import observed, without_noise, without_times
 from service.bench.driver import Run, TimedStep, generate
 from service.bench.experiment import (
     PLAIN,
@@ -37,7 +38,6 @@ from service.bench.experiment import (
     tau,
     warm_up,
 )
-from service.bench.quality import COVERED, quality_of
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine

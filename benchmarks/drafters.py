@@ -1,4 +1,4 @@
-"""`adaptree bench drafters`: bad and perfect drafters beside plain decoding, behind the budget that is served.
+"""`python -m benchmarks drafters`: bad and perfect drafters beside plain decoding, behind the budget that is served.
 
 All emit the same tokens, so a step is compared with what plain decoding took for just these tokens: how long a context
 was and how fast the machine was just then cancels. Steps that read prompts, here or in the plain run, are left out.

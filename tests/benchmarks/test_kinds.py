@@ -1,15 +1,16 @@
 """The benchmark of kinds of drafters: what is asked of it, its figures, the command."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.kinds import Kind, budgets_of, figures_of, kinds_of
 from service.bench.driver import Answer, Run, TimedStep
-from service.bench.kinds import Kind, budgets_of, figures_of, kinds_of
 from service.errors import StartupError
-from tests.service.bench.parts import assembled, run_command, save_drafter, save_two_layers
+from tests.service.bench.parts import assembled, save_drafter, save_two_layers
 from tests.service.bench.test_load import STEP
 
 
@@ -64,24 +65,15 @@ def test_figures_are_in_plain_steps() -> None:
     assert figures_of([mine], [plain], [plain])["tau_withheld"] == 1.0
 
 
-def test_the_command_compares_kinds(tmp_path: Path, prompt_file: Path, quiet: None) -> None:
+def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_path: Path, prompt_file: Path) -> None:
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assembled(folder))
     out = tmp_path / "kinds.json"
-    code, output = run_command(
-        *(
-            "bench drafters --queries 2 --max-tokens 12 --temperature 0 --temperature 0.8 --nodes 4,served --model",
-            f"widen({folder},2)",
-        ),
-        *("--device cpu --load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --state-dir", tmp_path),
-        *(
-            "--budget-policy fixed --kinds",
-            f"lookup,specblock(uniform)={drafter},early_exit(1)",
-            "--prompts",
-            prompt_file,
-            "--out",
-            out,
-        ),
+    words = "drafters --queries 2 --max-tokens 12 --temperature 0 --temperature 0.8 --nodes 4,served --device cpu"
+    sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
+    code, output = run(
+        *(*words.split(), *sizes.split(), "--model", f"widen({folder},2)", "--state-dir", tmp_path),
+        *("--kinds", f"lookup,specblock(uniform)={drafter},early_exit(1)", "--prompts", prompt_file, "--out", out),
     )
     assert code == 0, output
     report = json.loads(out.read_text())

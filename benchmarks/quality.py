@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from service.bench.draft_records import Odds, StepRecord
+from benchmarks.draft_records import Odds, StepRecord
 from service.bench.experiment import Row
 
 COVERED = (1, 2, 4, 8)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.draft_records import StepRecord, listen, observed, paths_of, total_variation, without_noise
 from drafters.protocol import Noise
 from drafters.registry import NoDrafter
 from drafters.tree import Candidates
 from service.assembly import Assembly
-from service.bench.draft_records import StepRecord, listen, observed, paths_of, total_variation, without_noise
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, requests_from
 from service.engine.budget import FixedBudget

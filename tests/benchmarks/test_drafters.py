@@ -1,15 +1,14 @@
 """The benchmark of bad and perfect drafters: what they propose, what their steps are compared with, the command."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from drafters.protocol import DraftContext, DraftingSizes, Noise
-from service.assembly import Assembly, assemble
-from service.bench.drafters import (
+from benchmarks.drafters import (
     LIAR,
     PERFECT,
     RANDOM,
@@ -23,11 +22,13 @@ from service.bench.drafters import (
     rows_of,
     summary_of,
 )
+from drafters.protocol import DraftContext, DraftingSizes, Noise
+from service.assembly import Assembly, assemble
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import PLAIN, Measure
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
-from tests.service.bench.parts import run_command, varied_prompts
+from tests.service.bench.parts import varied_prompts
 from tests.service.bench.test_load import STEP
 
 SIZES = DraftingSizes(max_sequences=4, max_length=30, vocab_size=200, num_slots=1, max_nodes=24)
@@ -170,10 +171,12 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, costly: Assembly, quiet: None) -> N
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_the_command_reports_every_drafter(prompt_file: Path, tmp_path: Path) -> None:
+def test_the_command_reports_every_drafter(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out.json"
-    code, output = run_command(
-        *("bench drafters --queries 3 --max-tokens 50 --temperature 0.7 --prompts", prompt_file, "--out", out)
+    code, output = run(
+        *("drafters", "--queries", 3, "--max-tokens", 50, "--temperature", 0.7, "--prompts", prompt_file, "--out", out)
     )
     assert code == 0, output
     assert "stopped" in output
@@ -187,7 +190,9 @@ def test_the_command_reports_every_drafter(prompt_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_another_text_is_an_error(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_text_is_an_error(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = run_of(step(1.0, prompt=1, a=1), step(1.0, a=4), tokens=(1, 2, 3, 4, 6))
-    monkeypatch.setattr("service.bench.drafters.answer_all", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
-    assert run_command("bench drafters --queries 1 --prompts", prompt_file)[0] == 1
+    monkeypatch.setattr("benchmarks.drafters.answer_all", lambda *asked: {PLAIN: [PLAIN_RUN], LIAR: [wrong]})
+    assert run("drafters", "--queries", 1, "--prompts", prompt_file)[0] == 1
