@@ -115,13 +115,16 @@ class _Start:
 
 def kept_length(out: Path) -> Length | None:
     """How long the run in a folder is to be; None: none is there, or none that says it. Raises StartupError."""
-    if not (out / STATE_FILE).exists():
-        return None
+    kept = _kept_notes(out).get("length")
+    return None if kept is None else Length(**kept)
+
+
+def _kept_notes(out: Path) -> Mapping[str, Any]:
+    """What the run in a folder remembers, if one is there. Raises StartupError."""
     try:
-        kept = SavedRun.read(out / STATE_FILE).notes.get("length")
+        return SavedRun.read(out / STATE_FILE).notes if (out / STATE_FILE).exists() else {}
     except TrainingError as error:
         raise StartupError(str(error)) from error
-    return None if kept is None else Length(**kept)
 
 
 def fit_drafter(
@@ -129,7 +132,10 @@ def fit_drafter(
 ) -> None:
     """Stage 3 as a command runs it: train until the end and write the drafter. Raises StartupError."""
     device = local_device(device_of(config.device))
-    plan = FitPlan(features=features, out=out, length=length, options=options, autocast=bf16_is_faster(device))
+    # A run goes on with the products with which it began, whatever is faster now.
+    autocast = _kept_notes(out).get("autocast")
+    autocast = bf16_is_faster(device) if autocast is None else bool(autocast)
+    plan = FitPlan(features=features, out=out, length=length, options=options, autocast=autocast)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     if ranks.rank:
         ranks.wait()  # the first process may have to unpack the target's file before the others find it
@@ -155,7 +161,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
-    start = replace(start, notes={**start.notes, "length": asdict(plan.length)})
+    start = replace(start, notes={**start.notes, "length": asdict(plan.length), "autocast": plan.autocast})
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,8 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
         raise Killed
 
     monkeypatch.setattr(Trainer, "run", killed_run)
+    measured = cycle([True, False])  # two times that are nearly the same
+    monkeypatch.setattr("service.training.fit.bf16_is_faster", lambda device: next(measured))
     common = ("--target", target, "--out", tmp_path, "--evaluate-minutes", 0, *QUICK)
     fit, responses = ("fit", "--features", features, *common), features.parent / "r.jsonl"
     for arguments in (
