@@ -83,10 +83,6 @@ def _speed(
     temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 128,
     concurrency: Concurrency = 1,
-    peer: Annotated[
-        Literal["transformers", "llama.cpp"] | None,
-        typer.Option(help="Also measure Hugging Face generate, or llama.cpp on the same GGUF file."),
-    ] = None,
     anatomy: Annotated[bool, typer.Option("--anatomy", help="Also time the parts of a step, on a CPU.")] = False,
     seed: Seed = 0,
     out: Out = None,
@@ -97,7 +93,7 @@ def _speed(
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     files = [*prompts, *(more_prompts or [])]
-    return run_speed(loaded.config, files, measures, limit=limit, peer=peer, anatomy=anatomy, out=out)
+    return run_speed(loaded.config, files, measures, limit=limit, anatomy=anatomy, out=out)
 
 
 def _load(

@@ -7,14 +7,15 @@ from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops, watched
-from service.bench.driver import generate
+from service.bench.conditions import Conditions
+from service.bench.driver import Run, generate
 from service.bench.experiment import (
     PLAIN,
     SPECULATIVE,
@@ -35,9 +36,18 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.peers import PEERS, Peer, PeerName
 from service.config import ServiceConfig
+from service.engine.requests import GenerationRequest
 from service.prompts import PromptSet
+
+
+class Peer(Protocol):
+    """Another engine as a contestant. Each of its answers has exactly `max_tokens` tokens."""
+
+    conditions: Conditions
+    """Its versions and settings, which the report states in addition to ours."""
+
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
 
 
 def contestants_of(
@@ -126,22 +136,23 @@ def run_speed(
     measures: Sequence[Measure],
     *,
     limit: int | None,
-    peer: PeerName | None,
     anatomy: bool,
     out: Path | None,
+    peers: Mapping[str, Callable[[Assembly], Peer]] | None = None,
 ) -> bool:
-    """Measure all files and report; whether plain and speculative text were the same."""
-    kinds = {peer: PEERS[peer]} if peer else {}
-    for kind in kinds.values():
-        kind.refuse(config, measures[0].concurrency)
+    """Measure all files, print tables and write the report to `out`.
+
+    `limit` is the most prompts of each file, `anatomy` also times the parts of a step, and `peers` build the other
+    engines that answer the same prompts. Returns whether plain and speculative text were the same.
+    """
     with ExitStack() as stack:
         clock = stack.enter_context(timed_ops(config)) if anatomy else None
         assembly = prepare(config, out)
         sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-        peers: dict[str, Peer] = {name: kind(assembly) for name, kind in kinds.items()}
-        rows = _measured(sets, contestants_of(assembly, peers, clock), measures)
+        others = {name: build(assembly) for name, build in (peers or {}).items()}
+        rows = _measured(sets, contestants_of(assembly, others, clock), measures)
     summary = summary_of(rows)
-    beside = {key: value for found in peers.values() for key, value in found.conditions.items()}
+    beside = {key: value for found in others.values() for key, value in found.conditions.items()}
     tables = [_table(rows, summary), *([_anatomy_table(rows)] if anatomy else [])]
     return conclude(assembly, out, rows, summary, *tables, beside=beside)
 

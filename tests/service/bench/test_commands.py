@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any
 
 import pytest
 
@@ -57,28 +55,6 @@ def test_speed_measures_every_temperature_once(prompt_file: Path, tmp_path: Path
     assert [means["temperature"] for means in report["summary"]["by_temperature"]] == [0.0, 0.8]
 
 
-def test_speed_shows_the_peer(prompt_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    code, output = run_command(
-        *("bench", "speed", "--prompts", prompt_file, "--prompts", prompt_file, "--max-tokens", 4),
-        *("--peer", "transformers", "--temperature", 1, "--concurrency", 2, "--out", out),
-    )
-    assert code == 0, output
-    assert "plain / transformers" in output
-    report = json.loads(out.read_text())
-    assert [set(row["peers"]) for row in report["rows"]] == [{"transformers"}] * 2
-    (shown,) = report["summary"]["over_peers"].items()
-    assert shown == (
-        "transformers",
-        {"plain": pytest.approx(mean(report, "plain")), "speculative": pytest.approx(mean(report, "speculative"))},
-    )
-
-
-def mean(report: dict[str, Any], ours: str) -> float:
-    """How many times as fast as the peer, over the sets."""
-    return geometric_mean(row[f"{ours}_tokens_per_second"] / row["peers"]["transformers"] for row in report["rows"])
-
-
 def test_speed_shows_the_parts_of_a_step(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, output = run_command(
@@ -88,15 +64,6 @@ def test_speed_shows_the_parts_of_a_step(prompt_file: Path, tmp_path: Path) -> N
     assert "norms, rotary, gates" in output
     (row,) = json.loads(out.read_text())["rows"]
     assert row["milliseconds"]["plain"]["rest"] > 0
-
-
-def test_a_peer_that_cannot_take_part_is_refused_before_loading(
-    prompt_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: pytest.fail("it was loaded"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(StartupError, match="pip install llama-cpp-python"):
-        run_command("bench", "speed", "--prompts", prompt_file, "--peer", "llama.cpp", "--device", "cpu")
 
 
 def wrong(

@@ -2,22 +2,23 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from service.assembly import Assembly
-from service.bench.driver import Answer, Run, TimedStep
+from service.bench.driver import Answer, Run, TimedStep, generate
 from service.bench.experiment import (
     Measure,
     Row,
     count_mismatches,
     decode_tokens_per_second,
+    plain_engine,
     rotated,
     tau,
     tokens_per_second,
     warm_up,
 )
-from service.bench.peers import TransformersPeer
 from service.bench.speed import contestants_of, measure_set, summary_of
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
@@ -58,8 +59,8 @@ def test_everybody_is_first_equally_often(count: int) -> None:
 @pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (1.0, 2)])
 def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: float, concurrency: int) -> None:
     measure = Measure(temperature, 24, concurrency, seed=3)
-    peer = TransformersPeer(assembly)
-    contestants = contestants_of(replace(assembly, costs=None), {"transformers": peer})  # a fixed budget
+    peer = partial(generate, plain_engine(assembly))
+    contestants = contestants_of(replace(assembly, costs=None), {"other": peer})  # a fixed budget
     warm_up(contestants, PROMPTS.prompts[0], measure)
     done: list[int] = []
     row = measure_set(PROMPTS, contestants, measure, done.append)
@@ -70,11 +71,9 @@ def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: floa
     assert sum(row["accepted_by_source"].values()) > 0
     assert 0 <= row["draft_share"] < 1
     assert row["speedup"] == row["speculative_tokens_per_second"] / row["plain_tokens_per_second"]
-    assert list(row["peers"]) == ["transformers"]
+    assert list(row["peers"]) == ["other"]
     assert row["over_peers"] == {
-        "transformers": {
-            name: row[f"{name}_tokens_per_second"] / row["peers"]["transformers"] for name in ("plain", "speculative")
-        }
+        "other": {name: row[f"{name}_tokens_per_second"] / row["peers"]["other"] for name in ("plain", "speculative")}
     }
 
 

@@ -1,39 +1,42 @@
-"""Other engines that answer the same prompts with the same weights, each as good as it comes."""
+"""`python -m benchmarks speed --peer NAME`: `adaptree bench speed` with another engine on the same weights.
+
+Each engine runs with its own default settings.
+"""
 
 import importlib.metadata
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from service.assembly import Assembly, device_of
+from service.bench.commands import (
+    AnswerTokens,
+    Concurrency,
+    Limit,
+    MorePromptFiles,
+    Out,
+    PromptFiles,
+    Seed,
+    Temperatures,
+)
 from service.bench.conditions import Conditions
 from service.bench.driver import Answer, Run
-from service.config import ServiceConfig
+from service.bench.experiment import Measure
+from service.bench.speed import run_speed
+from service.config import LoadedConfig, ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.weights import EMBEDDED_NAME, gguf_file, resolve
 from service.errors import StartupError
 
 PeerName = Literal["transformers", "llama.cpp"]
-
-
-class Peer(Protocol):
-    """A contestant that is not ours: each answer gets exactly as many tokens as it may have at most."""
-
-    conditions: Conditions
-    """What its speed depends on beside what ours does."""
-
-    @staticmethod
-    def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """Raise StartupError, before anything is loaded, where the peer could not do the same work."""
-
-    def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
 
 
 class TransformersPeer:
@@ -55,7 +58,7 @@ class TransformersPeer:
 
     @staticmethod
     def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """It does all that ours does, but widen a model."""
+        """Raise StartupError before anything is loaded where it cannot do the same work: it cannot widen a model."""
         if config.copies > 1:
             raise StartupError(f"--peer transformers runs models as they are: give --model {config.model_source}")
 
@@ -100,7 +103,10 @@ class LlamaCppPeer:
 
     @staticmethod
     def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """It needs its package, a GGUF file and a CPU, and answers one request at a time."""
+        """Raise StartupError before anything is loaded where it cannot do the same work.
+
+        It needs its package, a GGUF file and a CPU, and answers one request at a time.
+        """
         if importlib.util.find_spec("llama_cpp") is None:
             raise StartupError("--peer llama.cpp needs a package that is not here: pip install llama-cpp-python")
         if concurrency > 1:
@@ -150,6 +156,30 @@ PEERS: Mapping[PeerName, type[TransformersPeer] | type[LlamaCppPeer]] = {
     "transformers": TransformersPeer,
     "llama.cpp": LlamaCppPeer,
 }
+
+
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFiles,
+    peer: Annotated[
+        PeerName, typer.Option(help="Hugging Face generate, or llama.cpp (llama-cpp-python) on the same GGUF file.")
+    ],
+    more_prompts: MorePromptFiles = None,
+    limit: Limit = None,
+    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
+    max_tokens: AnswerTokens = 128,
+    concurrency: Concurrency = 1,
+    anatomy: Annotated[bool, typer.Option("--anatomy", help="Also time the parts of a step, on a CPU.")] = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Plain and speculative decoding and another engine on the same prompts, in turn. Exit code 1 if any token of
+    speculative decoding differs from plain decoding."""
+    kind = PEERS[peer]
+    kind.refuse(loaded.config, concurrency)
+    measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
+    files = [*prompts, *(more_prompts or [])]
+    return run_speed(loaded.config, files, measures, limit=limit, anatomy=anatomy, out=out, peers={peer: kind})
 
 
 def _gguf_of(config: ServiceConfig) -> Path:

@@ -1,14 +1,18 @@
 """Peers do the same work as ours, or say what keeps them from it."""
 
+import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 import pytest
 
+from benchmarks.peers import LlamaCppPeer, TransformersPeer
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.experiment import plain_engine
-from service.bench.peers import LlamaCppPeer, TransformersPeer
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
@@ -64,6 +68,45 @@ def test_llama_cpp_is_refused_what_it_cannot_do(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(StartupError, match="--device cpu"):
         LlamaCppPeer.refuse(served.model_copy(update={"device": "auto"}), concurrency=1)
+
+
+def test_speed_shows_the_peer(
+    run: Callable[..., tuple[int, str]],
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    assembly: Assembly,
+    quiet: None,
+) -> None:
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: assembly)
+    out = tmp_path / "out.json"
+    code, output = run(
+        *("speed", "--prompts", prompt_file, "--prompts", prompt_file, "--max-tokens", 4),
+        *("--peer", "transformers", "--temperature", 1, "--concurrency", 2, "--out", out),
+    )
+    assert code == 0, output
+    assert "plain / transformers" in output
+    report = json.loads(out.read_text())
+    assert [set(row["peers"]) for row in report["rows"]] == [{"transformers"}] * 2
+    (shown,) = report["summary"]["over_peers"].items()
+    assert shown == (
+        "transformers",
+        {"plain": pytest.approx(mean(report, "plain")), "speculative": pytest.approx(mean(report, "speculative"))},
+    )
+
+
+def mean(report: dict[str, Any], ours: str) -> float:
+    """How many times as fast as the peer, over the sets."""
+    return geometric_mean(row[f"{ours}_tokens_per_second"] / row["peers"]["transformers"] for row in report["rows"])
+
+
+def test_a_peer_that_cannot_take_part_is_refused_before_loading(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.bench.experiment.assemble", lambda config: pytest.fail("it was loaded"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="pip install llama-cpp-python"):
+        run("speed", "--prompts", prompt_file, "--peer", "llama.cpp", "--device", "cpu")
 
 
 @pytest.mark.slow
