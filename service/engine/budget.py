@@ -74,6 +74,11 @@ class Load:
         return self.texts or tuple(TextGain() for _ in range(self.num_drafting))
 
     @property
+    def asking(self) -> tuple[TextGain, ...]:
+        """Those that ask the drafter."""
+        return self.decoding[: self.num_asked]
+
+    @property
     def has_room(self) -> bool:
         """Whether the smallest trees fit into the free slots."""
         return (1 if self.widths is None else self.num_drafting * self.widths[1]) <= self.max_nodes
@@ -271,16 +276,15 @@ class CostBudget(BudgetPolicy):
         return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable)
 
     def refusal(self, load: Load) -> str | None:
-        if not load.num_asked or not any(self.asks(load.decoding, load.num_sequences, begins=load.begins)):
+        if not load.num_asked:
             return "suspended"
         baseline = _BY_BASELINE * self._forwards(load).sd
-        gains = [self.gains.of(load.num_sequences, kind) for kind in {text.kind for text in load.decoding}]
+        gains = [self.gains.of(load.num_sequences, kind) for kind in {text.kind for text in load.asking}]
         unsure = any(baseline > gain.sd and not gain.is_sure_beside(baseline) for gain in gains)
         return "reference" if unsure else None
 
     def follows(self, load: Load) -> bool:
-        texts = (*load.decoding, *load.reading) or (TextGain(),)
-        return any(self.asks(texts, load.num_sequences, begins=load.begins))
+        return any(self.asks((*load.decoding, *load.reading), load.num_sequences, begins=load.begins))
 
     def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
         weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
@@ -304,8 +308,7 @@ class CostBudget(BudgetPolicy):
         return predicted
 
     def outlook(self, load: Load) -> DraftingOutlook:
-        texts = load.decoding or (TextGain(),)
-        gains = [self.gains.of(load.num_sequences, text.kind) for text in texts]
+        gains = [self.gains.of(load.num_sequences, text.kind) for text in (*load.decoding, *load.reading)]
         return DraftingOutlook(
             sequences=1 << (load.num_sequences.bit_length() - 1),
             gain=fmean(gain.mean for gain in gains),
@@ -370,7 +373,7 @@ class CostBudget(BudgetPolicy):
         seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         longer = seconds - prompts - plain
         self._ledger.settle(DRAFTING, stats.accepted_tokens / load.num_drafting * plain - longer)
-        asked, others = load.decoding[: load.num_asked], load.decoding[load.num_asked :]
+        asked, others = load.asking, load.decoding[load.num_asked :]
         accepted = _accepted_by_line(budget, stats)[: len(asked)]
         one = plain / load.num_drafting  # seconds of a plain step that are one sequence's
         # Leaving out one of several texts would save what its nodes take.

@@ -75,13 +75,13 @@ class DraftGains:
         `gains` share out what the step took longer; `own_gains` are what leaving just this text out would have lost.
         `all_asked`: whether all that decoded in the step drafted.
         """
+        for text in texts:
+            if text.own is None:
+                text.own = GainPosterior(mean=self.of(num_sequences, text.kind).mean, sd=BETWEEN_TEXTS)
         kinds = {text.kind for text in texts}
         for kind in kinds:
             of_kind = [gain for text, gain in zip(texts, gains, strict=True) if text.kind == kind]
             posterior = self.of(num_sequences, kind)
-            for text in texts:
-                if text.kind == kind and text.own is None:
-                    text.own = GainPosterior(mean=posterior.mean, sd=BETWEEN_TEXTS)
             # The presumed noise is that of a mean over the whole batch.
             whole = all_asked and len(kinds) == 1
             posterior.observe(fmean(of_kind), None if whole else posterior.noise * sqrt(num_sequences / len(of_kind)))

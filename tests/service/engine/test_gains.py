@@ -10,7 +10,7 @@ import pytest
 
 from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture, rerun
-from service.engine.budget import CostBudget
+from service.engine.budget import CostBudget, Load
 from service.engine.costs.gains_file import keep_gains, restore_gains
 from service.engine.costs.model import FREE
 from service.engine.gains import DraftGains, TextGain, kind_of
@@ -131,6 +131,18 @@ def test_where_nothing_was_kept_nothing_is_said(tmp_path: Path, caplog: pytest.L
     policy = budget()
     restore_gains(policy, tmp_path / "gains.json")
     assert (policy.state(), caplog.text) == (budget().state(), "")
+
+
+def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_that_do() -> None:
+    """Drafting surely gains for one text, and is suspended for the other, of which too little is known to be sure."""
+    policy, size = budget(), 2  # of two or three sequences
+    known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
+    policy.restore({"gains": known, "plain": [[size, [1.0, 0.0025, 0.01, 100]]]}, 0.0)
+    texts = TextGain("greedy"), TextGain("warm")
+    load = Load(2, 1.0, 100, num_drafting=2, num_sequences=2, texts=texts, asked=1)
+    assert policy.refusal(load) is None
+    assert policy.refusal(replace(load, asked=2)) == "reference"
+    assert policy.refusal(replace(load, asked=0)) == "suspended"
 
 
 class OnlyGreedy(CostBudget):
