@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
@@ -52,8 +52,10 @@ class GrammarState:
         self._matcher = matcher
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These were committed: all of them were allowed when they were chosen."""
-        self._matcher.try_consume_tokens(list(tokens))
+        """Move behind tokens that were committed. Raises RuntimeError where one is not allowed there: the text would
+        have left its form."""
+        if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
+            raise RuntimeError(f"the grammar does not allow the tokens {list(tokens)} that were chosen")
 
     def fill(self, mask: np.ndarray, path: Sequence[int]) -> None:
         """Write which tokens may stand behind this path. # mask [vocab bits] uint8"""
@@ -114,7 +116,8 @@ class GrammarCompiler:
         """Raises GrammarError for a tokenizer whose tokens are no strings of bytes."""
         try:
             size = max(self._vocab_size, self._tokenizer.vocab_size)  # nobody chooses those beyond the target's
-            return LLTokenizer(self._tokenizer.backend_json(), n_vocab=size, eos_token=self._eos_ids)
+            tokens = LLTokenizer(self._tokenizer.backend_json(), n_vocab=size)
+            return LLTokenizer(_LiteralTokenizer(self._tokenizer, tokens), eos_token=self._eos_ids)
         except Exception as error:  # whatever its library says
             raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 
@@ -157,6 +160,26 @@ class GrammarCompiler:
         told = in_lark(kind, value)
         _refuse_the_least_integer(told)
         return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(told), log_level=0)
+
+
+class _LiteralTokenizer(TokenizerWrapper):
+    """A tokenizer as llguidance calls it, to which the names of special tokens are text.
+
+    The one that llguidance makes itself writes the literal "<|im_end|>" as the special token of that name, which ends
+    the text; and it takes every added token named <...> for a special one, as Qwen's <tool_call>, which is text.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, tokens: LLTokenizer) -> None:
+        """`tokens`: which knows the bytes of each token."""
+        beyond = range(tokenizer.vocab_size, tokens.vocab_size)
+        self.eos_token_id, self.bos_token_id = 0, None  # those that end a text are named beside
+        self.tokens = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
+        self.special_token_ids = [*tokenizer.special_ids.values(), *beyond]
+        self.is_tokenizer_wrapper = True
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
 
 
 def _refuse_the_least_integer(told: str) -> None:

@@ -1,52 +1,38 @@
-"""Bursts are the same for the same seed, and windows count where a fixed budget wins."""
+"""Two kinds of requests by turns: what is compared with what, and that a run tells it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from benchmarks.mixed import SIZES, Burst, bursts_of, row_of, summary_of
-from service.bench.driver import Answer, Run, TimedStep
+import pytest
+
+from benchmarks.mixed import pairs_of, row_of, whole
+from service.bench.driver import Span
 from service.bench.experiment import Measure
-from tests.service.engine.harness import step_stats
-
-MEASURE = Measure(max_tokens=8, concurrency=1, temperature=0.0, seed=3)
+from service.errors import StartupError
 
 
-def asked(burst: Burst) -> list[tuple[Sequence[int], int]]:
-    return [(request.prompt, request.sampling.max_tokens) for request in burst.requests]
+def test_the_kinds_alternate_each_with_its_temperature() -> None:
+    measures = [Measure(0.0, 8, 1, 3), Measure(1.0, 8, 1, 3)]
+    pairs = pairs_of([[(1, 2), (3,)], [(4,), (5,)]], measures, 3)
+    asked = [(int(one.request_id), one.prompt, one.sampling.temperature) for pair in pairs for one in pair]
+    assert asked == [(0, (1, 2), 0.0), (1, (4,), 1.0), (2, (3,), 0.0), (3, (5,), 1.0), (4, (1, 2), 0.0), (5, (4,), 1.0)]
 
 
-def test_a_seed_makes_the_same_bursts() -> None:
-    prompts = [(1, 2), (3,)]
-    bursts, again = bursts_of(prompts, 200, MEASURE), bursts_of(prompts, 200, MEASURE)
-    assert list(map(asked, bursts)) == list(map(asked, again))
-    assert {burst.clients for burst in bursts} == set(SIZES)
-    assert {request.sampling.max_tokens for burst in bursts for request in burst.requests} == set(range(1, 17))
+def test_a_row_compares_tokens_per_second() -> None:
+    mine, others = [Span(1.0, 30), Span(1.0, 30)], [Span(2.0, 30), Span(2.0, 30)]
+    assert row_of("one at a time", "this over that", mine, others)["ratio"] == (2.0, 2.0, 2.0)
+    assert whole([mine, others]) == [Span(1.0, 60), Span(1.0, 60)]
 
 
-def run_of(reasons: list[str], seconds: float) -> Run:
-    steps = tuple(TimedStep(replace(step_stats(), budget_reason=reason), 0.1) for reason in reasons)
-    return Run((Answer((1, 2, 3)),), steps, seconds)
-
-
-def test_windows_are_counted_where_the_fixed_budget_wins() -> None:
-    reasons = ["suspended"] * 60 + ["cost"] * 70
-    slow, fast = (
-        row_of(
-            Burst(1, ()),
-            {"plain": run_of([], 3.0), "fixed:4": run_of([], fixed), "adaptive": run_of(reasons, 2.0)},
-        )
-        for fixed in (1.9, 1.99)
-    )
-    assert (slow["windows"], slow["suspended_windows"]) == (2, 1)
-    summary = summary_of([slow, fast])
-    assert (summary["windows"], summary["windows_where_fixed_wins"]) == (4, 2)
-    assert summary["suspended_where_fixed_wins"] == 0.5
-    assert summary["adaptive_over_plain"] == 1.5
-
-
-def test_a_run_prints_and_writes_every_burst(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
-    report, output = run_tiny("mixed", "--bursts", 3, "--max-tokens", 4, "--kv-cache", "40MiB")
-    assert len(report["rows"]) == 3
+def test_a_run_compares_all_parts(run_tiny: Callable[..., tuple[dict[str, Any], str]], tmp_path: Path) -> None:
+    words = ("--requests", 8, "--max-tokens", 4, "--concurrency", 2, "--kv-cache", "80MiB")
+    report, output = run_tiny("mixed", "--prompts", tmp_path / "prompts.jsonl", *words)
+    assert [row["part"] for row in report["rows"]] == ["one at a time"] * 4 + ["second start"] * 2 + ["2 at a time"] * 6
     assert report["summary"]["mismatched_tokens"] == 0
-    assert "suspended_where_fixed_wins" in output
+    assert "both kinds over alone" in output
+
+
+def test_one_prompt_file_is_refused(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    with pytest.raises(StartupError, match="two prompt files"):
+        run_tiny("mixed")

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import JsonValue
 
@@ -39,6 +40,50 @@ def accepts(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue, tex
 def test_kinds(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue, good: str, bad: str) -> None:
     assert accepts(compiler, kind, source, good)
     assert not accepts(compiler, kind, source, bad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"enum": ["a<|end|>b"]}),
+        ("json_schema", {"const": "<|end|>"}),
+        ("json_schema", {"type": "object", "properties": {"<|end|>": {"const": "<|start|>"}}, "required": ["<|end|>"]}),
+        ("json_schema", {"type": "string", "pattern": "^a<\\|end\\|>b$"}),
+        ("choice", ["<|end|>a", "<|start|>"]),
+        ("regex", "a<\\|(end|start)\\|>b"),
+        ("grammar", 'root ::= "a" "<|end|>" [bc]'),
+        ("lark", 'start: "<|end|>" /a<.end.>/'),
+    ],
+)
+def test_names_of_special_tokens_are_text_in_a_literal(
+    compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue
+) -> None:
+    """Whichever allowed token is chosen, no special one is but the end's, and the text is whole then."""
+    specials = set(TOKENIZER.special_ids.values())
+    for first in (0, -1):
+        state, text = compiler.compile(kind, source).begin(), list[int]()
+        while EOS not in text:
+            mask = np.zeros((TOKENIZER.vocab_size + 7) // 8, dtype=np.uint8)
+            state.fill(mask, ())
+            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+            assert not specials - {EOS} & set(allowed)
+            assert not specials & set(state.forced(()) or ())
+            text.append(int(allowed[first]))
+            if text[-1] != EOS:
+                state.extend(text[-1:])
+            assert len(text) < 64
+        assert "<|" in TOKENIZER.decode(text[:-1])
+
+
+def test_a_grammar_of_ones_own_may_name_special_tokens(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile("lark", 'start: "a" <|start|> "b"')._matcher.deep_copy()
+    assert matcher.consume_tokens([*TOKENIZER.encode("a"), TOKENIZER.special_ids["<|start|>"], *TOKENIZER.encode("b")])
+
+
+def test_a_token_that_leaves_the_form_raises(compiler: GrammarCompiler) -> None:
+    state = compiler.compile("regex", "ab").begin()
+    with pytest.raises(RuntimeError, match="does not allow"):
+        state.extend(TOKENIZER.encode("ac"))
 
 
 def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
