@@ -27,6 +27,7 @@ GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
 _WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
+_ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
 _DUMMY = re.compile(r"dummy\(([^()]+)\)")
@@ -78,6 +79,15 @@ def _drafter(value: str) -> str:
     if not _DRAFTER.fullmatch(value):
         raise ValueError("name one drafter, as in lookup or early_exit(4), or two as A+B or switch(A,B)")
     return value
+
+
+def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not _ORIGIN.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is no origin: name each exactly, as in https://chat.example or http://localhost:3000"
+            )
+    return values
 
 
 def _word_for_switch(value: object) -> object:
@@ -199,8 +209,10 @@ class ServiceConfig(BaseModel):
     served_model_name: str | None = _setting(
         None, "Name clients use for the model. Unset: the value of model.", min_length=1
     )
-    max_output_tokens: int = _setting(
-        4096, "Longest answer, in tokens, for requests that ask for more or name no limit.", ge=1
+    max_output_tokens: int | None = _setting(
+        None,
+        "Longest answer, in tokens, for requests that ask for more or name no limit. Unset: as the context allows.",
+        ge=1,
     )
     drain_seconds: float = _setting(
         30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
@@ -209,6 +221,12 @@ class ServiceConfig(BaseModel):
         (),
         "Host names, beside those of this machine, under which requests may come, separated by commas; * is any. "
         "Unset: none where host is a loopback address, so that no web page can reach this server, else any.",
+        panel="Access",
+    )
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_origins)] = _setting(
+        (),
+        "Origins of web pages whose scripts may ask this server, such as https://chat.example, separated by commas. "
+        "Unset: none.",
         panel="Access",
     )
     api_keys: Annotated[tuple[ApiKey, ...], BeforeValidator(_split), AfterValidator(distinct)] = _setting(

@@ -55,6 +55,10 @@ class RequestTooLarge(RequestError):
     status = 413
 
 
+class UnsupportedMedia(RequestError):
+    status = 415  # the body is encoded as nobody here reads it
+
+
 class QueueFull(RequestError):
     status = 429  # with Retry-After
     kind = "rate_limit_error"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
-from service.json_schemas import restated
+from service.json_schemas import DEFINITIONS, Schema, restated
 from service.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -26,12 +27,11 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 _MOST_KEPT = 256  # compiled grammars
 _MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
+_MOST_DROPPED = 32  # of one schema
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
 _LARGE = re.compile(r"-9223372036854775\d{3}(?![\d.eE])")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
-DEFINITIONS = ("$defs", "definitions")
-"""What parts of a schema refer to."""
 
 
 class Grammar:
@@ -106,10 +106,42 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
+        self._relaxed = lru_cache(_MOST_KEPT)(self._relax)
 
     def compile(self, kind: GrammarKind, source: JsonValue) -> Grammar:
         """`source`: the schema, the expression, the list of choices, the grammar. Raises GrammarError."""
         return self._compiled(kind, json.dumps(source))
+
+    def relaxed(self, schema: Schema) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
+        """A schema that can be honoured and allows whatever this one does, and the paths of what it leaves out."""
+        return self._relaxed(json.dumps(schema))
+
+    def _relax(self, source: str) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
+        schema: Schema = json.loads(source)
+        dropped: list[tuple[str, ...]] = []
+        while len(dropped) < _MOST_DROPPED:
+            try:
+                self.compile("json_schema", schema)
+                return schema, tuple(dropped)
+            except GrammarError as error:
+                part = _part_at(schema, error.path)
+                dropped.append((*error.path, *self._drop_from(part, schema)))
+        return {"type": "object"}, ((),)
+
+    def _drop_from(self, part: Schema, schema: Schema) -> tuple[str, ...]:
+        """Make a part less strict; returns the keyword that was dropped, or nothing where all were."""
+        beside = {name: schema[name] for name in DEFINITIONS if name in schema}
+        rest = {key: value for key, value in part.items() if key not in DEFINITIONS}
+        alone = (key for key in rest if self._is_refused({key: rest[key], **beside}))
+        decisive = (key for key in rest if not self._is_refused({**_without(rest, key), **beside}))
+        at_fault = next(chain(alone, decisive), None)
+        if at_fault is None:
+            part.clear()
+            return ()
+        value = part.pop(at_fault)
+        if at_fault == "oneOf" and "anyOf" not in part and not self._is_refused({"anyOf": value, **beside}):
+            part["anyOf"] = value  # any of them, where one could not be told from the others
+        return (at_fault,)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -188,6 +220,18 @@ def _refuse_the_least_integer(told: str) -> None:
     for found in _LARGE.findall(told):
         if float(found) == -(2.0**63):
             raise GrammarError(f"the integer {found} cannot be honoured")
+
+
+def _without(schema: Schema, key: str) -> Schema:
+    return {name: value for name, value in schema.items() if name != key}
+
+
+def _part_at(schema: Schema, path: Sequence[str]) -> Schema:
+    part: Any = schema
+    for name in path:
+        part = part[int(name)] if isinstance(part, list) else part[name]
+    found: Schema = part
+    return found
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -5,9 +5,12 @@ be said otherwise is left for the compiler to refuse, at its place."""
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
+DEFINITIONS = ("$defs", "definitions")
+"""What parts of a schema refer to."""
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that hold; others are remarks, as the draft has it."""
 
@@ -20,6 +23,9 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"})
 _MOST_CONTAINED = 64
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_IN_DEFINITIONS = tuple(f"#/{name}/" for name in DEFINITIONS)
 _PLACED = _LISTED - {"prefixItems"} | {"$ref", "$dynamicRef", "if", "then", "else", "not", "dependentSchemas"}
 """What may evaluate properties and items beside a schema's own."""
 
@@ -27,6 +33,47 @@ _PLACED = _LISTED - {"prefixItems"} | {"$ref", "$dynamicRef", "if", "then", "els
 def restated(schema: Schema) -> Schema:
     """A schema of which each answer is one of this schema's."""
     return _told(schema, closes=not _composes(schema))
+
+
+def with_definitions(schema: Schema) -> Schema:
+    """The same schema as it can be a part of another one: what it refers to within itself stands in `$defs`."""
+    targets: dict[str, Any] = {}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(moved, value))
+        if not isinstance(value, dict):
+            return value
+        told = {key: inner if key in _VALUES else moved(inner) for key, inner in value.items()}
+        reference = value.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#") and not reference.startswith(_IN_DEFINITIONS):
+            if reference not in targets:
+                targets[reference] = None  # it may refer to itself
+                targets[reference] = moved(_found(schema, reference))
+            told["$ref"] = f"#/$defs/{_name_of(reference)}"
+        return told
+
+    told: Schema = moved(schema)
+    definitions = {_name_of(reference): target for reference, target in targets.items() if target is not None}
+    return {**told, "$defs": {**told.get("$defs", {}), **definitions}} if definitions else told
+
+
+def _found(schema: Schema, reference: str) -> Any:
+    """What a reference leads to, without definitions of its own; None: nothing."""
+    found: Any = schema
+    try:
+        for part in unquote(reference).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found[int(name)] if isinstance(found, list) else found[name]
+    except (LookupError, TypeError, ValueError):
+        return None
+    without = {key: value for key, value in found.items() if key not in DEFINITIONS} if found is schema else found
+    return None if reference[1:2] not in ("", "/") else without
+
+
+def _name_of(reference: str) -> str:
+    """Of a definition that takes the place of another part of the schema."""
+    return "at " + reference.replace("/", ".").replace("~", "-").replace("%", "-")
 
 
 def _told(schema: Schema, *, closes: bool) -> Schema:

@@ -234,6 +234,7 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         served_model_names=(config.public_model_name,),
         release_seconds=config.release_seconds,
         allowed_hosts=config.checked_hosts,
+        cors_origins=config.cors_origins,
         separate_names=config.prefix_cache == "per_client",
         naming_key=naming_key(config.adaptation.redis_secret),
     )

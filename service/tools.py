@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from service.grammars import DEFINITIONS, json_rule
+from service.grammars import json_rule
+from service.json_schemas import DEFINITIONS
 from service.thinking import overlap
 
 _NAME = '{"name": "'  # in the form of grammars of JSON
@@ -67,6 +68,7 @@ class Calling:
     schemas: Mapping[str, Mapping[str, JsonValue]]  # of the arguments, by function
     must: bool = False
     parallel: bool = True
+    relaxed: tuple[str, ...] = ()  # places of the request where the grammar allows more than a schema
 
     def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> str:
         """In Lark. `answer`: the schema of an answer that calls nothing, which is any text otherwise; `special_ids`: of
@@ -114,17 +116,22 @@ class Piece(NamedTuple):
 class CallReader:
     """Reads an answer while it is written. What looks like the beginning of a call is held back until it is known."""
 
-    def __init__(self, form: ToolForm) -> None:
+    def __init__(self, form: ToolForm, *, must: bool = False, holds_calls: bool = False) -> None:
+        """`must`: the answer is nothing but calls; `holds_calls`: each is told when it is whole, for the answer may be
+        cut anywhere."""
         self._form = form
+        self._must = must
+        self._holds_calls = holds_calls
         self._held = ""
         self._state: Literal["text", "name", "arguments", "behind"] = "text"
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._was_text = False
-        self.num_calls = 0
+        self._pending: list[Piece] = []  # of the present call
+        self.num_calls = 0  # that are whole
 
-    def read(self, text: str, *, ends: bool) -> list[Piece]:
-        """What more of the answer says; `ends`: it was the last of it."""
-        return [*self._push(text), *(self._finish() if ends else ())]
+    def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
+        """What more of the answer says; `ends`: it was the last of it; `is_cut`: it would have gone on."""
+        return [*self._push(text), *(self._finish(is_cut) if ends else ())]
 
     def _push(self, text: str) -> Iterator[Piece]:
         self._held += text
@@ -133,11 +140,12 @@ class CallReader:
             before = self._state, self._held
             yield from getattr(self, f"_read_{self._state}")()
 
-    def _finish(self) -> Iterator[Piece]:
-        """What was held back, where it turned out to be text."""
-        if self._state == "text" and self._held:
+    def _finish(self, is_cut: bool) -> Iterator[Piece]:
+        """What was held back, where it turned out to be text and not the beginning of a call."""
+        begins_call = self._must or (is_cut and self._held.startswith(self._form.trigger))
+        if self._state == "text" and self._held and not begins_call:
             yield Piece("text", self._held)
-        self._held = ""
+        self._held, self._pending = "", []
 
     def _read_text(self) -> Iterator[Piece]:
         start = self._form.opening + _NAME
@@ -157,17 +165,26 @@ class CallReader:
     def _read_name(self) -> Iterator[Piece]:
         name, found, rest = self._held.partition(f'", "{self._form.key}": ')
         if found:
-            self.num_calls += 1
             self._enter("arguments", rest)
-            yield Piece("name", name, self.num_calls - 1)
+            self._pending.append(Piece("name", name, self.num_calls))
+            yield from self._told(is_whole=False)
 
     def _read_arguments(self) -> Iterator[Piece]:
         end = self._end_of_value(self._held)
         if end:
-            yield Piece("arguments", self._held[:end], self.num_calls - 1)
+            self._pending.append(Piece("arguments", self._held[:end], self.num_calls))
         self._held = self._held[end:]
-        if end and not self._depth:
+        is_whole = end > 0 and not self._depth
+        if is_whole:
+            self.num_calls += 1
             self._enter("behind", self._held)
+        yield from self._told(is_whole=is_whole)
+
+    def _told(self, *, is_whole: bool) -> Iterator[Piece]:
+        """What may be told of the present call by now."""
+        if is_whole or not self._holds_calls:
+            yield from self._pending
+            self._pending = []
 
     def _read_behind(self) -> Iterator[Piece]:
         """Behind the arguments: the object's end, and another call or none."""
@@ -218,7 +235,9 @@ def told(messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
             written = HERMES.written(_past_calls(calls))
-            plain.append({"role": "assistant", "content": f"{message['content'] or ''}\n{written}".lstrip("\n")})
+            text = str(message["content"] or "")
+            break_before = "\n" if text and not text.endswith("\n") else ""
+            plain.append({"role": "assistant", "content": text + break_before + written})
         elif message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
             if plain and plain[-1].get("is_result"):

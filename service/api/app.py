@@ -6,16 +6,18 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
 from service.api.adaptation import adaptation_router
 from service.api.completions import completions_router
-from service.api.errors import install_error_handlers
+from service.api.errors import REQUEST_ID_HEADER, install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, info_router
-from service.api.middleware import AccessMiddleware, BodyMiddleware, LimitMiddleware, RefusingMiddleware
+from service.api.middleware import AccessMiddleware, BodyMiddleware, HeadMiddleware, LimitMiddleware, RefusingMiddleware
 from service.api.openapi import described
 from service.api.page import page_router
+from service.api.request_builder import RELAXED_HEADER
 from service.api.responses import responses_router
 from service.api.settings import ApiSettings, Server
 from service.api.tenants import Tenants
@@ -32,9 +34,11 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
         lifespan=_lifespan(runtime, settings.tenants, feed),
         middleware=[  # outermost first
             Middleware(AccessMiddleware),
+            *_cross_origin(settings),
             Middleware(RefusingMiddleware, settings),
             Middleware(LimitMiddleware),
             Middleware(BodyMiddleware, max_bytes=settings.max_request_bytes),
+            Middleware(HeadMiddleware),
         ],
         docs_url=None,
         redoc_url=None,
@@ -49,6 +53,23 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app.include_router(feed_router(feed))
     app.openapi = cache(partial(described, app))  # type: ignore[method-assign]  # an unknown address asks for it, too
     return app
+
+
+def _cross_origin(settings: ApiSettings) -> list[Middleware]:
+    """Lets pages of the configured origins ask, and read headers; before keys, for a preflight has none."""
+    if not settings.cors_origins:
+        return []
+    told = [REQUEST_ID_HEADER, RELAXED_HEADER, "retry-after"]
+    methods = ["GET", "HEAD", "POST", "DELETE"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=told,
+        )
+    ]
 
 
 def _lifespan(runtime: Runtime, tenants: Tenants, feed: Feed) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

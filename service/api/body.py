@@ -1,5 +1,6 @@
 """Reads a request's JSON body into its schema, and says in OpenAI's terms what is wrong with it."""
 
+import zlib
 from functools import partial
 from typing import TypeVar
 
@@ -8,20 +9,53 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from starlette.requests import Request
 
 from service.api.settings import Server
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, RequestTooLarge, UnsupportedMedia
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 64 * 1024
 _LONGEST_QUOTE = 80
+_GZIP = 16  # added to zlib's window: gzip's header and trailer are expected
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
+    """The body as its schema has it. Raises RequestError."""
     _check_content_type(request)
+    is_packed = _is_packed(request)
     body = await request.body()
+    if is_packed:  # a few bytes may be millions
+        body = await server.runtime.off_loop(partial(_unpacked, body, server.settings.max_request_bytes))
     parse = partial(parse_body, body, schema)
     # Large bodies take milliseconds, which every running stream would feel.
     return parse() if len(body) < _LARGE_BODY_BYTES else await server.runtime.off_loop(parse)
+
+
+def _is_packed(request: Request) -> bool:
+    """Whether the body is sent in gzip's form. Raises UnsupportedMedia for others."""
+    encoding = ",".join(request.headers.getlist("content-encoding")).strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip"):
+        message = f"The Content-Encoding may be gzip or identity, not '{encoding[:_LONGEST_QUOTE]}'."
+        raise UnsupportedMedia(message, param="content-encoding", code="unsupported_content_encoding")
+    return encoding.endswith("gzip")
+
+
+def _unpacked(body: bytes, most_bytes: int) -> bytes:
+    """The body behind gzip, whose members follow each other. Raises InvalidRequest, and RequestTooLarge before more
+    than `most_bytes` are unpacked."""
+    unpacked = bytearray()
+    try:
+        while body:
+            member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
+            unpacked += member.decompress(body, most_bytes + 1 - len(unpacked))
+            if len(unpacked) > most_bytes:
+                message = f"The request is larger than {most_bytes} bytes once it is unpacked."
+                raise RequestTooLarge(message, code="request_too_large")
+            if not member.eof:
+                raise InvalidRequest("The body is not valid gzip: it ends too soon.", param="content-encoding")
+            body = member.unused_data
+    except zlib.error as error:
+        raise InvalidRequest(f"The body is not valid gzip: {error}.", param="content-encoding") from error
+    return bytes(unpacked)
 
 
 def _check_content_type(request: Request) -> None:
@@ -43,7 +77,7 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
     if failures[0]["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {failures[0]['msg']}.")
     value = pydantic_core.from_json(body)
-    paths = [_path(failure["loc"], value) for failure in failures]
+    paths = [_path(failure, value) for failure in failures]
     # A value may be tried as several types; the failure that got furthest into it is the one that helps, and of several
     # there the one of the type that it has.
     path, failure = max(
@@ -58,7 +92,7 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
 
 
 def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
-    if failure["type"] == "missing":
+    if failure["type"] in ("missing", "union_tag_not_found"):
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     given = failure["input"]
     quote = f" (got {given!r:.{_LONGEST_QUOTE}})" if isinstance(given, str | int | float) else ""
@@ -66,14 +100,16 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
     return InvalidRequest(f"Invalid value{where}: {failure['msg']}{quote}.", param=path or None)
 
 
-def _path(location: tuple[int | str, ...], value: JsonValue) -> list[int | str]:
+def _path(failure: pydantic_core.ErrorDetails, value: JsonValue) -> list[int | str]:
     """The part of a location that names things in the body: the names of union members are left out."""
     path: list[int | str] = []
+    location, is_missing = failure["loc"], failure["type"] == "missing"
     for position, part in enumerate(location):
-        if isinstance(value, dict) and isinstance(part, str) and (part in value or position == len(location) - 1):
-            path.append(part)
-            value = value.get(part)
+        if isinstance(value, dict) and isinstance(part, str):
+            if part in value or (is_missing and position == len(location) - 1):
+                path.append(part)
+                value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path.append(part)
             value = value[part]
-    return path
+    return [*path, "type"] if str(failure["type"]).startswith("union_tag") else path

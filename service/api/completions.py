@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: the shapes of their answers, whole and in chunks."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from fastapi import APIRouter
 from pydantic import JsonValue
@@ -44,10 +45,11 @@ async def _answer(request: Request, body: Completion, server: Server, form: type
     job = await build(body, server, scope=server.scope_of(request, body), origin=origin)
     if not body.stream:
         reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
-        return whole(reply.whole(await collect(request, outputs, job.release)))
+        return whole(reply.whole(await collect(request, outputs, job.release)), headers=job.headers)
     job, marks = await marked(job, body, taken, runtime)
     reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
-    return EventStream(events(outputs, reply, marks, pads=job.release.pads), outputs, release=job.release)
+    frames = events(outputs, reply, marks, pads=job.release.pads)
+    return EventStream(frames, outputs, release=job.release, headers=job.headers)
 
 
 class ChatReply(Reply):
@@ -64,7 +66,8 @@ class ChatReply(Reply):
         return {**body, "prompt_token_ids": self._prompt_of(0)} if self._return_token_ids else body
 
     def _choice(self, number: int, choice: Choice) -> Body:
-        thought, text, calls = self._job.reader().whole(choice.text)
+        reader = self._job.reader()
+        thought, text, calls = reader.whole(choice.text, is_cut=choice.is_cut)
         message: Body = {"role": "assistant", "content": text, "refusal": None}
         if thought:
             message["reasoning_content"] = thought
@@ -79,7 +82,7 @@ class ChatReply(Reply):
             "index": number,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": _end(choice.finish_reason, bool(calls)),
+            "finish_reason": _end(choice.finish_reason, reader),
             "stop_reason": choice.stop_reason,
             **self._tokens(choice.token_ids),
         }
@@ -99,7 +102,7 @@ class ChatReply(Reply):
                 choice |= self._tokens(output.token_ids) | self._trace(number, output)
             yield self._chunk(choice)
         if output.finish_reason is not None:
-            reason = _end(output.finish_reason, self._readers[number].num_calls > 0)
+            reason = _end(output.finish_reason, self._readers[number])
             end: Body = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._chunk(_delta(number, {}) | end)
 
@@ -107,8 +110,8 @@ class ChatReply(Reply):
         """What an output says."""
         if number not in self._readers:
             self._readers[number] = self._job.reader()
-        reader = self._readers[number]
-        return [self._told(number, piece) for piece in reader.read(output.text, ends=output.finish_reason is not None)]
+        pieces = self._readers[number].read(output.text, ends=output.finish_reason is not None, is_cut=output.is_cut)
+        return [self._told(number, piece) for piece in pieces]
 
     def _told(self, number: int, piece: Piece) -> Body:
         """A piece of an answer as a delta."""
@@ -145,12 +148,30 @@ class ChatReply(Reply):
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def _end(reason: FinishReason | None, has_called: bool) -> str | None:
-    return "tool_calls" if has_called and reason == "stop" else reason
+def _end(reason: FinishReason | None, reader: AnswerReader) -> str | None:
+    return "tool_calls" if reader.num_calls and reason == "stop" else reason
 
 
 def _delta(number: int, delta: Body) -> Body:
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class _Record(NamedTuple):
+    """What is told of one token of a completion."""
+
+    text: str
+    logprob: float | None
+    top: JsonValue  # by text
+    offset: int  # into the text that is sent
+
+
+def _in_parallel(records: Sequence[_Record]) -> Body:
+    return {
+        "tokens": [record.text for record in records],
+        "token_logprobs": [record.logprob for record in records],
+        "top_logprobs": [record.top for record in records],
+        "text_offset": [record.offset for record in records],
+    }
 
 
 class TextReply(Reply):
@@ -163,48 +184,58 @@ class TextReply(Reply):
         self._echoes = isinstance(job.body, CompletionRequest) and job.body.echo is True
 
     def chunks(self, output: SequenceOutput) -> Iterator[Body]:
+        output = self._shown(output)
         number = self._count(output)
         if output.text or self._tells_tokens(output) or output.finish_reason is not None:
             yield self._chunk(self._choice(number, output) | self._trace(number, output))
 
     def _choice(self, number: int, choice: Choice | SequenceOutput) -> Body:
+        is_first = number not in self._begun
+        self._begun.add(number)
+        prompt = self._prompt_text(number) if is_first and self._echoes else ""
         piece: Body = {
             "index": number,
-            "text": self._prompt_before(number) + choice.text,
-            "logprobs": self._logprobs(number, choice.logprobs),
+            "text": prompt + choice.text,
+            "logprobs": None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._tokens(choice.token_ids),
         }
-        if self._return_token_ids and number not in self._begun:
+        if choice.logprobs is not None:
+            before = self._prompt_records(number, choice.prompt_logprobs) if is_first and self._echoes else []
+            self._text_length[number] += len(prompt)
+            piece["logprobs"] = _in_parallel([*before, *(self._record(number, token) for token in choice.logprobs)])
+        if self._return_token_ids and is_first:
             piece["prompt_token_ids"] = self._prompt_of(number)
-        self._begun.add(number)
         return piece
 
-    def _prompt_before(self, number: int) -> str:
-        """The prompt before the first piece of a choice, for those who want to read it again."""
-        if not self._echoes or number in self._begun:
-            return ""
+    def _prompt_text(self, number: int) -> str:
+        """The prompt of a choice, for those who want to read it again."""
         prompt = self._job.requests[number // self._n].prompt
         return self._tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
 
-    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob] | None) -> Body | None:
-        """Parallel lists."""
-        if tokens is None:
-            return None
-        texts, begin = [self._text(token.token_id) for token in tokens], self._text_length[number]
-        self._text_length[number] += sum(map(len, texts))
-        offsets = [begin + sum(map(len, texts[:position])) for position in range(len(texts))]
-        return {
-            "tokens": list[JsonValue](texts),
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top_by_text(token) for token in tokens],
-            "text_offset": list[JsonValue](offsets),
-        }
+    def _prompt_records(self, number: int, scores: Sequence[TokenLogprob]) -> list[_Record]:
+        """Of the prompt's tokens; the first one has no score, for nothing stands before it."""
+        detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
+        records, offset = list[_Record](), 0
+        for token_id, score in zip(self._job.requests[number // self._n].prompt, (None, *scores), strict=True):
+            top, logprob = (None, None) if score is None else (self._top_by_text(score), _finite(score.logprob))
+            records.append(_Record(self._text(token_id), logprob, top, offset))
+            offset += len(detokenizer.push(token_id))
+        return records
+
+    def _record(self, number: int, token: TokenLogprob) -> _Record:
+        """Of the next token; its offset is where the character begins that it is a part of, or begins with."""
+        if number not in self._offsets:
+            self._offsets[number] = self._tokenizer.detokenizer(self._skip_special_tokens)
+        offset = self._text_length[number]
+        self._text_length[number] += len(self._offsets[number].push(token.token_id))
+        return _Record(self._text(token.token_id), _finite(token.logprob), self._top_by_text(token), offset)
 
     def _top_by_text(self, token: TokenLogprob) -> JsonValue:
         by_text: dict[str, JsonValue] = {}
-        for token_id, logprob in token.top[: self._num_top]:
+        # The token that was drawn is always there, as an additional one where it is none of the likeliest.
+        for token_id, logprob in (*token.top[: self._num_top], (token.token_id, token.logprob)):
             # Different parts of characters look alike as text: the likeliest one keeps the place.
             by_text.setdefault(self._text(token_id), _finite(logprob))
         return by_text

@@ -23,7 +23,6 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    @router.head("/v1/models", include_in_schema=False)
     async def list_models() -> Response:
         return whole({"object": "list", "data": [_model(name, server) for name in server.settings.served_model_names]})
 
@@ -51,14 +50,11 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         return whole({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
 
     @router.get("/livez")
-    @router.head("/livez", include_in_schema=False)
     async def live() -> Response:
         return whole({"status": "alive"})
 
     @router.get("/readyz")
-    @router.head("/readyz", include_in_schema=False)
     @router.get("/health")
-    @router.head("/health", include_in_schema=False)
     async def ready() -> Response:
         if server.runtime.state == "failed":
             raise NotReady("The engine has stopped.", code="engine_stopped")

@@ -118,7 +118,7 @@ class RefusingMiddleware:
     def _complaint(self, scope: Scope) -> RequestError | None:
         headers = Headers(scope=scope)
         if self._settings.allowed_hosts is not None:
-            error = _foreign_host(scope, headers, self._settings.allowed_hosts)
+            error = _foreign_host(scope, headers, self._settings.allowed_hosts, self._settings.cors_origins)
             if error is not None:
                 return error
         error = _unknown_key(scope, headers, self._settings)
@@ -130,15 +130,19 @@ class RefusingMiddleware:
         return None
 
 
-def _foreign_host(scope: Scope, headers: Headers, allowed_hosts: frozenset[str]) -> RequestError | None:
-    """Under a name that is not this server's, or a change that a page of another host asks for.
+def _foreign_host(
+    scope: Scope, headers: Headers, allowed_hosts: frozenset[str], origins: tuple[str, ...]
+) -> RequestError | None:
+    """Under a name that is not this server's, or a change that a page of another host asks for, unless it is one of the
+    origins that may.
 
     A web page can make its own name resolve to this machine (DNS rebinding), and its browser then takes our answers for
     its own; but it sends that name.
     """
     shown = [("host", host, host) for host in headers.getlist("host")]
     if scope.get("method") not in _SAFE_METHODS:
-        shown += [("origin", origin, origin.partition("://")[2]) for origin in headers.getlist("origin")]
+        foreign = [origin for origin in headers.getlist("origin") if origin not in origins]
+        shown += [("origin", origin, origin.partition("://")[2]) for origin in foreign]
     for header, value, address in shown:
         match = _ADDRESS.fullmatch(address)
         name = match["name"].lower().strip("[].") if match else ""
@@ -242,3 +246,22 @@ class BodyMiddleware:
             return message
 
         return limited
+
+
+class HeadMiddleware:
+    """Answers HEAD wherever GET is answered, with the same headers and nothing behind them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})  # a stream sees that its client is gone
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)

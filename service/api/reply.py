@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
@@ -39,6 +39,7 @@ class Reply(ABC):
         self._first_choice = job.first_choice
         self._begun: set[int] = set()  # choices of which something was sent
         self._text_length: Counter[int] = Counter()  # of tokens that were sent with log-probabilities, by choice
+        self._offsets: dict[int, IncrementalDetokenizer] = {}  # which measure that, by choice
         self._completion_tokens = 0
         self._cached_tokens: dict[str, int] = {}
         self._speculation: list[SpeculationRecord] = []
@@ -61,7 +62,7 @@ class Reply(ABC):
     def whole(self, outputs: Iterable[SequenceOutput]) -> Body:
         """An answer that is not streamed."""
         choices = [Choice() for _ in range(len(self._job.requests) * self._n)]
-        for output in outputs:
+        for output in map(self._shown, outputs):
             choices[self._count(output)].append(output)
         return self._body(self.whole_object, [self._choice(number, choice) for number, choice in enumerate(choices)])
 
@@ -99,9 +100,16 @@ class Reply(ABC):
             self._thoughts[number].read(output.token_ids)
         return number
 
+    def _shown(self, output: SequenceOutput) -> SequenceOutput:
+        """What is sent of an output; of an answer of 0 tokens not the one that reading its prompt brings."""
+        if self._job.body.max_tokens != 0:
+            return output
+        return replace(output, token_ids=(), text="", logprobs=(), finish_reason="length", stop_reason=None)
+
     def _tells_tokens(self, output: SequenceOutput) -> bool:
         """Whether a chunk without text has something to tell."""
-        return bool(output.token_ids) and bool(self._return_token_ids or output.logprobs or output.tree is not None)
+        told = self._return_token_ids or output.logprobs or output.tree is not None
+        return bool(output.prompt_logprobs) or (bool(output.token_ids) and bool(told))
 
     def _tokens(self, token_ids: Sequence[int]) -> Body:
         """The tokens of a piece, for those who want them."""
@@ -217,13 +225,17 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_cut: bool = False
 
     def append(self, output: SequenceOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.is_cut = output.is_cut

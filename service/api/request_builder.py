@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from urllib.parse import quote
 
 from pydantic import JsonValue
 from starlette.requests import Request
@@ -34,11 +35,14 @@ from service.runtime import ModelCard, OutputStream
 from service.scope import Scope
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import Calling, form_of, told
+from service.tools import Calling, CallReader, form_of, told
 
 # Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
 _SEED_RANGE = 2**63  # of drawn ones
+RELAXED_HEADER = "x-adaptree-relaxed"
+"""Places of the request that an answer is not held to, such as tools.0.function.parameters.properties.mail.pattern."""
+_MOST_TOLD = 8
 _TAG_TOKENS = 16  # more than a tag at a prompt's end has, and the white space behind it
 
 # Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
@@ -48,6 +52,8 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(
         ("use_beam_search", "return_tokens_as_token_ids", "echo", "add_special_tokens", "background"), (False,)
     ),
+    **dict.fromkeys(("structural_tag", "guided_whitespace_pattern", "grammar_triggers", "prompt"), ()),
+    **dict.fromkeys(("guided_json_object", "grammar_lazy"), (False,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     "modalities": (["text"],),
@@ -96,6 +102,12 @@ class Job:
         """Number of the first choice of each request, by its id."""
         return {request.request_id: place * request.n for place, request in enumerate(self.requests)}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer: what of the request is not enforced, as far as a header holds it."""
+        relaxed = () if self.calling is None else self.calling.relaxed
+        return {RELAXED_HEADER: ", ".join(map(quote, relaxed[:_MOST_TOLD]))} if relaxed else {}
+
     def call_id(self, choice: int, call: int) -> str:
         return self.id_of("call", choice, call)
 
@@ -106,7 +118,11 @@ class Job:
 
     def reader(self) -> AnswerReader:
         """Of one choice."""
-        return AnswerReader(self.thinking, None if self.calling is None else self.calling.form)
+        if self.calling is None:
+            return AnswerReader(self.thinking, None)
+        sampling = self.requests[0].sampling
+        stops = bool(sampling.stop or sampling.stop_token_ids)
+        return AnswerReader(self.thinking, CallReader(self.calling.form, must=self.calling.must, holds_calls=stops))
 
 
 async def build(body: Completion, server: Server, *, scope: Scope, origin: Origin | None = None) -> Job:
@@ -119,6 +135,8 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Origi
         kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
         calling = await calling_of(body, runtime)
         tools = [] if calling is None else body.tools or []
+        for place in () if calling is None else calling.relaxed:
+            server.note_relaxed(place)
         prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools))]
         if thinks(runtime.tokenizer.chat_template):
             thinking = Thinking.behind(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
@@ -150,6 +168,7 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Origi
                 n=n,
                 prediction=prediction,
                 grammar=grammar,
+                scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
                 speculation=_speculation(body),
                 store=body.store is not False,
                 scope=scope,
@@ -213,7 +232,9 @@ def render(
 
 def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
     """A message as templates take it. Raises InvalidRequest."""
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    says = message.content if message.content is not None else message.refusal
+    thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if says is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
         param = f"{param}.content"
         raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
     if message.tool_calls and message.role != "assistant":
@@ -224,12 +245,9 @@ def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
         raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
     # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
     plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
-    plain["content"] = "" if message.content is None else text_of(message.content)
-    plain |= {
-        name: value
-        for name in ("name", "tool_call_id", "reasoning_content")
-        if (value := getattr(message, name)) is not None
-    }
+    plain["content"] = "" if says is None else text_of(says)
+    beside = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
+    plain |= {name: value for name, value in beside.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [_past_call(call, f"{param}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
     return plain
@@ -260,8 +278,8 @@ def _check_fields(body: Completion, server: Server) -> None:
     _refuse_unsupported(body, server)
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        raise InvalidRequest("'echo' cannot be honoured beside 'logprobs'.", param="echo")
+    if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
+        raise InvalidRequest("'max_tokens' may be 0 only where 'echo' asks for the prompt.", param="max_tokens")
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
@@ -323,12 +341,14 @@ def _sampling(
     body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, shows_specials: bool
 ) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
+    if body.top_p == 0:  # none but the likeliest token
+        temperature = 0.0
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
+        min_tokens=min(body.min_tokens or 0, max_tokens),
         temperature=max(temperature, _LOWEST_TEMPERATURE) if temperature > 0 else 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=body.top_p or 1.0,
         top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -354,25 +374,19 @@ def _speculation(body: SamplingFields) -> SpeculationParams:
 
 
 def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, source: str) -> int:
-    """How many tokens may be generated: as asked for, otherwise the rest of the context up to the server's cap."""
-    context, cap = server.runtime.card.max_model_len, server.settings.max_output_tokens
-    room = context - prompt_tokens
+    """How many tokens may be generated: as many as are asked for, at most the rest of the context and the server's cap.
+    Raises InvalidRequest for a prompt that leaves no room."""
+    context = server.runtime.card.max_model_len
+    room, cap = context - prompt_tokens, server.settings.max_output_tokens or context
     if prompt_tokens == 0:
         raise InvalidRequest(f"'{source}' must not be empty.", param=source)
     if room < 1:
         raise _too_long(context, f"your {source} resulted in {prompt_tokens} tokens", source)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    granted = min(room, cap) if asked is None else asked
-    if granted > cap:
-        message = f"'{name}' is too large: {granted}. This server allows at most {cap} completion tokens."
-        raise InvalidRequest(message, param=name)
-    if granted > room:
-        requested = f"you requested {prompt_tokens + granted} tokens ({prompt_tokens} in the {source}, {granted} in the"
-        raise _too_long(context, f"{requested} completion)", source)
-    if (body.min_tokens or 0) > granted:
-        raise InvalidRequest(f"'min_tokens' must not exceed the {granted} tokens allowed.", param="min_tokens")
-    return granted
+    if asked is not None and (body.min_tokens or 0) > asked:
+        raise InvalidRequest(f"'min_tokens' must not exceed the {asked} tokens allowed.", param="min_tokens")
+    # Agents ask for more than any context holds; where the answer is cut, its finish_reason says so.
+    return min(room, cap) if asked is None else max(1, min(room, cap, asked))
 
 
 def _too_long(context: int, however: str, source: str) -> InvalidRequest:

@@ -1,9 +1,11 @@
 """`POST /v1/responses`: the same completions under the form that OpenAI's clients ask for first, with conversations
 that the server remembers."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pydantic_core
@@ -14,21 +16,25 @@ from starlette.responses import Response
 
 from service.api.body import parse_body, read_body
 from service.api.reply import Body
-from service.api.request_builder import build, refuse, start
+from service.api.request_builder import Job, build, refuse, start
 from service.api.response_store import ResponseStore, Stored
 from service.api.responses_reply import ResponseReply
 from service.api.responses_schemas import (
     CallOutput,
     InputMessage,
     Item,
-    NamedFunctionTool,
+    NamedTool,
     PastCall,
+    PastCustomCall,
+    Reasoning,
     ResponsesRequest,
 )
+from service.api.responses_tools import INPUT, ClientTools, function_name
 from service.api.resumption import HEADER, Unmarked, marked, taken_by
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventStream, Marks, collect, events, whole
+from service.api.structured import Wish, compiled
 from service.errors import InvalidRequest
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -36,13 +42,13 @@ _RENAMED = (
     (r"^messages", "input"),
     (r"^response_format(\.json_schema)?", "text.format"),
     (r"^max_completion_tokens", "max_output_tokens"),
-    (r"^(tools\.\d+)\.function", r"\1"),
 )
 """Fields by how completions call them."""
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     **dict.fromkeys(("logprobs", "return_token_ids"), (False,)),
     "top_logprobs": (0,),
+    "prompt": (),
 }
 """What chat completions can do and a response has no place for, with the values that ask for nothing."""
 
@@ -54,12 +60,15 @@ def responses_router(server: Server) -> APIRouter:
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
         scope = server.scope_of(request, body)
-        items = _conversation(body, store, scope.owner)
-        with _by_our_names():
-            chat = _as_chat(body, items)
+        items, tools = _conversation(body, store, scope.owner), ClientTools(body.tools or ())
+        num_stored = len(items) - (1 if isinstance(body.input, str) else len(body.input))
+        with _by_our_names(tools):
+            for place, definition in tools.grammars.items():
+                await compiled(Wish(place, "lark", definition), runtime)
+            chat = _as_chat(body, items, num_stored, tools)
             taken = taken_by(chat, request.headers.get(HEADER))
             origin = None if taken is None else taken.origin
-            job = await build(chat, server, scope=scope, origin=origin)
+            job = _told_by(tools, await build(chat, server, scope=scope, origin=origin), server)
             marks: Marks = Unmarked()
             if chat.stream:
                 job, marks = await marked(job, body, taken, runtime)
@@ -70,13 +79,13 @@ def responses_router(server: Server) -> APIRouter:
                 assert isinstance(output, list)
                 store.keep(scope.owner, Stored(response, [*items, *output]))
 
-        reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, keep)
-        with _by_our_names():
+        reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, tools, keep)
+        with _by_our_names(tools):
             outputs = start(job, server, request)
         if body.stream:
             frames = events(outputs, reply, marks, done=b"", pads=job.release.pads)
-            return EventStream(frames, outputs, release=job.release)
-        return whole(reply.whole(await collect(request, outputs, job.release)))
+            return EventStream(frames, outputs, release=job.release, headers=job.headers)
+        return whole(reply.whole(await collect(request, outputs, job.release)), headers=job.headers)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
@@ -112,10 +121,13 @@ def _conversation(body: ResponsesRequest, store: ResponseStore, owner: str) -> l
     return [*found.items, *new]
 
 
-def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompletionRequest:
-    """The same as a chat completion. Raises InvalidRequest, by that one's names."""
+def _as_chat(
+    body: ResponsesRequest, items: Sequence[JsonValue], num_stored: int, tools: ClientTools
+) -> ChatCompletionRequest:
+    """The same as a chat completion; the first `num_stored` items are of the server's. Raises InvalidRequest, by that
+    one's names."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += _messages(_ITEMS.validate_python(items))
+    messages += _messages(_ITEMS.validate_python(items), num_stored)
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -125,10 +137,10 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
         "speculation": None if body.speculation is None else body.speculation.model_dump(),
     }
     if body.tools:
-        fields["tools"] = [{"type": "function", "function": _function(tool.model_dump())} for tool in body.tools]
+        fields["tools"] = tools.functions
     choice = body.tool_choice
-    if isinstance(choice, NamedFunctionTool):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, NamedTool):
+        fields["tool_choice"] = {"type": "function", "function": {"name": function_name(choice)}}
     elif body.tools or choice != "auto":  # clients send it where there is nothing to call, too
         fields["tool_choice"] = choice
     form = None if body.text is None else body.text.format
@@ -142,40 +154,67 @@ def _as_chat(body: ResponsesRequest, items: Sequence[JsonValue]) -> ChatCompleti
     return parse_body(pydantic_core.to_json({**extra, **fields}), ChatCompletionRequest)
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in tool.items() if name != "type" and value is not None}
+def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]]:
+    """What the assistant says and the calls behind it are one message. Raises InvalidRequest.
 
-
-def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """Calls in a row are one message of the assistant's."""
-    calls: list[dict[str, Any]] = []
-    for item in items:
-        if isinstance(item, PastCall):
-            function = {"name": item.name, "arguments": item.arguments}
-            calls.append({"id": item.call_id, "type": "function", "function": function})
+    A call that a length cut off is left out: chat templates cannot write half an object.
+    """
+    turn: dict[str, Any] | None = None  # of the assistant's, which may go on
+    for place, item in enumerate(items, start=-num_stored):
+        if isinstance(item, PastCall | PastCustomCall):
+            if item.status != "incomplete":
+                turn = turn or {"role": "assistant", "content": None}
+                turn.setdefault("tool_calls", []).append(_past_call(item, place))
             continue
-        if calls:
-            yield {"role": "assistant", "content": None, "tool_calls": calls}
-            calls = []
+        if turn is not None and not isinstance(item, Reasoning):
+            yield turn
+            turn = None
         if isinstance(item, InputMessage):
-            yield {"role": item.role, "content": text_of(item.content)}
+            message = {"role": item.role, "content": text_of(item.content)}
+            if item.role == "assistant":
+                turn = message
+            else:
+                yield message
         elif isinstance(item, CallOutput):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
-    if calls:
-        yield {"role": "assistant", "content": None, "tool_calls": calls}
+    if turn is not None:
+        yield turn
+
+
+def _past_call(item: PastCall | PastCustomCall, place: int) -> dict[str, Any]:
+    """`place`: among the items of the request. Raises InvalidRequest."""
+    arguments = json.dumps({INPUT: item.input}) if isinstance(item, PastCustomCall) else item.arguments
+    try:
+        json.loads(arguments or "{}")
+    except ValueError as error:
+        param = f"input.{place}.arguments"
+        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+    function = {"name": function_name(item), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _told_by(tools: ClientTools, job: Job, server: Server) -> Job:
+    """The job with the places that it is not held to by their names on this route."""
+    if job.calling is None:
+        return job
+    for place in tools.grammars:
+        server.note_relaxed(place)
+    relaxed = (*map(tools.renamed, job.calling.relaxed), *tools.grammars)
+    return replace(job, calling=replace(job.calling, relaxed=relaxed))
 
 
 @contextmanager
-def _by_our_names() -> Iterator[None]:
+def _by_our_names(tools: ClientTools) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise _renamed(error) from error
+        raise _renamed(error, tools) from error
 
 
-def _renamed(error: InvalidRequest) -> InvalidRequest:
+def _renamed(error: InvalidRequest, tools: ClientTools) -> InvalidRequest:
     """With the field's name on this route."""
-    param = renamed = error.param or ""
+    param = error.param or ""
+    renamed = tools.renamed(param)
     for theirs, ours in _RENAMED:
         renamed = re.sub(theirs, ours, renamed)
     if renamed == param:

@@ -1,5 +1,6 @@
 """How `/v1/responses` words an answer: items of text and of calls, whole or as events in order."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from service.api.errors import error_event
 from service.api.reply import Body, Choice, Reply
 from service.api.request_builder import Job
 from service.api.responses_schemas import ResponsesRequest
+from service.api.responses_tools import INPUT, ClientTools
 from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
@@ -22,12 +24,14 @@ class _Kind(NamedTuple):
     name: str
     prefix: str  # of ids
     events: str  # of how one grows
-    part: Body | None  # what its content is one of; None: it has arguments
+    part: Body | None  # what its content is one of; None: it is a call
+    says: str = "text"  # where it has what grows
 
 
 _MESSAGE = _Kind("message", "msg", "output_text", {"type": "output_text", "annotations": [], "logprobs": []})
 _THOUGHT = _Kind("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
-_CALL = _Kind("function_call", "fc", "function_call_arguments", None)
+_CALL = _Kind("function_call", "fc", "function_call_arguments", None, "arguments")
+_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", None, "input")
 
 
 class _Item(NamedTuple):
@@ -48,7 +52,7 @@ class _Item(NamedTuple):
 
     def whole(self, text: str, status: str) -> Body:
         if self.kind.part is None:
-            return {**self.head, "status": status, "arguments": text}
+            return {**self.head, "status": status, self.kind.says: text}
         content: list[JsonValue] = [] if status == "in_progress" else [self.part(text)]
         return {**self.head, "status": status, "content": content}
 
@@ -64,10 +68,12 @@ class ResponseReply(Reply):
         card: ModelCard,
         tokenizer: ChatTokenizer,
         asked: ResponsesRequest,
+        tools: ClientTools,
         keep: Callable[[Body], None],
     ) -> None:
         super().__init__(job, card, tokenizer)
         self._asked = asked
+        self._tools = tools
         self._keep = keep
         self._id = f"resp_{job.origin.uid}"
         self._reader = job.reader()
@@ -89,7 +95,7 @@ class ResponseReply(Reply):
             self._has_begun = True
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
-        for piece in self._reader.read(output.text, ends=output.finish_reason is not None):
+        for piece in self._reader.read(output.text, ends=output.finish_reason is not None, is_cut=output.is_cut):
             yield from self._told(piece)
         if output.finish_reason is not None:
             self._reason = output.finish_reason
@@ -114,7 +120,9 @@ class ResponseReply(Reply):
         """What a piece of the answer makes of the items."""
         if piece.kind == "name":
             yield from self._close("completed")
-            yield from self._begin(_CALL, call_id=self._job.call_id(0, piece.call), name=piece.text)
+            tool, call_id = self._tools.find(piece.text), self._job.call_id(0, piece.call)
+            within: Body = {} if tool.namespace is None else {"namespace": tool.namespace}
+            yield from self._begin(_CUSTOM if tool.is_custom else _CALL, call_id=call_id, name=tool.name, **within)
             return
         if piece.kind == "thought" and self._open is None:
             yield from self._begin(_THOUGHT, summary=[])
@@ -123,8 +131,12 @@ class ResponseReply(Reply):
             yield from self._begin(_MESSAGE, role="assistant")
         assert self._open is not None, "an item has begun"
         self._text += piece.text
-        more: Body = {"logprobs": []} if self._open.kind is _MESSAGE else {}
-        yield self._event(f"response.{self._open.kind.events}.delta", **self._open.where, delta=piece.text, **more)
+        if self._open.kind is not _CUSTOM:  # whose text is known when it is whole
+            yield self._delta(self._open, piece.text)
+
+    def _delta(self, item: _Item, text: str) -> Body:
+        more: Body = {"logprobs": []} if item.kind is _MESSAGE else {}
+        return self._event(f"response.{item.kind.events}.delta", **item.where, delta=text, **more)
 
     def _begin(self, kind: _Kind, **more: JsonValue) -> Iterator[Body]:
         head: Body = {"id": self._job.id_of(kind.prefix, len(self._done)), "type": kind.name, **more}
@@ -138,14 +150,19 @@ class ResponseReply(Reply):
         if self._open is None:
             return
         item, text, self._open = self._open, self._text, None
+        if item.kind.part is None:
+            arguments = _parsed(text)
+            status = "incomplete" if arguments is None else "completed"
+            if item.kind is _CUSTOM:
+                text = "" if arguments is None else str(arguments[INPUT])
+                yield self._delta(item, text)
         whole = item.whole(text, status)
         self._done.append(whole)
-        done = f"response.{item.kind.events}.done"
-        if item.kind is _CALL:
-            yield self._event(done, **item.where, name=item.head["name"], arguments=text)
-        else:
-            more: Body = {"logprobs": []} if item.kind is _MESSAGE else {}
-            yield self._event(done, **item.where, text=text, **more)
+        more: Body = (
+            {"logprobs": []} if item.kind is _MESSAGE else {"name": item.head["name"]} if item.kind is _CALL else {}
+        )
+        yield self._event(f"response.{item.kind.events}.done", **item.where, **{item.kind.says: text}, **more)
+        if item.kind.part is not None:
             yield self._event("response.content_part.done", **item.where, part=item.part(text))
         yield self._event("response.output_item.done", output_index=item.place, item=whole)
 
@@ -192,8 +209,18 @@ class ResponseReply(Reply):
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            # Clients' types ask for the second one: tokens that one would pay for to have them kept.
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _parsed(arguments: str) -> dict[str, JsonValue] | None:
+    """Of a call; None: a length cut it off."""
+    try:
+        found: dict[str, JsonValue] = json.loads(arguments)
+    except ValueError:
+        return None
+    return found

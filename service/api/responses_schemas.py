@@ -4,12 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from service.api.schemas import Body, FunctionName, Seed, Speculation, TokenCount
+from service.api.schemas import Body, Form, FunctionName, RefusalPart, Seed, Speculation, TokenCount
 
 
-class Part(Body):
+class InputText(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
+
+
+Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 
 
 class InputMessage(Body):
@@ -22,11 +25,22 @@ class PastCall(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class PastCustomCall(Body):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class CallOutput(Body):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Annotated[list[Part], Field(fail_fast=True)]
 
@@ -37,10 +51,10 @@ class Reasoning(Body):
     type: Literal["reasoning"]
 
 
-Item = InputMessage | PastCall | CallOutput | Reasoning
+Item = InputMessage | PastCall | PastCustomCall | CallOutput | Reasoning
 
 
-class TextFormat(Body):
+class TextFormat(Form):
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: str | None = None
@@ -61,9 +75,53 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class NamedFunctionTool(Body):
-    type: Literal["function"]
+class AnyInput(Form):
+    type: Literal["text"]
+
+
+class GrammarInput(Form):
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Body):
+    """A tool whose input is text and not JSON."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[AnyInput | GrammarInput, Field(discriminator="type")] | None = None
+
+
+ClientTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+class Namespace(Body):
+    """Tools of one origin."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: list[ClientTool]
+
+
+class NamedTool(Body):
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
+
+
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What a response has none of, so that all of it is included. Log-probabilities of text are refused."""
 
 
 class ResponsesRequest(Body):
@@ -77,11 +135,12 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Seed | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    include: list[Includable] | None = None
+    tools: list[Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, JsonValue] | None = None
     user: str | None = None

@@ -37,6 +37,12 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
 
+class Form(Body):
+    """A part that says what an answer must be. A key that is not known is refused: the wish would be dropped."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -58,7 +64,19 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
+class RefusalPart(Body):
+    """In messages of the assistant's."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 
 
 class _HasText(Protocol):
@@ -93,6 +111,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as newer servers call it
+    refusal: str | None = None
     tool_call_id: str | None = None
 
 
@@ -120,19 +140,22 @@ class NamedTool(Body):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
-class JsonSchema(Body):
+class JsonSchema(Form):
     name: FunctionName
     description: str | None = None
     schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Form):
+    """OpenAI's form; `schema` beside `json_object` is llama.cpp's."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Form):
     """vLLM's form; one of them."""
 
     json_: Annotated[str | dict[str, JsonValue] | None, Field(alias="json")] = None
@@ -140,6 +163,8 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+    disable_fallback: bool | None = None  # there is none
+    disable_any_whitespace: bool | None = None  # JSON is on one line in any case
 
 
 class ChatTemplateFields(Body):
@@ -156,7 +181,7 @@ class SamplingFields(Body):
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -167,7 +192,7 @@ class SamplingFields(Body):
     ) = None
     seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: TokensTaken | None = None
     max_completion_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
@@ -188,6 +213,9 @@ class SamplingFields(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
+    json_schema: str | dict[str, JsonValue] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     store: bool | None = None
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None

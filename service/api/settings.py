@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 4 * 1024**2
 _MOST_REMEMBERED_FIELDS = 256
-_LONGEST_LOGGED_NAME = 64
+_LONGEST_LOGGED_NAME = 128
 _KEY_BYTES = 32
 _NAMING = b"names of clients"  # no kind of message that is signed with the same secret begins so
 
@@ -31,11 +31,12 @@ class ApiSettings:
     tenants: Tenants
     admin_digest: bytes | None  # SHA-256 of the operators' key
     open_metrics: bool
-    max_output_tokens: int
+    max_output_tokens: int | None  # None: what is left of the context
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # between two tokens of a choice; None: as steps bring them
     allowed_hosts: frozenset[str] | None = None  # beside those of this machine; None: any
+    cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may ask
     separate_names: bool = False  # `prefix_cache: per_client`
     naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
 
@@ -50,10 +51,17 @@ class Server:
 
     def note_ignored(self, name: str) -> None:
         """Name each unknown request field once in the log."""
+        self._note("ignoring the unknown request field %r", name)
+
+    def note_relaxed(self, path: str) -> None:
+        """Name each part of a function's schema once that calls are not held to."""
+        self._note("calls are not held to %r, which no grammar can say; 'strict': true refuses it", path)
+
+    def _note(self, message: str, name: str) -> None:
         name = name[:_LONGEST_LOGGED_NAME]
         if name not in self._seen and len(self._seen) < _MOST_REMEMBERED_FIELDS:
             self._seen.add(name)
-            logger.warning("ignoring the unknown request field %r", name)
+            logger.warning(message, name)
 
     def scope_of(self, request: Request, body: SamplingFields | ResponsesRequest | None = None) -> Scope:
         """Who sent a request: the key that the middleware has checked, and a name: `safety_identifier`, else `user`,

@@ -120,9 +120,10 @@ class EventStream(StreamingResponse):
         *,
         release: Release = AS_IT_COMES,
         ping_seconds: float = PING_SECONDS,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        every = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers={**every, **(headers or {})})
         self._frames = frames if release.seconds is None else at_constant_rate(frames, release.seconds)
         self._outputs = outputs
         self._ping_seconds = ping_seconds
@@ -172,8 +173,8 @@ async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
     return outputs
 
 
-def whole(payload: Mapping[str, JsonValue], status: int = 200) -> Response:
-    return Response(_json(payload), status, media_type="application/json")
+def whole(payload: Chunk, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_json(payload), status, headers, media_type="application/json")
 
 
 async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,25 +1,24 @@
 """What a request wants its answer to be: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
-`guided_*`."""
+`guided_*`, and what SGLang and llama.cpp call `json_schema`, `regex`, `ebnf` and `grammar`."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
 from service.errors import InvalidRequest
-from service.grammars import DEFINITIONS, Grammar, GrammarError, GrammarKind, in_lark
+from service.grammars import Grammar, GrammarError, GrammarKind, in_lark
+from service.json_schemas import with_definitions
 from service.runtime import Runtime
 from service.thinking import Thinking
 from service.tools import HERMES, Calling, form_of
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
 _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
-_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
-_REFERENCES = tuple(f"#/{name}/" for name in DEFINITIONS)
-"""What they may begin with: in a grammar of calls a function's schema is a part of a larger one."""
+_STRUCTURED = {name: name.rstrip("_") for name in ("json_", "json_object", "regex", "choice", "grammar")}
 
 
 class Wish(NamedTuple):
@@ -69,15 +68,18 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
     if tools is None or choice == "none":
         return None
     schemas: dict[str, Mapping[str, JsonValue]] = {}
+    relaxed: list[str] = []
     for position, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters or _NO_ARGUMENTS
         if name in schemas:
             param = f"tools.{position}.function.name"
             raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
-        param = f"tools.{position}.function.parameters"
-        await compiled(Wish(param, "json_schema", schema), runtime)
-        if any(not one.startswith(_REFERENCES) for one in _REFERENCE.findall(json.dumps(schema))):
-            raise InvalidRequest(f"Invalid value for '{param}': a '$ref' may lead into '$defs' only.", param=param)
+        param, schema = f"tools.{position}.function.parameters", with_definitions(schema)
+        if tool.function.strict:
+            await compiled(Wish(param, "json_schema", schema), runtime)
+        else:
+            schema, dropped = await runtime.off_loop(partial(runtime.grammars.relaxed, schema))
+            relaxed += [".".join((param, *path)) for path in dropped]
         schemas[name] = schema
     form = form_of(runtime.tokenizer.chat_template) or HERMES
     if isinstance(choice, NamedTool):
@@ -87,8 +89,9 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
                 param="tool_choice",
             )
         chosen = {choice.function.name: schemas[choice.function.name]}
-        return Calling(form, chosen, must=True, parallel=False)
-    return Calling(form, schemas, must=choice == "required", parallel=body.parallel_tool_calls is not False)
+        return Calling(form, chosen, must=True, parallel=False, relaxed=tuple(relaxed))
+    parallel = body.parallel_tool_calls is not False
+    return Calling(form, schemas, must=choice == "required", parallel=parallel, relaxed=tuple(relaxed))
 
 
 async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) -> Wish:
@@ -105,6 +108,9 @@ async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) ->
 def _wishes(body: SamplingFields) -> list[Wish]:
     """All that the answer shall be, by whichever field."""
     structured = body.structured_outputs or StructuredOutputs()
+    if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
+        message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
+        raise InvalidRequest(message, param="structured_outputs")
     fields: list[tuple[str, GrammarKind, JsonValue]] = [
         *_of_format(body.response_format),
         ("structured_outputs.json", "json_schema", structured.json_),
@@ -117,6 +123,9 @@ def _wishes(body: SamplingFields) -> list[Wish]:
         ("guided_choice", "choice", _list(body.guided_choice)),
         ("guided_grammar", "grammar", body.guided_grammar),
         ("grammar", "grammar", body.grammar),
+        ("json_schema", "json_schema", body.json_schema),
+        ("regex", "regex", body.regex),
+        ("ebnf", "grammar", body.ebnf),
     ]
     return [
         Wish(param, kind, _parsed(source, param) if kind == "json_schema" else source)
@@ -126,16 +135,23 @@ def _wishes(body: SamplingFields) -> list[Wish]:
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
-    """OpenAI's form."""
-    if form is None or form.type == "text":
+    """OpenAI's form, and a schema beside `json_object`."""
+    if form is None:
         return
-    if form.type == "json_object":
-        yield "response_format", "json_schema", _ANY_OBJECT
+    named = None if form.json_schema is None else form.json_schema.schema_ or _ANY_OBJECT
+    given: dict[str, JsonValue] = {"response_format.json_schema.schema": named, "response_format.schema": form.schema_}
+    schemas: dict[str, JsonValue] = {param: schema for param, schema in given.items() if schema is not None}
+    if form.type == "text":
+        for param in schemas:
+            raise InvalidRequest(f"'{param}' cannot be honoured beside the type 'text'.", param=param)
         return
-    if form.json_schema is None:
+    if form.type == "json_schema" and not schemas:
         param = "response_format.json_schema"
         raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
-    yield "response_format.json_schema.schema", "json_schema", form.json_schema.schema_ or _ANY_OBJECT
+    for param, schema in schemas.items():
+        yield param, "json_schema", schema
+    if not schemas:
+        yield "response_format", "json_schema", _ANY_OBJECT
 
 
 def _list(choices: Sequence[str] | None) -> JsonValue:

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
 from service.engine.budget import Budget
+from service.engine.prompt_scores import shown
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
-from service.engine.sampling import logprobs
 from service.engine.sequence import Finish, Sequence
 from service.engine.verify import Verified
 
@@ -78,6 +78,8 @@ class EmitStage:
             remove(sequence)
             sent[-1] = self.last(sequence, finish, sent[-1])
         sent = _with_logprobs(sent, _shown_logprobs(sequence, tokens, result.logits, result.verified, line))
+        if sequence.prompt_scores:
+            sent[0] = replace(sent[0], prompt_logprobs=sequence.take_prompt_scores())
         if request.speculation.trace:
             sent[-1] = replace(sent[-1], tree=_step_tree(result.tree, result.verified, line, nodes))
         return sent
@@ -130,9 +132,9 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
     """Feed the newest token to the text and say whether it ends the answer. A token that stops is not shown unless
     the request asks for its stops."""
     params = sequence.request.sampling
-    is_asked_for = token in params.stop_token_ids
-    is_end = is_asked_for or (token in eos_ids and not params.ignore_eos)
-    if is_end and sequence.num_generated > params.min_tokens:
+    is_end = token in eos_ids and not params.ignore_eos
+    is_asked_for = token in params.stop_token_ids and not is_end  # a text that ends by itself was not cut
+    if (is_end or is_asked_for) and sequence.num_generated > params.min_tokens:
         if params.include_stop_in_output:
             sequence.text.push(token)
         return Finish("stop", token if is_asked_for else None)
@@ -160,17 +162,4 @@ def _shown_logprobs(
     count = sequence.request.sampling.num_logprobs
     if count is None:
         return None
-    lines = verified.path_logits[line, : len(kept)]
-    found = logprobs(logits[lines], lines.new_tensor(kept), count)
-    rows = zip(
-        kept,
-        found.logprob.tolist(),  # planned transfer: only for requests that ask
-        found.rank.tolist(),  # planned transfer
-        found.top_ids.tolist(),  # planned transfer
-        found.top_logprobs.tolist(),  # planned transfer
-        strict=True,
-    )
-    return tuple(
-        TokenLogprob(token, logprob, rank, tuple(zip(ids, values, strict=True)))
-        for token, logprob, rank, ids, values in rows
-    )
+    return tuple(shown(logits[verified.path_logits[line, : len(kept)]], kept, count))

@@ -28,6 +28,7 @@ from service.engine.emit import EmitStage, StepResult, read_result, tokens_of
 from service.engine.gains import TextGain, kind_of
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
+from service.engine.prompt_scores import note_scores, rows_of, scored_in
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.engine.rows import ForwardRows, RowLayout
 from service.engine.sampling import SamplingState, signed64
@@ -201,11 +202,14 @@ class Engine:
         tree, budget = self._draft_stage.build(batch, self.slots.num_free, drafts=drafts)
         clock.lap("draft")
         rows = lay_out(batch.items, tree, self.slots, self.table, budget.widths, self._layout)
-        output = self.target.forward(rows, self.table)
+        scored = scored_in(batch.items)
+        output = self.target.forward(rows, self.table, rows_of(scored, self.target.device))
+        if output.scored is not None:
+            note_scores(scored, output.scored)
         clock.lap("verify")
         verified = self._verify_stage.verify(batch.completing, rows, tree, output.logits, output.sampler)
-        scored = self.drafter.wants_scores
-        committed = committed_of(verified, tree, output, wants_scores=scored, host=batch.host, follow=budget.followed)
+        wants = self.drafter.wants_scores
+        committed = committed_of(verified, tree, output, wants_scores=wants, host=batch.host, follow=budget.followed)
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")

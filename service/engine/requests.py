@@ -63,6 +63,7 @@ class GenerationRequest:
     # Lower is earlier among the requests of one account; where slots run out the highest gives way, whoever's it is.
     priority: int = 0
     said: Tokens[Tokens[int]] = ()  # what each sequence is taken to begin with, for it was generated before
+    scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
     singly: int = 0  # of so many first tokens of a sequence each is an output of its own, however steps bring them
     arrival_seconds: float = field(default_factory=time.monotonic)
 
@@ -128,3 +129,9 @@ class SequenceOutput:
     timings: Timings | None = None
     cached_tokens: int = 0
     tree: StepTree | None = None  # for requests that ask to be told
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt but its first token, for requests that ask
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text would have gone on: a length, a stop or a failure ended it."""
+        return self.finish_reason not in (None, "stop") or self.stop_reason is not None

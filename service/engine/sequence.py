@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 
 from service.engine.gains import TextGain
 from service.engine.prefix_cache import Lease
-from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, SpeculationRecord, Timings
+from service.engine.requests import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationRecord,
+    Timings,
+    TokenLogprob,
+)
 from service.engine.sampling import SamplingState
 from service.tokenizer import IncrementalDetokenizer
 
@@ -119,6 +126,7 @@ class Sequence:
     predicted_tokens: int = 0  # tokens that the client's prediction predicted
     account: Account = field(default_factory=Account)
     gain: TextGain = field(default_factory=TextGain)
+    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, until they are sent
 
     @property
     def table_row(self) -> int:
@@ -133,6 +141,8 @@ class Sequence:
 
     @property
     def cache_namespace(self) -> str:
+        if self.request.scores_prompt:  # each token of it is to be read
+            return f"scored {self.request.request_id} {self.index}"
         return self.request.scope.cache_namespace
 
     @property
@@ -176,6 +186,11 @@ class Sequence:
         started = self.started_seconds if self.started_seconds is not None else now
         first = self.first_token_seconds if self.first_token_seconds is not None else now
         return Timings(started - arrival, first - arrival, now - arrival)
+
+    def take_prompt_scores(self) -> tuple[TokenLogprob, ...]:
+        """Of all tokens of the prompt but the first."""
+        scores, self.prompt_scores = self.prompt_scores, {}
+        return tuple(scores[position] for position in range(1, self.num_prompt))
 
     def mark_verified(self, accepted: int, drafted: int) -> None:
         """Note what became of its tree in a step."""

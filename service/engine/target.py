@@ -5,7 +5,7 @@ attention (`modules.py`)."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class TargetOutput:
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
     sampler: Sampler = EAGER_SAMPLER  # how to choose tokens of these logits as they are
+    scored: Tensor | None = None  # [scored, vocab], of rows that choose nothing
 
 
 Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
@@ -53,9 +54,14 @@ class Target:
         self.capture: Capture | None = None  # by which forwards run that go another way than one by one
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
-        """Run the rows, once and as they are, or in the way given to `run_by`."""
-        return self._forward(rows, table)
+    def forward(self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None) -> TargetOutput:
+        """Run the rows, once and as they are, or in the way given to `run_by`; with the logits of more rows, where
+        `scored` names some. # scored [scored] int64"""
+        if scored is None:
+            return self._forward(rows, table)
+        output = self.forward_once(replace(rows, logit_rows=torch.cat([rows.logit_rows, scored])), table)
+        logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
+        return replace(output, logits=logits, scored=more)
 
     def run_by(self, forward: Forward, capture: Capture) -> None:
         """Let forwards go a captured way from now on, which calls `compute`."""

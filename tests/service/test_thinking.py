@@ -9,7 +9,7 @@ from service.answers import AnswerReader
 from service.grammars import GrammarCompiler, GrammarKind, in_lark
 from service.thinking import Thinking, ThoughtTokens, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import HERMES, Call
+from service.tools import HERMES, Call, CallReader
 from tests.tiny_models import tiny_tokenizer
 
 BEFORE, BEGUN = Thinking(has_begun=False), Thinking(has_begun=True)
@@ -65,7 +65,11 @@ def test_the_tokens_of_a_thought_are_counted(thinking: Thinking, tokens: list[st
 def test_calls_stand_behind_a_thought() -> None:
     call = Call("now", "{}")
     text = f"<think>I could {HERMES.written([Call('old', '{}')])}</think>\n{HERMES.written([call])}"
-    assert AnswerReader(BEFORE, HERMES).whole(text) == (f"I could {HERMES.written([Call('old', '{}')])}", "", [call])
+    assert AnswerReader(BEFORE, CallReader(HERMES)).whole(text) == (
+        f"I could {HERMES.written([Call('old', '{}')])}",
+        "",
+        [call],
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ SCHEMAS: dict[str, dict[str, JsonValue]] = {
 
 
 def whole(text: str, form: ToolForm) -> tuple[str, list[Call]]:
-    return AnswerReader(None, form).whole(text)[1:]
+    return AnswerReader(None, CallReader(form)).whole(text)[1:]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -161,14 +161,26 @@ async def test_harmless_values_are_accepted() -> None:
         ({"temperature": "1"}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ["a", 1]}, "stop.1"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 41}, "max_tokens"),
-        ({"max_completion_tokens": 41}, "max_completion_tokens"),
+        ({"stop": {}}, "stop"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages.0.content"),
+        ({"tool_choice": {}}, "tool_choice.type"),
+        ({"resume_from": {}}, "resume_from"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"structural_tag": {}}, "structural_tag"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "shema": {}}}},
+            "response_format.json_schema.shema",
+        ),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -224,15 +236,15 @@ async def test_a_prompt_longer_than_the_context() -> None:
     )
 
 
-async def test_an_answer_longer_than_the_context() -> None:
-    async with client_of(ScriptedEngine(say("x")), max_output_tokens=64) as client:
-        fits, exceeds = [
-            await client.post("/v1/chat/completions", json={**ASK, "max_tokens": tokens}) for tokens in (ROOM, ROOM + 1)
-        ]
-    assert fits.status_code == 200
-    error = error_of(exceeds)
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert error["message"].startswith("This model's maximum context length is 64 tokens. However, you requested 65")
+@pytest.mark.parametrize(("cap", "granted"), [(None, ROOM), (7, 7)])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_an_answer_longer_than_the_context_is_cut(field: str, cap: int | None, granted: int) -> None:
+    engine = ScriptedEngine(say("x"))
+    async with client_of(engine, max_output_tokens=cap) as client:
+        response = await client.post("/v1/chat/completions", json={**ASK, field: 65535, "min_tokens": 60})
+    assert response.status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert (sampling.max_tokens, sampling.min_tokens) == (granted, min(60, granted))
 
 
 async def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

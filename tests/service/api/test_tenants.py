@@ -133,8 +133,6 @@ async def test_the_request_beyond_a_limit_is_told_when_to_come_back() -> None:
 async def test_tokens_beyond_the_minute_are_refused_until_they_are_there() -> None:
     async with limited({"key": "key", "tokens_per_minute": 60}) as client:
         used = (await client.post(TEXT, json={**PROMPT, "max_tokens": 30})).json()["usage"]["total_tokens"]
-        refused = await client.post(TEXT, json={**PROMPT, "max_tokens": 40 + 15})
-        assert refused.status_code == 400  # more than the server's longest answer
         refused = await client.post(TEXT, json={**PROMPT, "n": 2, "max_tokens": 27})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, str(used - 1))
         error = error_of(refused)
