@@ -22,12 +22,17 @@ _UNKNOWN = 8.0  # e-folds: a step may take microseconds or minutes
 _NOISE = 0.5  # steps that tokens of one more drafter save, of one sequence: most are had by the other, or wrong
 
 
+Kind = tuple[int, bool]
+"""Range of the tokens expected, and whether a temperature is above 0."""
+
+
 @dataclass(slots=True)
 class _Step:
     """One step: who was asked, what it took, and what came of it, in whichever order that becomes known."""
 
     batch: int = 1
-    kind: int | None = None  # range of tokens expected where somebody might be asked first
+    warm: bool = False  # whether a temperature is above 0: what is drawn is foretold more rarely
+    kind: Kind | None = None  # where somebody might be asked first
     asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # and tokens expected of each
     seconds: float | None = None
     counts: tuple[float, float] | None = None  # tokens that only those asked had right, and all that were emitted
@@ -39,34 +44,37 @@ class AskGate:
     drafting."""
 
     def __init__(self, account: str, ledger: RegretLedger) -> None:
-        self._account = StepAccount(account, ledger)
-        self._gains = PosteriorsBySize(_NOISE)  # in steps without it, by range of the tokens expected
-        self._without: dict[tuple[int, int | None], GainPosterior] = {}  # log seconds, by size of batch and that range
+        # What texts at temperature 0 gain does not pay for what drawn ones lose.
+        self._accounts = {
+            warm: StepAccount(f"{account} {'drawn' if warm else 'greedy'}", ledger) for warm in (False, True)
+        }
+        self._gains = PosteriorsBySize(_NOISE)  # in steps without it, by kind
+        self._without: dict[tuple[int, Kind | None], GainPosterior] = {}  # log seconds, by size of batch and kind
         self._step = _Step()
         self._last_seconds = 0.0  # of a step; 0: nobody tells times
 
     @property
     def promises(self) -> bool:
         """Whether it may be asked for batches like the last one, whatever is expected."""
-        return self._gains.promises(self._step.batch)
+        return self._promises(warm=self._step.warm)
 
-    @property
-    def affords_text(self) -> bool:
+    def affords_text(self, *, warm: bool) -> bool:
         """Whether enough may be lost for a text from its beginning."""
-        return self.promises and self._account.covers(TRIAL_STEPS, self._last_seconds)
+        return self._promises(warm=warm) and self._accounts[warm].covers(TRIAL_STEPS, self._last_seconds)
 
-    def begin(self, batch: int) -> None:
+    def begin(self, batch: int, *, warm: bool) -> None:
         """A step's drafting begins, for so many sequences."""
-        self._step = _Step(batch)
+        self._step = _Step(batch, warm)
 
     def ask(self, expected: float, *, can_answer: bool = True) -> bool:
         """Whether to ask, where so many tokens are expected per sequence."""
-        step, kind = self._step, bisect(_EDGES, expected)
+        step = self._step
+        kind = bisect(_EDGES, expected), step.warm
         gain = self._gains.of(step.batch, kind)
         is_first = step.kind is None
         if is_first:
             step.kind = kind
-        acts = can_answer and gain.promises and self._account.covers(1.0, self._last_seconds)
+        acts = can_answer and gain.promises and self._accounts[step.warm].covers(1.0, self._last_seconds)
         if not acts or (is_first and self._wants_comparison(gain, self._without.get(_key(step)))):
             gain.elapse()
             return False
@@ -81,9 +89,9 @@ class AskGate:
     def took(self, times: StepTimes, *, followed: bool = True) -> None:
         """What the step took, if one of its kind can be compared with others; `followed`: with taking in what was read
         and said."""
-        step, self._step = self._step, _Step(self._step.batch)
+        step, self._step = self._step, _Step(self._step.batch, self._step.warm)
         if times.reads_prompts:
-            self._account.settle(-times.follow_seconds * followed, self._last_seconds)
+            self._accounts[step.warm].settle(-times.follow_seconds * followed, self._last_seconds)
         elif step.kind is not None:
             self._last_seconds = step.seconds = times.seconds
             if step.asked:
@@ -94,6 +102,10 @@ class AskGate:
     def renew(self) -> None:
         """Other weights answer from now on."""
         self._gains.widen()
+
+    def _promises(self, *, warm: bool) -> bool:
+        kinds = [(expected, warm) for expected in range(len(_EDGES) + 1)]
+        return self._gains.promises(self._step.batch, kinds)
 
     def _wants_comparison(self, gain: GainPosterior, without: GainPosterior | None) -> bool:
         if without is None:
@@ -114,7 +126,7 @@ class AskGate:
         baseline.elapse()
         without = exp(baseline.mean)
         saved, longer = extra * step.seconds / max(1.0, emitted), step.seconds - without
-        self._account.settle(saved - longer, self._last_seconds)
+        self._accounts[step.warm].settle(saved - longer, self._last_seconds)
         expected, equal = sum(tokens for _, tokens in step.asked), 1.0 / len(step.asked)
         for gain, tokens in step.asked:
             share = tokens / expected if expected else equal
@@ -153,7 +165,7 @@ class ForwardGates:
         (self._expected[number],) = expected
 
 
-def _key(step: _Step) -> tuple[int, int | None]:
+def _key(step: _Step) -> tuple[int, Kind | None]:
     return step.batch.bit_length(), step.kind
 
 

@@ -75,7 +75,8 @@ class MergedDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         if contexts:  # of a text that it has not followed from its beginning the costly one knows too little
-            self._follows = self._costly.ready and self._gate.affords_text
+            warm = any(context.warm for context in contexts)
+            self._follows = self._costly.ready and self._gate.affords_text(warm=warm)
         self._cheap.start(contexts)
         self._costly.start(contexts)
 
@@ -89,7 +90,7 @@ class MergedDrafter(Drafter):
         self._has_grown = self._costly.ready
         if not self._has_grown:
             return cheap
-        self._gate.begin(rows.shape[0])
+        self._gate.begin(rows.shape[0], warm=noise.warm)
         self._survivals.read(cheap.survival.sum()[None] / max(1, rows.shape[0]), self._observe_expected)
         self._num_cheap = cheap.width
         self._has_asked = self._gate.ask(self._expected, can_answer=self._follows)

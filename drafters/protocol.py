@@ -23,6 +23,7 @@ class DraftContext:
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
     store: bool = True  # False: nothing of it may be kept for learning
+    warm: bool = False  # whether its tokens are drawn, at a temperature above 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ is not, finding out costs what the ledger holds, and then a share of the time.
 
 import math
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 SHARE = 0.01
 """Of serving time, that may be lost in the long run."""
-CAP_STEPS = 64.0
-"""Steps that drafting, or asking one more drafter, may lose at once. With a variance of 1 step^2 per step what gains
-2 %, with 1 % to lose, is at the end of them exp(-2 * 0.03 * 64) = 2 % of the time (a reflected random walk)."""
+CAP_STEPS = 16.0
+"""Steps that drafting, or asking one more drafter, may lose at once: 3 % of an answer of 512 tokens. With a variance of
+1 step^2 per step what gains 10 %, with 1 % to lose, is at the end of them exp(-2 * 0.11 * 16) = 3 % of the time (a
+reflected random walk)."""
 TRIAL_STEPS = CAP_STEPS / 2
 """That must be covered for a text to be followed: less of it would say little, and its prompt costs as well."""
 _DOUBT = 2.0
@@ -150,11 +151,11 @@ class PosteriorsBySize:
             found.restore(posterior)
             found.widen(widened)
 
-    def promises(self, num_sequences: int) -> bool:
-        """Whether any kind does for so many sequences; what is not known does."""
-        size = num_sequences.bit_length()
-        known = [one for (_, other), one in self._known.items() if other == size]
-        return not known or any(one.promises for one in known)
+    def promises(self, num_sequences: int, kinds: Collection[Hashable]) -> bool:
+        """Whether any of these kinds does for so many sequences; where none of them is known, they do."""
+        known = (self._known.get((kind, num_sequences.bit_length())) for kind in kinds)
+        found = [one for one in known if one is not None]
+        return not found or any(one.promises for one in found)
 
     def widen(self) -> None:
         for posterior in self._known.values():
@@ -218,6 +219,14 @@ class StepAccount:
 
     def __init__(self, name: str, ledger: RegretLedger) -> None:
         self._name, self._ledger = name, ledger
+
+    @property
+    def balance_seconds(self) -> float:
+        return self._ledger.balances.get(self._name, 0.0)
+
+    @property
+    def lost_seconds(self) -> float:
+        return self._ledger.lost_seconds.get(self._name, 0.0)
 
     def covers(self, steps: float, step_seconds: float) -> bool:
         """Whether so many steps can be afforded; before it is opened they can."""

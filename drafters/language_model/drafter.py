@@ -94,7 +94,7 @@ class LanguageModelDrafter(Drafter):
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        self._gates.begin(len(rows))
+        self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
         self._follow(host, most=_MOST_MISSING)
         missing = self._keys.missing(host)

@@ -94,7 +94,7 @@ class SpecBlockDrafter(Drafter):
     @torch.inference_mode()
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self._has_grown = True
-        self._gates.begin(len(rows))
+        self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
         sizes = Sizes(max(1, self._backlog.take(host)), noise.warm)
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)

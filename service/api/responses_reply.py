@@ -210,7 +210,7 @@ class ResponseReply(Reply):
         return {
             "input_tokens": usage["prompt_tokens"],
             # Clients' types ask for the second one: tokens that one would pay for to have them kept.
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": sum(self._cached_tokens.values()), "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage["total_tokens"],

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.regret import CAP_STEPS, GainPosterior, RegretLedger
+from drafters.regret import GainPosterior, RegretLedger, StepAccount
 from drafters.tree import Candidates, survival_order
 from kernels.staging import send_floats
 from kernels.trees import falling
@@ -37,7 +38,7 @@ REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended
 _MOST_URGENT = 4.0
 
 DRAFTING = "drafting"
-"""Its account in the ledger."""
+"""Its accounts in the ledger begin so. Each kind of text has one: what one gains does not pay for another's losses."""
 _BY_BASELINE = 2.0
 """Plain steps that one with drafts takes at most where it hardly pays: by so much an error in the plain one counts."""
 _PLAIN_NOISE = 0.1
@@ -264,7 +265,8 @@ class CostBudget(BudgetPolicy):
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
         self._ledger = ledger
-        self._ledger.open(DRAFTING, CAP_STEPS * float(costs.verify_seconds(np.ones(1), 0.0)[0]))
+        self._accounts: dict[str, StepAccount] = {}  # by kind of text
+        self._single_seconds = float(costs.verify_seconds(np.ones(1), 0.0)[0])  # of a plain step of one sequence
         self.gains = DraftGains()
         self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
@@ -272,7 +274,8 @@ class CostBudget(BudgetPolicy):
 
     def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        affordable = self._ledger.covers(DRAFTING, self._step_seconds)
+        kinds = {text.kind for text in texts}
+        affordable = {kind for kind in kinds if self._account(kind).covers(1.0, self._step_seconds)}
         return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable)
 
     def refusal(self, load: Load) -> str | None:
@@ -313,8 +316,8 @@ class CostBudget(BudgetPolicy):
             sequences=1 << (load.num_sequences.bit_length() - 1),
             gain=fmean(gain.mean for gain in gains),
             gain_sd=fmean(gain.sd for gain in gains),
-            balance_seconds=self._ledger.balances[DRAFTING],
-            lost_seconds=self._ledger.lost_seconds[DRAFTING],
+            balance_seconds=fsum(account.balance_seconds for account in self._accounts.values()),
+            lost_seconds=fsum(account.lost_seconds for account in self._accounts.values()),
         )
 
     def state(self) -> Any:
@@ -327,6 +330,14 @@ class CostBudget(BudgetPolicy):
         for size, one in state["plain"]:
             plain[size].restore(one)
         self.gains, self._plain = gains, plain
+
+    def _account(self, kind: str) -> StepAccount:
+        if kind not in self._accounts:
+            self._accounts[kind] = StepAccount(f"{DRAFTING} {kind}", self._ledger)
+        return self._accounts[kind]
+
+    def _settle_account(self, kind: str, gained_seconds: float) -> None:
+        self._account(kind).settle(gained_seconds, self._single_seconds)
 
     def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
         """Seconds of each step to choose among, without what its prompt rows take. # -> [choices] float32"""
@@ -351,7 +362,8 @@ class CostBudget(BudgetPolicy):
 
     def _settle_plain(self, budget: Budget, stats: StepStats) -> None:
         load = budget.load
-        self._ledger.settle(DRAFTING, -stats.follow_seconds)
+        for text in load.decoding:
+            self._settle_account(text.kind, -stats.follow_seconds / len(load.decoding))
         self.gains.elapse(load.decoding, load.num_sequences)
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and budget.is_plain:
@@ -372,16 +384,18 @@ class CostBudget(BudgetPolicy):
         expected = drafting + predicted + plain - forward
         seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         longer = seconds - prompts - plain
-        self._ledger.settle(DRAFTING, stats.accepted_tokens / load.num_drafting * plain - longer)
         asked, others = load.asking, load.decoding[load.num_asked :]
         accepted = _accepted_by_line(budget, stats)[: len(asked)]
         one = plain / load.num_drafting  # seconds of a plain step that are one sequence's
         # Leaving out one of several texts would save what its nodes take.
         per_node = max(0.0, stats.verify_seconds - without) / max(1, sum(budget.nodes))
         saved = [longer] if len(asked) == 1 else [per_node * nodes for nodes in budget.nodes[: len(asked)]]
+        gains = [count - longer / len(asked) / one for count in accepted]
+        for text, gain in zip(asked, gains, strict=True):
+            self._settle_account(text.kind, gain * one)
         self.gains.observe(
             asked,
-            [count - longer / len(asked) / one for count in accepted],
+            gains,
             [count - less / one for count, less in zip(accepted, saved, strict=True)],
             load.num_sequences,
             all_asked=not others,

@@ -5,7 +5,7 @@ is drafted for, except for texts whose own steps say that it loses there; a kind
 whose own steps say that it gains.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
@@ -44,22 +44,24 @@ class DraftGains:
     def of(self, num_sequences: int, kind: str = "") -> GainPosterior:
         return self._kinds.of(num_sequences, kind)
 
-    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool, affordable: bool) -> list[bool]:
+    def asks(
+        self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool, affordable: Collection[str]
+    ) -> list[bool]:
         """For which of these texts to draft in a step of so many sequences.
 
         A suspended kind is tried again when a text begins (`begins`): a drafter knows little of a text that it has not
-        followed from there on, so that a trial in the middle would speak against any. `affordable`: whether the ledger
-        covers the worst case.
+        followed from there on, so that a trial in the middle would speak against any. `affordable`: kinds for which the
+        ledger covers the worst case.
         """
         size, open_kinds = num_sequences.bit_length(), set[str]()
         for kind in {text.kind for text in texts}:
-            is_open = affordable and (begins or (kind, size) not in self._suspended)
+            is_open = kind in affordable and (begins or (kind, size) not in self._suspended)
             if is_open and self.of(num_sequences, kind).promises:
                 open_kinds.add(kind)
                 self._suspended.discard((kind, size))
             else:
                 self._suspended.add((kind, size))
-        return [affordable and _is_worth(text, is_open=text.kind in open_kinds) for text in texts]
+        return [text.kind in affordable and _is_worth(text, is_open=text.kind in open_kinds) for text in texts]
 
     def observe(
         self,

@@ -17,10 +17,18 @@ class Steps:
         self.ledger = RegretLedger()
         self.gate = AskGate("network", self.ledger)
 
-    def step(self, extra: float, *, batch: int = 1, expected: tuple[float, ...] = (0.5,), late: bool = False) -> int:
+    def step(
+        self,
+        extra: float,
+        *,
+        batch: int = 1,
+        warm: bool = False,
+        expected: tuple[float, ...] = (0.5,),
+        late: bool = False,
+    ) -> int:
         """One step in which `extra` of 2 tokens are had by what was asked; how often it was. `late`: what came of it is
         read when its times are known."""
-        self.gate.begin(batch)
+        self.gate.begin(batch, warm=warm)
         asked = 0
         for tokens in expected:
             if not self.gate.ask(tokens):
@@ -66,13 +74,13 @@ def test_what_loses_too_little_to_be_sure_of_loses_no_more_than_the_ledger_allow
     lost = 0.03 * sum(asked)
     assert lost < CAP_STEPS + 0.01 * 1.2 * count + 1
     assert share(asked[-5_000:]) < 0.5
-    assert steps.ledger.balances["network"] < CAP_STEPS / 2
+    assert steps.ledger.balances["network greedy"] < CAP_STEPS / 2
 
 
 def test_nobody_who_tells_no_times_is_refused() -> None:
     gate = AskGate("network", RegretLedger())
     for _ in range(100):
-        gate.begin(1)
+        gate.begin(1, warm=False)
         assert gate.ask(0.5)
         observe = gate.end()
         assert observe is not None
@@ -103,16 +111,29 @@ def test_texts_are_followed_while_any_range_may_be_asked() -> None:
     assert promised == [True, False, True]
 
 
+def test_drawn_texts_that_lose_do_not_speak_for_others() -> None:
+    """Of texts in turn those at temperature 0 gain by it, and those at 1 lose: each is asked for as it would be alone."""
+    steps, asked = Steps(), dict[bool, list[int]]()
+    for _ in range(20):
+        for warm in (False, True):
+            asked.setdefault(warm, []).extend(steps.step(0.0 if warm else 1.0, warm=warm) for _ in range(50))
+    assert share(asked[False][100:]) > 0.95
+    assert share(asked[True][100:]) < 0.1
+    assert not steps.gate.promises
+    assert steps.gate.affords_text(warm=False)
+    assert not steps.gate.affords_text(warm=True)
+
+
 def test_prompts_that_are_taken_in_are_charged_and_texts_begin_where_enough_is_left() -> None:
     steps = Steps()
     steps.play(4, extra=0.3)
-    assert steps.gate.affords_text
+    assert steps.gate.affords_text(warm=False)
     for followed in (False, True):
-        before = steps.ledger.balances["network"]
+        before = steps.ledger.balances["network greedy"]
         steps.gate.took(StepTimes(50.0, 40.0, reads_prompts=True), followed=followed)
-        assert before - steps.ledger.balances["network"] == 40.0 * followed
+        assert before - steps.ledger.balances["network greedy"] == 40.0 * followed
     assert steps.gate.promises
-    assert not steps.gate.affords_text
+    assert not steps.gate.affords_text(warm=False)
 
 
 def test_of_several_that_answer_each_has_the_tokens_it_was_expected_to_bring() -> None:

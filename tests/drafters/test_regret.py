@@ -198,8 +198,8 @@ class TestPosterior:
         assert gains.of(8).mean == gains.of(2).mean == gains.of(4).mean < 0
         assert gains.of(64).mean == 0.0
         assert gains.of(8).promises
-        assert not gains.promises(4)
-        assert gains.promises(16), "nothing is known of it"
+        assert not gains.promises(4, [None])
+        assert gains.promises(16, [None]), "nothing is known of it"
 
 
 class TestTogether:

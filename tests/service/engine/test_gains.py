@@ -20,13 +20,14 @@ from tests.service.engine.test_budget import table
 from tests.tiny_models import random_prompts
 
 DAY = 86_400.0
+KINDS = ("greedy", "cool", "warm")
 
 
 def taught(gains: DraftGains, steps: int, true_gain: dict[str, float], texts: Sequence[TextGain], seed: int = 0) -> int:
     """So many steps of these texts, whose gains have a deviation of 1; in how many texts' steps they were asked."""
     rng, asked_steps = random.Random(seed), 0
     for step in range(steps):
-        asks = gains.asks(texts, len(texts), begins=step % 100 == 0, affordable=True)
+        asks = gains.asks(texts, len(texts), begins=step % 100 == 0, affordable=KINDS)
         asked = [text for text, is_asked in zip(texts, asks, strict=True) if is_asked]
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
@@ -48,7 +49,7 @@ def test_of_one_batch_texts_that_gain_draft_and_texts_that_lose_do_not() -> None
     greedy_texts, warm = [TextGain("greedy") for _ in range(4)], [TextGain("warm") for _ in range(4)]
     taught(gains, 200, truth, [*greedy_texts, *warm])
     assert taught(gains, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
-    assert gains.asks([*greedy_texts, *warm], 8, begins=False, affordable=True) == [True] * 4 + [False] * 4
+    assert gains.asks([*greedy_texts, *warm], 8, begins=False, affordable=KINDS) == [True] * 4 + [False] * 4
 
 
 def test_alternating_texts_each_keep_what_they_have_alone() -> None:
@@ -70,11 +71,11 @@ def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
     for _ in range(150):
         texts = [*good, bad]
         asked = [
-            text for text, asks in zip(texts, gains.asks(texts, 8, begins=False, affordable=True), strict=True) if asks
+            text for text, asks in zip(texts, gains.asks(texts, 8, begins=False, affordable=KINDS), strict=True) if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
         gains.observe(asked, seen, seen, 8, all_asked=len(asked) == 8)
-    assert gains.asks([*good, bad], 8, begins=False, affordable=True) == [True] * 7 + [False]
+    assert gains.asks([*good, bad], 8, begins=False, affordable=KINDS) == [True] * 7 + [False]
 
 
 def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
@@ -84,11 +85,11 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
         gains.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_asked=True)
     for _ in range(400):
         gains.of(1, "warm").observe(-0.5)
-    assert gains.asks([lucky, TextGain("warm")], 1, begins=False, affordable=True) == [True, False]
+    assert gains.asks([lucky, TextGain("warm")], 1, begins=False, affordable=KINDS) == [True, False]
 
 
 def test_nothing_is_asked_that_the_ledger_does_not_cover() -> None:
-    assert DraftGains().asks([TextGain("greedy")], 1, begins=True, affordable=False) == [False]
+    assert DraftGains().asks([TextGain("greedy")], 1, begins=True, affordable=()) == [False]
 
 
 def budget() -> CostBudget:
@@ -112,7 +113,7 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
         old, new = before.gains.of(2, kind), after.gains.of(2, kind)
         assert new.mean == old.mean
         assert {"as it was": new.sd == old.sd, "between": old.sd < new.sd < 1.0, "as at first": new.sd == 1.0}[sd]
-    asks = after.gains.asks([TextGain("greedy"), TextGain("warm")], 2, begins=True, affordable=True)
+    asks = after.gains.asks([TextGain("greedy"), TextGain("warm")], 2, begins=True, affordable=KINDS)
     assert asks == [True, age > 0.0], "what is not sure is tried again"
 
 
