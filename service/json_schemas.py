@@ -4,6 +4,7 @@ be said otherwise is left for the compiler to refuse, at its place."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -37,7 +38,10 @@ def restated(schema: Schema) -> Schema:
 
 def with_definitions(schema: Schema) -> Schema:
     """The same schema as it can be a part of another one: what it refers to within itself stands in `$defs`."""
-    targets: dict[str, Any] = {}
+    taken = schema.get("$defs", {})
+    free = (name for name in (f"part-{number}" for number in count()) if name not in taken)
+    names: dict[str, str] = {}  # of definitions, by the references that they take the place of
+    definitions: Schema = {}
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -47,14 +51,15 @@ def with_definitions(schema: Schema) -> Schema:
         told = {key: inner if key in _VALUES else moved(inner) for key, inner in value.items()}
         reference = value.get("$ref")
         if isinstance(reference, str) and reference.startswith("#") and not reference.startswith(_IN_DEFINITIONS):
-            if reference not in targets:
-                targets[reference] = None  # it may refer to itself
-                targets[reference] = moved(_found(schema, reference))
-            told["$ref"] = f"#/$defs/{_name_of(reference)}"
+            target = _found(schema, reference)
+            if target is not None:
+                if reference not in names:
+                    name = names[reference] = next(free)  # known before it is looked into: it may refer to itself
+                    definitions[name] = moved(target)
+                told["$ref"] = f"#/$defs/{names[reference]}"
         return told
 
     told: Schema = moved(schema)
-    definitions = {_name_of(reference): target for reference, target in targets.items() if target is not None}
     return {**told, "$defs": {**told.get("$defs", {}), **definitions}} if definitions else told
 
 
@@ -67,13 +72,9 @@ def _found(schema: Schema, reference: str) -> Any:
             found = found[int(name)] if isinstance(found, list) else found[name]
     except (LookupError, TypeError, ValueError):
         return None
-    without = {key: value for key, value in found.items() if key not in DEFINITIONS} if found is schema else found
-    return None if reference[1:2] not in ("", "/") else without
-
-
-def _name_of(reference: str) -> str:
-    """Of a definition that takes the place of another part of the schema."""
-    return "at " + reference.replace("/", ".").replace("~", "-").replace("%", "-")
+    if reference[1:2] not in ("", "/"):
+        return None
+    return {key: value for key, value in schema.items() if key not in DEFINITIONS} if found is schema else found
 
 
 def _told(schema: Schema, *, closes: bool) -> Schema:

@@ -104,7 +104,8 @@ class Reply(ABC):
         """What is sent of an output; of an answer of 0 tokens not the one that reading its prompt brings."""
         if self._job.body.max_tokens != 0:
             return output
-        return replace(output, token_ids=(), text="", logprobs=(), finish_reason="length", stop_reason=None)
+        logprobs = None if output.logprobs is None else ()
+        return replace(output, token_ids=(), text="", logprobs=logprobs, finish_reason="length", stop_reason=None)
 
     def _tells_tokens(self, output: SequenceOutput) -> bool:
         """Whether a chunk without text has something to tell."""

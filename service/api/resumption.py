@@ -223,6 +223,7 @@ def _merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
         token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
         text="".join(output.text for output in outputs),
         logprobs=tuple(chain.from_iterable(output.logprobs or () for output in outputs)) if has_logprobs else None,
+        prompt_logprobs=outputs[0].prompt_logprobs,
     )
 
 

@@ -112,7 +112,7 @@ def test_texts_are_followed_while_any_range_may_be_asked() -> None:
 
 
 def test_drawn_texts_that_lose_do_not_speak_for_others() -> None:
-    """Of texts in turn those at temperature 0 gain by it, and those at 1 lose: each is asked for as it would be alone."""
+    """Of texts in turn those at temperature 0 gain by it, and those at 1 lose: each is asked for as if alone."""
     steps, asked = Steps(), dict[bool, list[int]]()
     for _ in range(20):
         for warm in (False, True):

@@ -239,7 +239,7 @@ def test_one_that_is_yet_to_be_made_leaves_the_other_alone() -> None:
     for missing, left in ((0, 1), (1, 0)):
         both = parts()
         both[missing].ready = False
-        switch = SwitchDrafter(*both, SIZES)
+        switch = SwitchDrafter(*both, replace(SIZES, ledger=RegretLedger()))
         run(switch, (1, 1), (1.0, 1.0), steps=5)
         assert (switch.name, switch.credits()) == (both[left].name, {})
         assert both[left].heard.count("grow") == 5

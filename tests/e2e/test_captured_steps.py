@@ -53,8 +53,8 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
 
 
 def _always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    gate._step.kind = 0
-    gate._step.asked.append((gate._gains.of(1, 0), expected))
+    gate._step.kind = 0, False
+    gate._step.asked.append((gate._gains.of(1, gate._step.kind), expected))
     return True
 
 

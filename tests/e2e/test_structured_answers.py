@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -32,7 +33,20 @@ WEATHER: ChatCompletionToolParam = {
         },
     },
 }
-ROUND = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#"}}}}
+MAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+RELAXED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "string", "format": "email", "pattern": MAIL}, "pattern"),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 5}]}, "oneOf"),
+    ({"type": "string", "not": {"pattern": "a"}}, "not"),
+    ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if"),
+]
+SIBLING = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"$ref": "#/properties/a"}},
+    "required": ["b"],
+}
+ROUND = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
 NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
 
 
@@ -105,6 +119,93 @@ def test_a_named_function_is_called(client: openai.OpenAI) -> None:
     assert (call.function.name, set(json.loads(call.function.arguments))) == ("get_weather", {"city", "days"})
 
 
+def called_as(client: openai.OpenAI, parameters: dict[str, Any], **more: Any) -> tuple[Any, str | None]:
+    """The arguments of a call of such a function, and the places that it was not held to."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+    asked: dict[str, Any] = {"tools": [NOW, tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=MESSAGES, max_tokens=400, seed=3, temperature=1.0, **asked
+    )
+    (call,) = raw.parse().choices[0].message.tool_calls or [None]
+    assert call is not None
+    assert call.type == "function"
+    return json.loads(call.function.arguments), raw.headers.get("x-adaptree-relaxed")
+
+
+@pytest.mark.parametrize(("schema", "keyword"), RELAXED, ids=str)
+def test_what_no_grammar_can_say_is_left_out_and_told(
+    client: openai.OpenAI, schema: dict[str, Any], keyword: str
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": [1]}, "b": schema}, "required": ["a"]}
+    arguments, relaxed = called_as(client, {**parameters, "additionalProperties": False})
+    assert arguments["a"] == 1
+    assert relaxed == f"tools.1.function.parameters.properties.b.{keyword}"
+    with pytest.raises(openai.BadRequestError) as raised:
+        called_as(client, parameters, strict=True)
+    assert str(raised.value.param).startswith("tools.1.function.parameters.properties.b")
+    auto = answer(
+        client, tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}], max_tokens=4
+    )
+    assert auto.finish_reason == "length"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("parameters", [SIBLING, ROUND], ids=["sibling", "itself"])
+def test_references_into_the_schema_itself_are_honoured(
+    client: openai.OpenAI, parameters: dict[str, Any], strict: bool
+) -> None:
+    arguments, relaxed = called_as(client, parameters, strict=strict)
+    jsonschema.validate(arguments, parameters)
+    assert relaxed is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"enum": ["a<|end|>b"]}},
+                }
+            },
+            '"a<|end|>b"',
+        ),
+        ({"extra_body": {"guided_choice": ["<|end|>x"]}}, "<|end|>x"),
+        ({"extra_body": {"guided_regex": r"a<\|start\|>"}}, "a<|start|>"),
+        ({"extra_body": {"ebnf": 'root ::= "<|end|>" "b"'}}, "<|end|>b"),
+        (
+            {"extra_body": {"response_format": {"type": "json_object", "schema": {"const": {"<|end|>": 1}}}}},
+            '{"<|end|>": 1}',
+        ),
+    ],
+    ids=str,
+)
+def test_names_of_special_tokens_are_text(
+    client: openai.OpenAI, fields: dict[str, Any], expected: str, temperature: float
+) -> None:
+    for speculates in (True, False):
+        extra = {**fields.get("extra_body", {}), "speculation": {"enabled": speculates}}
+        choice = answer(client, **{**fields, "temperature": temperature, "extra_body": extra})
+        assert (choice.message.content, choice.finish_reason, choice.stop_reason) == (expected, "stop", None)
+
+
+def test_names_of_special_tokens_are_text_in_arguments(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"<|end|>": {"const": "<|start|>"}}, "required": ["<|end|>"]}
+    arguments, _ = called_as(client, {**parameters, "additionalProperties": False}, strict=True)
+    assert arguments == {"<|end|>": "<|start|>"}
+
+
+def test_stops_cut_within_a_form_and_say_so(client: openai.OpenAI) -> None:
+    form = {"guided_regex": "ab+c"}
+    assert answer(client, extra_body=form, max_tokens=2, stop=None).stop_reason is None
+    cut = answer(client, extra_body=form, stop=["b"])
+    assert (cut.message.content, cut.finish_reason, cut.stop_reason) == ("a", "stop", "b")
+    whole = answer(client, extra_body={"guided_regex": "ab{2}c"})
+    assert (whole.message.content, whole.finish_reason, whole.stop_reason) == ("abbc", "stop", None)
+
+
 def test_calls_are_streamed_as_they_are_sent_whole(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "seed": 7}
     (whole,) = answer(client, **fields).message.tool_calls
@@ -144,10 +245,9 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI) -> None:
             "response_format.json_schema.schema.items",
         ),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}, "strict": True}}]},
             "tools.0.function.parameters",
         ),
-        ({"tools": [{"type": "function", "function": ROUND}]}, "tools.0.function.parameters"),
         ({"tools": [NOW, NOW]}, "tools.1.function.name"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
