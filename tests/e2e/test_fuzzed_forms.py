@@ -31,7 +31,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     literals = rng.sample(LITERALS, 3)
-    simple = [
+    simple: list[dict[str, Any]] = [
         {"enum": literals},
         {"const": rng.choice([literals[0], {literals[1]: 1}, [literals[2], None]])},
         {"type": "integer", "minimum": -3, "maximum": 40},
@@ -42,7 +42,7 @@ def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     if not depth:
         return rng.choice(simple)
     inner = [schema_of(rng, depth - 1) for _ in range(3)]
-    nested = [
+    nested: list[dict[str, Any]] = [
         {
             "type": "object",
             "properties": dict(zip(literals, inner, strict=True)),
