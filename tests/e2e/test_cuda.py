@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from service.errors import StartupError
 from service.learning.adaptive import Adaptive
 from tests.service.bench.parts import save_drafter
 from tests.service.engine.harness import Generated, generate, greedy, request, sampled
+from tests.service.engine.test_prompt_scores import scores_of
 from tests.service.learning_parts import learning, requests, texts
-from tests.tiny_models import random_prompts, tiny_model
+from tests.tiny_models import random_prompts, stock, tiny_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -70,6 +72,15 @@ def test_graphs_change_nothing(folder: Path, assembly: Assembly, params: Samplin
     asked = [request(str(n), prompt, params) for n, prompt in enumerate(random_prompts(6, 40))]
     found, expected = generate(assembly.engine(), *asked), generate(as_they_are.engine(), *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
+
+
+def test_prompts_are_scored_as_by_the_plain_model(folder: Path, assembly: Assembly) -> None:
+    (prompt,) = random_prompts(1, 40)
+    asked = replace(request("0", prompt, replace(greedy(4), num_logprobs=1)), scores_prompt=True)
+    (scores,) = scores_of(assembly.engine(), asked).values()
+    expected = stock(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for place, score in enumerate(scores):
+        assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=1e-2)
 
 
 def test_captured_drafts_change_nothing(folder: Path, assembly: Assembly) -> None:

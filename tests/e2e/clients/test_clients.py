@@ -1,15 +1,18 @@
 """Clients that applications use, each in an environment of its own, for their requirements clash, against a running
 server."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from tests.environments import node_environment, python_environment, run
 from tests.processes import Process, begin, write_settings
-from tests.tiny_models import served_by
+from tests.tiny_models import served_by, stock, tiny_model
 
 HERE = Path(__file__).parent
 
@@ -43,3 +46,39 @@ def test_the_ai_sdk_of_npm(server: Process) -> None:
     shutil.copy(HERE / "check_ai_sdk.mjs", folder)  # modules are looked for beside a script
     said = run(["node", "check_ai_sdk.mjs", f"{server.url}/v1"], folder)
     assert said.count("ok ") == 6
+
+
+QUESTIONS = (
+    ("What do bees make?", ("honey", "milk", "bread", "wool"), 0),
+    ("Which planet is closest to the sun?", ("Mars", "Mercury", "Saturn", "Neptune"), 1),
+    ("Ice is", ("solid water", "burnt wood", "a metal", "a gas"), 0),
+    ("Fish breathe with", ("lungs", "gills", "skin", "ears"), 1),
+    ("The heart pumps", ("air", "blood", "bone", "light"), 1),
+)
+
+
+@pytest.mark.slow  # to install
+def test_lm_evaluation_harness_gets_the_scores_of_transformers(tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path / "model")
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"question": asked, "choices": choices, "gold": gold} for asked, choices, gold in QUESTIONS]
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    running = serving(tmp_path, model=str(model), served_model_name="own", load_dtype="float32", max_model_len=256)
+    folder = python_environment(HERE / "lm_eval.txt")
+    said = run(
+        ["bin/python", str(HERE / "check_lm_eval.py"), f"{running.url}/v1", "own", str(model), str(questions)], folder
+    )
+    running.end()
+    found = {
+        one["doc"]: one["scores"] for one in map(json.loads, filter(lambda line: line[0] == "{", said.splitlines()))
+    }
+    tokenizer, plain = AutoTokenizer.from_pretrained(model), stock(model)
+    for place, (asked, choices, _) in enumerate(QUESTIONS):
+        context = tokenizer.encode(f"Question: {asked}\nAnswer:")
+        for choice, score in zip(choices, found[place], strict=True):
+            ids = tokenizer.encode(f"Question: {asked}\nAnswer: {choice}")
+            with torch.no_grad():
+                logprobs = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            tokens = range(len(context), len(ids))
+            expected = sum(float(logprobs[place - 1, ids[place]]) for place in tokens)
+            assert score == pytest.approx(expected, abs=1e-3 * len(tokens))
