@@ -64,11 +64,11 @@ def test_lm_evaluation_harness_gets_the_scores_of_transformers(tmp_path: Path) -
     lines = [{"question": asked, "choices": choices, "gold": gold} for asked, choices, gold in QUESTIONS]
     questions.write_text("\n".join(map(json.dumps, lines)))
     running = serving(tmp_path, model=str(model), served_model_name="own", load_dtype="float32", max_model_len=256)
-    folder = python_environment(HERE / "lm_eval.txt")
-    said = run(
-        ["bin/python", str(HERE / "check_lm_eval.py"), f"{running.url}/v1", "own", str(model), str(questions)], folder
-    )
-    running.end()
+    folder, check = python_environment(HERE / "lm_eval.txt"), str(HERE / "check_lm_eval.py")
+    try:
+        said = run(["bin/python", check, f"{running.url}/v1", "own", str(model), str(questions)], folder)
+    finally:
+        running.end()
     found = {
         one["doc"]: one["scores"] for one in map(json.loads, filter(lambda line: line[0] == "{", said.splitlines()))
     }
