@@ -13,6 +13,7 @@ import yaml
 from benchmarks import processes
 from benchmarks.processes import PATIENCE_SECONDS
 from tests import tuned
+from tests.tiny_models import served_by
 
 OPERATOR = {"authorization": "Bearer boss"}
 ADAPTREE = (str(Path(sys.executable).with_name("adaptree")),)
@@ -39,6 +40,14 @@ def write_settings(file: Path, settings: dict[str, Any]) -> tuple[str, ...]:
     settings, words = tuned.program(settings)
     file.write_text(yaml.safe_dump(settings))
     return words
+
+
+def serving_tiny(root: Path, **more: object) -> Process:
+    """A server of a tiny random model, drafting by lookup, whose files are in `root`; `more` settings beside."""
+    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
+    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB", **more}
+    words = write_settings(root / "config.yaml", {**settings, **sizes})
+    return begin(["serve"], root / "config.yaml", root / "log", program=words)
 
 
 def begin(words: Sequence[str], config: Path, log: Path, *, program: Sequence[str] = ADAPTREE) -> Process:

@@ -4,15 +4,13 @@ validates, by a validator that is not ours; one that was cut is the beginning of
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.processes import Process, begin, write_settings
-from tests.tiny_models import served_by
+from tests.processes import serving_tiny
 
 LITERALS = ("a", "<|end|>", "x<|start|>", '<|end|>"', "\\<|extra_1|>\n", "ä€😀", "<|", "")
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it as JSON."}]
@@ -20,11 +18,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Say it as JSON."}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    root = tmp_path_factory.mktemp("fuzzed")
-    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
-    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB"}
-    words = write_settings(root / "config.yaml", {**settings, **sizes})
-    running: Process = begin(["serve"], root / "config.yaml", root / "log", program=words)
+    running = serving_tiny(tmp_path_factory.mktemp("fuzzed"))
     with running.official() as official:
         yield official
     running.end()

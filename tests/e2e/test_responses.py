@@ -2,7 +2,6 @@
 conversations that the server remembers."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -10,8 +9,7 @@ import pytest
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
 from pydantic import BaseModel, Field
 
-from tests.processes import Process, begin, write_settings
-from tests.tiny_models import served_by
+from tests.processes import serving_tiny
 
 WEATHER: FunctionToolParam = {
     "type": "function",
@@ -33,11 +31,7 @@ class Note(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    root = tmp_path_factory.mktemp("responses")
-    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
-    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB"}
-    words = write_settings(root / "config.yaml", {**settings, **sizes})
-    running: Process = begin(["serve"], root / "config.yaml", root / "log", program=words)
+    running = serving_tiny(tmp_path_factory.mktemp("responses"))
     yield running.official()
     running.end()
 

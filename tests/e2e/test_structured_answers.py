@@ -3,7 +3,6 @@ grammar says holds at any temperature, and speculation changes no token of it.""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -12,8 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel, Field
 
-from tests.processes import Process, begin, write_settings
-from tests.tiny_models import served_by
+from tests.processes import Process, serving_tiny
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say it as JSON."}]
 WEATHER: ChatCompletionToolParam = {
@@ -58,11 +56,7 @@ class Note(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    root = tmp_path_factory.mktemp("structured")
-    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
-    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB"}
-    words = write_settings(root / "config.yaml", {**settings, **sizes})
-    running = begin(["serve"], root / "config.yaml", root / "log", program=words)
+    running = serving_tiny(tmp_path_factory.mktemp("structured"))
     yield running
     running.end()
 

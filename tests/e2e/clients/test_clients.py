@@ -11,22 +11,15 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.environments import node_environment, python_environment, run
-from tests.processes import Process, begin, write_settings
-from tests.tiny_models import served_by, stock, tiny_model
+from tests.processes import Process, serving_tiny
+from tests.tiny_models import stock, tiny_model
 
 HERE = Path(__file__).parent
 
 
-def serving(root: Path, **more: object) -> Process:
-    settings = served_by(Path("dummy(tiny)"), drafter="lookup", budget_policy="fixed", max_budget=12)
-    sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "200MiB", **more}
-    words = write_settings(root / "config.yaml", {**settings, **sizes})
-    return begin(["serve"], root / "config.yaml", root / "log", program=words)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    running = serving(tmp_path_factory.mktemp("clients"))
+    running = serving_tiny(tmp_path_factory.mktemp("clients"), kv_cache="200MiB")
     yield running
     running.end()
 
@@ -63,7 +56,9 @@ def test_lm_evaluation_harness_gets_the_scores_of_transformers(tmp_path: Path) -
     questions = tmp_path / "questions.jsonl"
     lines = [{"question": asked, "choices": choices, "gold": gold} for asked, choices, gold in QUESTIONS]
     questions.write_text("\n".join(map(json.dumps, lines)))
-    running = serving(tmp_path, model=str(model), served_model_name="own", load_dtype="float32", max_model_len=256)
+    running = serving_tiny(
+        tmp_path, kv_cache="200MiB", model=str(model), served_model_name="own", load_dtype="float32", max_model_len=256
+    )
     folder, check = python_environment(HERE / "lm_eval.txt"), str(HERE / "check_lm_eval.py")
     try:
         said = run(["bin/python", check, f"{running.url}/v1", "own", str(model), str(questions)], folder)

@@ -14,9 +14,9 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from pydantic import TypeAdapter
 
 from service.api.openapi import REFUSAL
-from tests.e2e.clients.test_clients import HERE, serving
+from tests.e2e.clients.test_clients import HERE
 from tests.environments import python_environment, run
-from tests.processes import Process
+from tests.processes import Process, serving_tiny
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--seed", "1", "--no-color"]
@@ -26,7 +26,7 @@ BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text,
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    running = serving(tmp_path_factory.mktemp("fuzzed"), max_output_tokens=4, admin_key="boss")
+    running = serving_tiny(tmp_path_factory.mktemp("fuzzed"), kv_cache="200MiB", max_output_tokens=4, admin_key="boss")
     yield running
     running.end()
 

@@ -26,7 +26,9 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-TOOLS = [{"type": "function", "function": {"name": "go", "parameters": {"properties": {"to": {"type": "string"}}}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "go", "parameters": {"properties": {"to": {"type": "string"}}}}}
+]
 CALL = '<tool_call>\n{"name": "go", "arguments": {"to": "Rome"}}\n</tool_call>'
 
 
@@ -214,7 +216,7 @@ async def test_a_text_behind_calls_is_the_same_turn_on_both_routes() -> None:
         {"type": "function_call_output", "call_id": "1", "output": "there"},
     ]
     await post(chat, messages=turns, tools=TOOLS)
-    tools = [{"type": "function", **TOOLS[0]["function"]}]  # type: ignore[dict-item]
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
     response = await post(other, RESPONSES, input=items, tools=tools)
     assert response.status_code == 200
     assert chat.submitted[0].prompt == other.submitted[0].prompt
@@ -223,7 +225,7 @@ async def test_a_text_behind_calls_is_the_same_turn_on_both_routes() -> None:
 
 async def test_a_response_that_was_cut_inside_a_call_goes_on() -> None:
     engine = ScriptedEngine(cut('<tool_call>\n{"name": "go", "arguments": {"to": "', finish="length"))
-    tools = [{"type": "function", **TOOLS[0]["function"]}]  # type: ignore[dict-item]
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
     async with client_of(engine) as client:
         first = (await client.post(RESPONSES, json={"model": "tiny", "input": "a", "tools": tools})).json()
         assert (first["status"], first["output"][0]["status"]) == ("incomplete", "incomplete")
