@@ -1,0 +1,356 @@
+// y = x W^T + b with weights in blocks of 4, 6 or 8 bits and activations in blocks of 8, as GGUF files have them:
+//
+//     w_oi = scale_oB (code_oi - zero) + min_oB,   x_i ~ a_B p_i,   B: the block of column i
+//     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} code_oi p_i - zero sum_{i in B} p_i) + min_oB a_B sum_{i in B} p_i
+//
+// The sums within a block are whole numbers and exact; blocks are added up in order, each by one fused multiply-add, so
+// that a row has the same bits beside any other rows, and on every processor with 8 or 16 floats to a register.
+//
+// A packed matrix is [ceil(out / TILE)] tiles of [in / 32] blocks of 32 columns. A block begins with codes. Of 8 bits:
+// [8][TILE][4]; else their lower four as [4][TILE][4], columns 8 j to 8 j + 3 in the lower nibbles of the j-th, the next
+// four in the upper ones, and of 6 bits the upper two as [2][TILE][4], columns 16 j + 4 m to 16 j + 4 m + 3 at bit 2 m.
+// Then scales [32 / size][TILE] and, where there are any, minima [32 / size][TILE], all of float16.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int TILE = LANES;  // outputs
+constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of four is what one dot product takes
+constexpr int REGISTER = 4 * LANES;  // bytes
+constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
+constexpr int AHEAD = 1 << 13;  // bytes between a prefetch and its use
+constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
+
+struct Part {  // of a matrix: outputs of one form, one behind the other
+    const uint8_t* tiles;
+    int64_t outputs, bits, size, zero, has_minima;
+
+    int64_t block_bytes() const { return TILE * (COLUMNS * bits / 8 + COLUMNS / size * 2 * (1 + has_minima)); }
+    int64_t num_tiles() const { return (outputs + TILE - 1) / TILE; }
+};
+
+struct Matrix {
+    const Part* parts;
+    int64_t count;
+};
+
+struct Activations {  // COLUMNS of a row
+    int8_t values[COLUMNS];
+    int32_t sums[2];  // of each half
+    float scale;
+};
+
+constexpr float MAGIC = 12582912.0f;  // adding and taking it away rounds to the nearest, ties to even, for |x| < 2^22
+
+template <class T>
+void quantise(const T* x, Activations* to, int64_t in) {
+    typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    constexpr int PIECES = COLUMNS / LANES;
+    for (int64_t first = 0; first < in; first += COLUMNS, to++) {
+        T part[COLUMNS] = {};
+        if (in - first < COLUMNS) memcpy(part, x + first, size_t(in - first) * sizeof(T));
+        const T* from = in - first < COLUMNS ? part : x + first;
+        Vec values[PIECES], sizes{};
+        for (int v = 0; v < PIECES; v++) {
+            values[v] = load(from + v * LANES);
+            Vec size = (Vec)((IVec)values[v] & 0x7fffffff);
+            sizes = size > sizes ? size : sizes;
+        }
+        float most = 0;
+        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
+        to->scale = most / 127.0f;
+        float inverse = most > 0 ? 127.0f / most : 0.0f;
+        IVec sums[2] = {}, broken{};
+        for (int v = 0; v < PIECES; v++) {
+            IVec whole = __builtin_convertvector((values[v] * inverse + MAGIC) - MAGIC, IVec);
+            *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(__builtin_convertvector(whole, Half), Bytes);
+            sums[2 * v / PIECES] += whole;
+            broken |= values[v] - values[v] != 0.0f;
+        }
+        to->sums[0] = to->sums[1] = 0;
+        for (int i = 0; i < LANES; i++) {
+            to->sums[0] += sums[0][i], to->sums[1] += sums[1][i];
+            if (broken[i]) to->scale = NAN;  // what is broken stays so
+        }
+    }
+}
+
+// What the codes of a group add to sums, and how sums become whole numbers of 32 bits.
+#if defined(__AVX512VNNI__)
+struct Codes {
+    IVec bytes;
+};
+template <int BITS>
+struct Sums {
+    IVec whole{};
+
+    void add(Codes codes, const int8_t* four) {
+        int32_t all;
+        memcpy(&all, four, 4);
+        whole = (IVec)_mm512_dpbusd_epi32((__m512i)whole, (__m512i)codes.bytes, _mm512_set1_epi32(all));
+    }
+    IVec total() const { return whole; }
+};
+template <int BITS>
+inline Codes codes_of(const uint8_t* block, int group) {
+    if (BITS == 8) return {*(const IVec*)(block + group * REGISTER)};
+    IVec low = *(const IVec*)(block + group / 2 * REGISTER);
+    low = (group % 2 ? low >> 4 : low) & 0x0f0f0f0f;
+    if (BITS == 4) return {low};
+    IVec high = *(const IVec*)(block + (4 + group / 4) * REGISTER);
+    int bit = group % 4 * 2;
+    return {low | ((bit < 4 ? high << (4 - bit) : high >> (bit - 4)) & 0x30303030)};
+}
+#elif defined(__AVX2__)
+// Products of halves of a code fit into 16 bits, and so do the sums of a block of 32: 8 x 2 x 15 x 127 < 2^15.
+struct Codes {
+    __m256i low, high;
+};
+inline __m256i added(__m256i sum, __m256i more) {
+    sum = _mm256_add_epi16(sum, more);
+    asm("" : "+x"(sum));  // else compilers add up in another order, for which there are too few registers
+    return sum;
+}
+template <int BITS>
+struct Sums {
+    __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
+
+    void add(Codes codes, const int8_t* four) {
+        int32_t all;
+        memcpy(&all, four, 4);
+        __m256i values = _mm256_set1_epi32(all);
+        low = added(low, _mm256_maddubs_epi16(codes.low, values));
+        if (BITS > 4) high = added(high, _mm256_maddubs_epi16(codes.high, values));
+    }
+    IVec total() const {
+        __m256i ones = _mm256_set1_epi16(1), sum = _mm256_madd_epi16(low, ones);
+        if (BITS > 4) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+        return (IVec)sum;
+    }
+};
+template <int BITS>
+inline Codes codes_of(const uint8_t* block, int group) {
+    const __m256i nibbles = _mm256_set1_epi8(15);
+    auto at = [&](int number) { return _mm256_loadu_si256((const __m256i*)(block + number * REGISTER)); };
+    auto upper = [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibbles); };
+    if (BITS == 8) return {_mm256_and_si256(at(group), nibbles), upper(at(group))};
+    Codes codes{group % 2 ? upper(at(group / 2)) : _mm256_and_si256(at(group / 2), nibbles), {}};
+    if (BITS == 6)
+        codes.high = _mm256_and_si256(_mm256_srli_epi16(at(4 + group / 4), group % 4 * 2), _mm256_set1_epi8(3));
+    return codes;
+}
+#else
+struct Codes {
+    IVec words;  // four codes each
+};
+template <int BITS>
+struct Sums {
+    IVec whole{};
+
+    void add(Codes codes, const int8_t* four) {
+        for (int i = 0; i < 4; i++) whole = whole + ((codes.words >> (8 * i)) & 0xff) * int32_t(four[i]);
+    }
+    IVec total() const { return whole; }
+};
+template <int BITS>
+inline Codes codes_of(const uint8_t* block, int group) {
+    if (BITS == 8) return {*(const IVec*)(block + group * REGISTER)};
+    IVec low = (*(const IVec*)(block + group / 2 * REGISTER) >> (group % 2 * 4)) & 0x0f0f0f0f;
+    if (BITS == 4) return {low};
+    return {low | ((*(const IVec*)(block + (4 + group / 4) * REGISTER) >> (group % 4 * 2) & 0x03030303) << 4)};
+}
+#endif
+
+inline Vec floats(const uint16_t* halves) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)halves));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
+#else
+    typedef _Float16 Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    return __builtin_convertvector(*(const Halves*)halves, Vec);
+#endif
+}
+
+inline float to_float16(uint16_t half) {
+#if defined(__AVX2__)
+    return _cvtsh_ss(half);
+#else
+    _Float16 value;
+    memcpy(&value, &half, 2);
+    return float(value);
+#endif
+}
+
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks].
+template <int BITS, int SIZE, int ROWS>
+void tile(const Activations* x, const uint8_t* w, const Part& part, Vec* sums, int64_t blocks) {
+    constexpr int SCALES = COLUMNS / SIZE;  // of a block
+    const int64_t bytes = part.block_bytes();
+    const bool minima = part.has_minima;
+    for (int64_t block = 0; block < blocks; block++, x++, w += bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
+        const uint16_t* scales = (const uint16_t*)(w + REGISTER * BITS);
+#pragma GCC unroll 2
+        for (int step = 0; step < SCALES; step++, scales += TILE) {
+            Sums<BITS> whole[ROWS];
+#pragma GCC unroll 8
+            for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
+                Codes codes = codes_of<BITS>(w, group);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group);
+            }
+            Vec scale = floats(scales);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const Activations& own = x[r * blocks];
+                int32_t sum = SIZE == COLUMNS ? own.sums[0] + own.sums[1] : own.sums[step];
+                Vec dots = __builtin_convertvector(whole[r].total() - int32_t(part.zero) * sum, Vec);
+                sums[r] = fused(dots, scale * own.scale, sums[r]);
+                if (minima) sums[r] = fused(floats(scales + SCALES * TILE), splat(own.scale * float(sum)), sums[r]);
+            }
+        }
+    }
+}
+
+using Tile = void (*)(const Activations*, const uint8_t*, const Part&, Vec*, int64_t);
+template <int BITS, int SIZE, int... ROWS>
+Tile tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr Tile TILES[] = {tile<BITS, SIZE, ROWS + 1>...};
+    return TILES[rows - 1];
+}
+Tile tile_of(const Part& part, int64_t rows) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, MOST_ROWS>();
+    if (part.bits == 4) return tile_of<4, 32>(rows, COUNTS);
+    if (part.bits == 8) return tile_of<8, 32>(rows, COUNTS);
+    return part.size == 16 ? tile_of<6, 16>(rows, COUNTS) : tile_of<6, 32>(rows, COUNTS);
+}
+
+template <class T>
+void product(const T* x, const Matrix* matrix, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+    static thread_local std::vector<Activations> quantised;
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    quantised.resize(size_t(rows * blocks));
+    Activations* values = quantised.data();
+    int64_t tiles = 0;
+    for (int64_t i = 0; i < matrix->count; i++) tiles += matrix->parts[i].num_tiles();
+#pragma omp parallel for schedule(static) num_threads(rows * in > FEW ? threads : 1)
+    for (int64_t row = 0; row < rows; row++) quantise(x + row * in, values + row * blocks, in);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t number = 0; number < tiles; number++) {
+        const Part* part = matrix->parts;
+        int64_t own = number, first = 0;
+        for (; own >= part->num_tiles(); part++) own -= part->num_tiles(), first += part->outputs;
+        const int columns = int(std::min<int64_t>(TILE, part->outputs - own * TILE));
+        first += own * TILE;
+        const Vec start = bias ? load_end(bias + first, columns) : Vec{};
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            const int64_t begin = rows * piece / pieces, count = rows * (piece + 1) / pieces - begin;
+            Vec sums[MOST_ROWS];
+            for (int64_t r = 0; r < count; r++) sums[r] = start;
+            const uint8_t* w = part->tiles + own * blocks * part->block_bytes();
+            tile_of(*part, count)(values + begin * blocks, w, *part, sums, blocks);
+            for (int64_t r = 0; r < count; r++) store_end(y + (begin + r) * out + first, sums[r], columns);
+        }
+    }
+}
+
+// Where bits of a code lie in its block: byte, and bit of it.
+struct Place {
+    int64_t byte;
+    int bit;
+};
+inline Place low_place(int64_t bits, int column, int64_t lane) {
+    const int group = column / 4;
+    const int64_t within = lane * 4 + column % 4;
+    return bits == 8 ? Place{group * REGISTER + within, 0} : Place{group / 2 * REGISTER + within, group % 2 * 4};
+}
+inline Place high_place(int column, int64_t lane) {  // of 6 bits the upper two
+    return {(4 + column / 16) * REGISTER + lane * 4 + column % 4, column / 4 % 4 * 2};
+}
+
+int code_at(const Part& part, const uint8_t* block, int column, int64_t lane) {
+    const Place low = low_place(part.bits, column, lane), high = high_place(column, lane);
+    const int code = block[low.byte] >> low.bit & (part.bits == 8 ? 0xff : 0x0f);
+    return part.bits == 6 ? code | (block[high.byte] >> high.bit & 3) << 4 : code;
+}
+
+template <class T>
+void lookup(const Part& part, const int64_t* outputs, int64_t count, int64_t in, T* y) {
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size;
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < in; i++) {
+            const int64_t lane = outputs[row] % TILE, step = i % COLUMNS / part.size;
+            const uint8_t* block = part.tiles + (outputs[row] / TILE * blocks + i / COLUMNS) * part.block_bytes();
+            const uint16_t* halves = (const uint16_t*)(block + REGISTER * part.bits) + step * TILE + lane;
+            const float code = float(code_at(part, block, int(i % COLUMNS), lane) - part.zero);
+            const float minimum = part.has_minima ? to_float16(halves[scales * TILE]) : 0.0f;
+            put(y + row * in + i, std::fma(code, to_float16(halves[0]), minimum));
+        }
+}
+
+}  // namespace
+
+extern "C" {
+int64_t quantised_bytes(const Part* part, int64_t in) {
+    return part->num_tiles() * part->block_bytes() * ((in + COLUMNS - 1) / COLUMNS);
+}
+
+// `rows` outputs from `first` on, a multiple of TILE, to where they stand in `to`: codes [rows, blocks, 32], scales and
+// minima [rows, blocks, 32 / size] of float16. Where they stand all is zero before.
+void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, int64_t rows, const uint8_t* codes,
+                    const uint16_t* scales, const uint16_t* minima, int threads) {
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, count = COLUMNS / part->size, bytes = part->block_bytes();
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t tile = 0; tile < (rows + TILE - 1) / TILE; tile++)
+        for (int64_t row = tile * TILE; row < std::min(rows, (tile + 1) * TILE); row++)
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t lane = row % TILE, from = row * blocks + block;
+                uint8_t* own = to + ((first / TILE + tile) * blocks + block) * bytes;
+                uint16_t* halves = (uint16_t*)(own + REGISTER * part->bits) + lane;
+                for (int i = 0; i < COLUMNS; i++) {
+                    const int code = codes[from * COLUMNS + i];
+                    const Place low = low_place(part->bits, i, lane), high = high_place(i, lane);
+                    own[low.byte] |= uint8_t((part->bits == 8 ? code : code & 15) << low.bit);
+                    if (part->bits == 6) own[high.byte] |= uint8_t(code >> 4 << high.bit);
+                }
+                for (int64_t step = 0; step < count; step++) {
+                    halves[step * TILE] = scales[from * count + step];
+                    if (minima) halves[(count + step) * TILE] = minima[from * count + step];
+                }
+            }
+}
+
+// y [count, in]: the weights of some outputs.
+void lookup_quantised_bf16(const Part* part, const int64_t* outputs, int64_t count, int64_t in, bf16* y) {
+    lookup(*part, outputs, count, in, y);
+}
+void lookup_quantised_float(const Part* part, const int64_t* outputs, int64_t count, int64_t in, float* y) {
+    lookup(*part, outputs, count, in, y);
+}
+
+void linear_quantised_bf16(const bf16* x, const void* matrix, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
+                           int threads) {
+    product(x, (const Matrix*)matrix, bias, y, rows, in, out, threads);
+}
+void linear_quantised_float(const float* x, const void* matrix, const float* bias, float* y, int64_t rows, int64_t in,
+                            int64_t out, int threads) {
+    product(x, (const Matrix*)matrix, bias, y, rows, in, out, threads);
+}
+}
