@@ -7,17 +7,13 @@ verified beside others can differ from one that is decoded alone. The device ker
 columns. The idea, elsewhere called batch invariance, is that of "Defeating Nondeterminism in LLM Inference" (He et
 al., 2025).
 
-With 8 bits (`plan_linear_int8`) weights and activations have one scale for 32 columns, as in GGUF's Q8_0:
-
-    y_o = b_o + sum_B s_oB a_B (sum_{i in B} q_oi p_i),   w_oi ~ s_oB q_oi,   x_i ~ a_B p_i,   B: 32 columns in order
-
-Sums of integers are exact and blocks are added up in order. Scales of weights are kept in bf16, rounded up.
-
-Legend: in, out = widths of the layer, blocks = ceil(in / 32).
+Legend: in, out = widths of the layer.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,37 +23,53 @@ Product = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out], in the type of both."""
 
 
-def plan_linear(weight: Tensor, bias: Tensor | None) -> Product:
+class QuantisedWeight(ABC):
+    """A matrix [out, in] in blocks of a few bits (`kernels.quantised`)."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of activations, and of its rows where they are looked up
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        """Matrices of equal `in` and any forms, one below the other."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of memory."""
+
+    @abstractmethod
+    def lookup(self, outputs: Tensor) -> Tensor:
+        """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+
+    @abstractmethod
+    def plan(self, bias: Tensor | None) -> Product:
+        """The product with this matrix. # bias [out]"""
+
+    def dense(self) -> Tensor:
+        """The whole matrix. # -> [out, in]"""
+        return self.lookup(torch.arange(self.shape[0]))
+
+
+Weight = Tensor | QuantisedWeight
+
+
+def dense(weight: Weight) -> Tensor:
+    """The matrix as a tensor. # -> [out, in]"""
+    return weight.dense() if isinstance(weight, QuantisedWeight) else weight
+
+
+def join(weights: Sequence[Weight]) -> Weight:
+    """Matrices of equal `in`, one below the other; a tensor where some are tensors."""
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if len(quantised) == len(weights):
+        return type(quantised[0]).joined(quantised)
+    return torch.cat([dense(weight) for weight in weights])
+
+
+def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     """The product with one layer's weights: weight [out, in], bias [out] or none."""
+    if isinstance(weight, QuantisedWeight):
+        return weight.plan(bias)
     return partial(functional.linear, weight=weight, bias=bias)
-
-
-COLUMNS = 32
-"""That share a scale."""
-
-_MOST = 127
-
-
-def plan_linear_int8(weight: Tensor, bias: Tensor | None) -> Product:
-    """As `plan_linear`, of what is left of the weights in 8 bits."""
-    blocks = _blocks(weight.float())
-    most = blocks.abs().amax(-1, keepdim=True)
-    scales = ((most / _MOST).view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)  # up to the next bf16
-    counts = torch.where(most > 0, (blocks / scales).round(), 0.0)
-    return partial(_product_int8, counts=counts, scales=scales[..., 0], bias=bias)
-
-
-def _product_int8(x: Tensor, counts: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], counts [out, blocks, 32], scales [out, blocks] -> [..., out]"""
-    blocks = _blocks(x.float())  # [..., blocks, 32]
-    most = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, _MOST / most, 0.0)
-    whole = torch.einsum("...bi,obi->...ob", (blocks * inverse).round(), counts)  # integers below 2^24: exact
-    y: Tensor = (whole * (scales * (most / _MOST).transpose(-1, -2))).sum(-1)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
-def _blocks(x: Tensor) -> Tensor:
-    """# [..., columns] -> [..., blocks, 32], the last one filled up with zeros"""
-    whole: Tensor = functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
-    return whole

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.accept import accept
 from kernels.commit_slots import commit_slots
@@ -20,9 +21,10 @@ from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise_of
 from kernels.hit_rates import correct_survival, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
-from kernels.linear import plan_linear, plan_linear_int8
+from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
 from kernels.ngrams import add_ngrams, grow_ngrams
+from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
 from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
@@ -35,7 +37,7 @@ class Ops:
     """One implementation of each op: the reference, which also says what the op does, or another of its type."""
 
     plan_linear = staticmethod(plan_linear)
-    plan_linear_int8 = staticmethod(plan_linear_int8)
+    keep_blocks = staticmethod(keep_blocks)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
@@ -65,8 +67,16 @@ class Ops:
 
     def in_8_bits(self) -> "Ops":
         """The same, whose linear layers keep 8 bits of their weights."""
-        return Ops(**{**vars(self), "plan_linear": self.plan_linear_int8})
+        return Ops(**{**vars(self), "plan_linear": self._plan_in_8_bits})
 
+    def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
+        if isinstance(weight, Tensor):
+            pieces = map(in_8_bits, weight.detach().split(_ROWS))
+            weight = self.keep_blocks(EIGHT_BITS, tuple(weight.shape), weight.dtype, pieces)
+        return self.plan_linear(weight, bias)
+
+
+_ROWS = 4096  # of a matrix that are held as floats at once while it is quantised
 
 REFERENCE = Ops()
 OPS = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmethod))

@@ -45,6 +45,17 @@ struct Activations {  // COLUMNS of a row
     float scale;
 };
 
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
 constexpr float MAGIC = 12582912.0f;  // adding and taking it away rounds to the nearest, ties to even, for |x| < 2^22
 
 template <class T>
@@ -67,7 +78,7 @@ void quantise(const T* x, Activations* to, int64_t in) {
         float inverse = most > 0 ? 127.0f / most : 0.0f;
         IVec sums[2] = {}, broken{};
         for (int v = 0; v < PIECES; v++) {
-            IVec whole = __builtin_convertvector((values[v] * inverse + MAGIC) - MAGIC, IVec);
+            IVec whole = __builtin_convertvector(fused(values[v], splat(inverse), splat(MAGIC)) - MAGIC, IVec);
             *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(__builtin_convertvector(whole, Half), Bytes);
             sums[2 * v / PIECES] += whole;
             broken |= values[v] - values[v] != 0.0f;
@@ -187,17 +198,6 @@ inline float to_float16(uint16_t half) {
 #endif
 }
 
-inline Vec fused(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
-    return c;
-#endif
-}
-
 // sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks].
 template <int BITS, int SIZE, int ROWS>
 void tile(const Activations* x, const uint8_t* w, const Part& part, Vec* sums, int64_t blocks) {
@@ -292,17 +292,22 @@ int code_at(const Part& part, const uint8_t* block, int column, int64_t lane) {
 }
 
 template <class T>
-void lookup(const Part& part, const int64_t* outputs, int64_t count, int64_t in, T* y) {
-    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size;
-    for (int64_t row = 0; row < count; row++)
-        for (int64_t i = 0; i < in; i++) {
-            const int64_t lane = outputs[row] % TILE, step = i % COLUMNS / part.size;
-            const uint8_t* block = part.tiles + (outputs[row] / TILE * blocks + i / COLUMNS) * part.block_bytes();
-            const uint16_t* halves = (const uint16_t*)(block + REGISTER * part.bits) + step * TILE + lane;
-            const float code = float(code_at(part, block, int(i % COLUMNS), lane) - part.zero);
-            const float minimum = part.has_minima ? to_float16(halves[scales * TILE]) : 0.0f;
-            put(y + row * in + i, std::fma(code, to_float16(halves[0]), minimum));
-        }
+void lookup(const Part& part, const int64_t* outputs, int64_t count, int64_t in, T* y, int threads) {
+    const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size, bytes = part.block_bytes();
+#pragma omp parallel for schedule(static) num_threads(count * in > FEW ? threads : 1)
+    for (int64_t row = 0; row < count; row++) {
+        const int64_t lane = outputs[row] % TILE;
+        const uint8_t* block = part.tiles + outputs[row] / TILE * blocks * bytes;
+        for (int64_t first = 0; first < in; first += COLUMNS, block += bytes)
+            for (int64_t step = 0; step < scales; step++) {
+                const uint16_t* halves = (const uint16_t*)(block + REGISTER * part.bits) + step * TILE + lane;
+                const float scale = to_float16(halves[0]);
+                const float minimum = part.has_minima ? to_float16(halves[scales * TILE]) : 0.0f;
+                const int64_t begin = step * part.size, end = std::min(begin + part.size, in - first);
+                for (int64_t i = begin; i < end; i++)
+                    put(y + row * in + first + i, std::fma(float(code_at(part, block, int(i), lane) - part.zero), scale, minimum));
+            }
+    }
 }
 
 }  // namespace
@@ -338,11 +343,11 @@ void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, in
 }
 
 // y [count, in]: the weights of some outputs.
-void lookup_quantised_bf16(const Part* part, const int64_t* outputs, int64_t count, int64_t in, bf16* y) {
-    lookup(*part, outputs, count, in, y);
+void lookup_quantised_bf16(const Part* part, const int64_t* outputs, int64_t count, int64_t in, bf16* y, int threads) {
+    lookup(*part, outputs, count, in, y, threads);
 }
-void lookup_quantised_float(const Part* part, const int64_t* outputs, int64_t count, int64_t in, float* y) {
-    lookup(*part, outputs, count, in, y);
+void lookup_quantised_float(const Part* part, const int64_t* outputs, int64_t count, int64_t in, float* y, int threads) {
+    lookup(*part, outputs, count, in, y, threads);
 }
 
 void linear_quantised_bf16(const bf16* x, const void* matrix, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,

@@ -1,0 +1,117 @@
+"""Products with quantised weights: those of the reference up to rounding, close to those of whole weights, `==` in
+company, and of the same bits on every build that this processor runs."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.cpu import library
+from kernels.linear import QuantisedWeight, join
+from kernels.ops import REFERENCE, Ops
+from kernels.quantised import EIGHT_BITS, Blocks, Form, in_8_bits
+
+CPU = ops.on(torch.device("cpu"))
+FORMS = [Form(4, 8), Form(4, 0, has_minima=True), Form(6, 16), Form(6, 0, has_minima=True), Form(6, 32, size=16), EIGHT_BITS]
+pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+
+
+def random_blocks(form: Form, out: int, columns: int) -> Blocks:
+    generator = torch.Generator().manual_seed(out)
+    blocks = -(-columns // 32)
+    codes = torch.randint(0, 1 << form.bits, (out, blocks, 32), generator=generator).to(torch.uint8)
+    shape = out, blocks, 32 // form.size
+    scales = (torch.randn(shape, generator=generator) / 100).half()
+    minima = (torch.randn(shape, generator=generator) / 10).half() if form.has_minima else None
+    return Blocks(codes, scales, minima)
+
+
+def pieces(blocks: Blocks, rows: int) -> Iterator[Blocks]:
+    for first in range(0, blocks.codes.shape[0], rows):
+        yield Blocks(*(None if value is None else value[first : first + rows] for value in blocks))
+
+
+def weight_of(table: Ops, form: Form, out: int, columns: int, dtype: torch.dtype) -> QuantisedWeight:
+    kept = table.keep_blocks(form, (out, columns), dtype, pieces(random_blocks(form, out, columns), 32))
+    assert isinstance(kept, QuantisedWeight)
+    return kept
+
+
+def tolerance_of(dtype: torch.dtype) -> dict[str, float]:
+    value = 2e-5 if dtype == torch.float32 else 2**-7
+    return {"atol": value, "rtol": value}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [32, 96, 576, 50])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products_and_rows_are_those_of_the_reference(form: Form, columns: int, dtype: torch.dtype) -> None:
+    ours, theirs = (weight_of(table, form, 75, columns, dtype) for table in (CPU, REFERENCE))
+    outputs = torch.randint(75, (3, 4))
+    assert torch.equal(ours.lookup(outputs), theirs.lookup(outputs))
+    assert torch.equal(ours.dense(), theirs.dense())
+    x = torch.randn(2, 9, columns).to(dtype)
+    x[0, 0] = 0
+    bias = torch.randn(75).to(dtype)
+    torch.testing.assert_close(
+        CPU.plan_linear(ours, bias)(x), REFERENCE.plan_linear(theirs, bias)(x), **tolerance_of(dtype)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products_are_close_to_those_of_the_weights_themselves(form: Form) -> None:
+    weight, x = weight_of(CPU, form, 64, 576, torch.float32), torch.randn(5, 576)
+    found, expected = CPU.plan_linear(weight, None)(x), x @ weight.dense().T
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(form: Form) -> None:
+    product = CPU.plan_linear(weight_of(CPU, form, 70, 96, torch.bfloat16), None)
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = product(x)
+    for first in range(0, 40, 3):
+        for count in (1, 2, 5, 13, 30):
+            assert torch.equal(product(x[first : first + count]), whole[first : first + count])
+
+
+def test_joined_matrices_may_be_of_different_forms() -> None:
+    parts = [weight_of(CPU, form, 20 + 12 * place, 64, torch.float32) for place, form in enumerate(FORMS)]
+    x = torch.randn(7, 64)
+    expected = torch.cat([CPU.plan_linear(part, None)(x) for part in parts], dim=1)
+    assert torch.equal(CPU.plan_linear(join(parts), None)(x), expected)
+    with_a_tensor = join([parts[0], torch.ones(3, 64)])
+    assert isinstance(with_a_tensor, Tensor)
+    assert torch.equal(with_a_tensor[:20], parts[0].dense())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "out"), [(64, 32), (576, 960), (50, 33), (1536, 70)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_tensors_in_8_bits_are_close_to_what_they_were(width: int, out: int, with_bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    weight = (torch.randn(out, width, generator=generator) / width**0.5).to(dtype)
+    bias = torch.randn(out, generator=generator).to(dtype) if with_bias else None
+    x = torch.randn(2, 7, width, generator=generator).to(dtype)
+    found, expected = (table.in_8_bits().plan_linear(weight, bias)(x) for table in (CPU, REFERENCE))
+    torch.testing.assert_close(found, expected, **tolerance_of(dtype))
+    whole = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert (found.float() - whole).norm() < 0.02 * whole.norm()
+
+
+def test_a_block_of_zeros_stays_one() -> None:
+    blocks = in_8_bits(torch.zeros(2, 64))
+    assert not blocks.weights(EIGHT_BITS).any()
+
+
+def test_a_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
+    product = CPU.in_8_bits().plan_linear(torch.randn(40, 64), None)
+    x = torch.randn(3, 64)
+    expected = product(x)
+    x[1, 5] = torch.nan
+    assert product(x)[1].isnan().all()
+    assert torch.equal(product(x)[0::2], expected[0::2])
+    x[1, 5] = torch.inf
+    assert not product(x)[1].isfinite().any()
