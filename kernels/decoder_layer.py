@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear import Product
+from kernels.linear import Product, Weight, join
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, Attention
 
@@ -58,21 +58,26 @@ class DecoderLayer:
 
     @staticmethod
     def of(
-        weights: Mapping[str, Tensor], ops: Ops, *, query_heads: int, epsilon: float, scale: float, window: int | None
+        weights: Mapping[str, Weight], ops: Ops, *, query_heads: int, epsilon: float, scale: float, window: int | None
     ) -> "DecoderLayer":
         """From weights by the names that transformers gives them in a layer. Raises ValueError for other names."""
         left = dict(weights)
 
         def joined(part: str, *names: str) -> Product:
-            kinds = {
-                kind: [left.pop(f"{part}.{name}_proj.{kind}", None) for name in names] for kind in ("weight", "bias")
-            }
-            found = {kind: [value for value in values if value is not None] for kind, values in kinds.items()}
-            if len(found["weight"]) < len(names) or len(found["bias"]) not in (0, len(names)):
+            places = [f"{part}.{name}_proj" for name in names]
+            found = [left.pop(f"{place}.weight") for place in places if f"{place}.weight" in left]
+            biases = [vector(f"{place}.bias") for place in places if f"{place}.bias" in left]
+            if len(found) < len(names) or len(biases) not in (0, len(names)):
                 raise ValueError(f"{part}: weights of {', '.join(names)} are missing, or some of their biases")
-            return ops.plan_linear(torch.cat(found["weight"]), torch.cat(found["bias"]) if found["bias"] else None)
+            return ops.plan_linear(join(found), torch.cat(biases) if biases else None)
 
-        norms = [left.pop(f"self_attn.{name}_norm.weight", None) for name in "qk"]
+        def vector(name: str) -> Tensor:
+            value = left.pop(name)
+            assert isinstance(value, Tensor), "only matrices are quantised"
+            return value
+
+        norm_names = [name for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in left]
+        norms = [vector(name) for name in norm_names]
         try:
             layer = DecoderLayer(
                 ops,
@@ -80,17 +85,17 @@ class DecoderLayer:
                 epsilon,
                 scale,
                 window,
-                input_norm=left.pop("input_layernorm.weight"),
+                input_norm=vector("input_layernorm.weight"),
                 query_key_value=joined("self_attn", *"qkv"),
-                head_norms=None if norms[0] is None or norms[1] is None else (norms[0], norms[1]),
+                head_norms=(norms[0], norms[1]) if len(norms) == 2 else None,
                 output=joined("self_attn", "o"),
-                post_norm=left.pop("post_attention_layernorm.weight"),
+                post_norm=vector("post_attention_layernorm.weight"),
                 gate_up=joined("mlp", "gate", "up"),
                 down=joined("mlp", "down"),
             )
         except KeyError as error:
             raise ValueError(f"no weight is called {error.args[0]}") from error
-        if left or len([norm for norm in norms if norm is not None]) == 1:
+        if left or len(norms) == 1:
             raise ValueError(
                 f"there are weights that a standard layer has not: {', '.join(sorted(left)) or 'one norm'}"
             )

@@ -60,6 +60,20 @@ def dense(weight: Weight) -> Tensor:
     return weight.dense() if isinstance(weight, QuantisedWeight) else weight
 
 
+def look_up(outputs: Tensor, weight: Weight) -> Tensor:
+    """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+    return weight.lookup(outputs) if isinstance(weight, QuantisedWeight) else functional.embedding(outputs, weight)
+
+
+def even_sample(weight: Weight, count: int) -> Tensor:
+    """Every n-th element, row after row, n such that there are at least `count`, or all. # -> [elements]"""
+    if isinstance(weight, Tensor):
+        return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
+    rows, columns = weight.shape
+    places = torch.arange(0, rows * columns, max(1, rows * columns // count))
+    return weight.lookup(places // columns).gather(1, (places % columns)[:, None])[:, 0]
+
+
 def join(weights: Sequence[Weight]) -> Weight:
     """Matrices of equal `in`, one below the other; a tensor where some are tensors."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]

@@ -162,6 +162,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
+    as_it_is = dtype is None and config.load_dtype == "auto" and config.copies == 1 and build.keeps_blocks(device)
     if dtype is None:
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
@@ -179,6 +180,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
                 cache_dir=cache,
                 copies=config.copies,
                 begin_drafter=_begin_drafter(config),
+                as_it_is=as_it_is,
             )
     return replace(loaded, in_8_bits=in_8_bits)
 

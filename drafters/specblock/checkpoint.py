@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from kernels.linear import Weight, dense, even_sample
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -32,23 +34,32 @@ class DrafterError(ValueError):
     """A drafter file that cannot be used, and what to do about it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetParts:
     """What a drafter borrows from its target, and how it knows that it is the right one."""
 
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
-    embedding: Tensor  # [vocab, hidden]
-    head: Tensor | None  # [vocab, hidden]; None where it is no longer held in this form
+    table: Weight  # [vocab, hidden], the embedding
+    output: Weight | None  # [vocab, hidden], the head; None where it is no longer held in this form
     norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is no plain one
     config: Mapping[str, Any] = field(default_factory=dict)  # transformers', of its decoder
 
+    @cached_property
+    def embedding(self) -> Tensor:
+        """# [vocab, hidden]"""
+        return dense(self.table)
 
-def identity_of(embedding: Tensor, config: Mapping[str, Any]) -> str:
+    @cached_property
+    def head(self) -> Tensor | None:
+        """# [vocab, hidden]"""
+        return self.embedding if self.output is self.table else None if self.output is None else dense(self.output)
+
+
+def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
     """A hash of the target that does not depend on the type its weights are held in: shapes of its decoder and the sign
     pattern of an even sample of its embedding. # embedding [vocab, hidden]"""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    flat = embedding.detach().reshape(-1)
-    signs = (flat[:: max(1, flat.numel() // 4096)].float() > 0).to(torch.uint8).cpu().numpy().tobytes()
+    signs = (even_sample(embedding, 4096).float() > 0).to(torch.uint8).cpu().numpy().tobytes()
     shapes = json.dumps({name: config.get(name) for name in (*names, "model_type")}, sort_keys=True)
     return hashlib.sha256(shapes.encode() + signs).hexdigest()[:16]
 

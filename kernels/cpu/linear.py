@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.library import address, function
-from kernels.linear import Product, QuantisedWeight
+from kernels.linear import Product, QuantisedWeight, Weight
 
 _OUTPUTS = 32  # of the largest tile that a build has; smaller ones divide it
 
@@ -44,7 +44,7 @@ def product_kernel(name: str, dtype: torch.dtype) -> Any:
     return function(name, "ppppnnni", dtype)
 
 
-def plan_linear(weight: Tensor | QuantisedWeight, bias: Tensor | None) -> Product:
+def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     """As the reference; rows of any number have the bits they have alone."""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear import Product
+from kernels.linear import Product, Weight, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 """Products in full precision run without matrix instructions, and their tiles must fit into registers."""
 
 
-def plan_linear(weight: Tensor, bias: Tensor | None) -> Product:
-    """As the reference's `plan_linear`."""
-    weight = weight.contiguous()
+def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
+    """As the reference's `plan_linear`, of what quantised weights are worth."""
+    weight = dense(weight).contiguous()
     features, columns = weight.shape
 
     def product(x: Tensor) -> Tensor:

@@ -63,3 +63,8 @@ def make_policy(costs: Costs | None, limits: EngineLimits, ledger: RegretLedger)
 def default_dtype(device: torch.device) -> torch.dtype:
     """bf16 where kernels are made for the device, for it halves what every step reads; else fp32."""
     return torch.bfloat16 if device.type == "cuda" or library.variant() else torch.float32
+
+
+def keeps_blocks(device: torch.device) -> bool:
+    """Whether there are kernels for the blocks of GGUF files."""
+    return device.type == "cpu" and library.variant() is not None

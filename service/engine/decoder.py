@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.layers import RunLayers
+from kernels.linear import Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import Attention, AttentionRows
 from service.engine.kv_pool import KVPool
-from service.engine.linear import replace_linears
+from service.engine.linear import replace_linears, weights_of
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers
 from service.engine.widening import copies_of
 from service.errors import StartupError
@@ -45,7 +45,7 @@ class Decoder:
         tap_layers: Sequence[int] = (),
     ) -> None:
         inner, head = model.get_decoder(), model.get_output_embeddings()
-        self._embedding: Tensor = inner.get_input_embeddings().weight
+        self._embedding: Weight = inner.get_input_embeddings().weight
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class Decoder:
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """# [rows] int64 -> [rows, hidden]"""
-        return functional.embedding(tokens, self._embedding)
+        return look_up(tokens, self._embedding)
 
     def places(self, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
         """Of rows at these positions."""
@@ -227,7 +227,7 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
         raise ValueError("scores of attention are capped")
     text = model.config.get_text_config()
     return DecoderLayer.of(
-        dict(module.named_parameters()),
+        weights_of(module),
         ops,
         query_heads=text.num_attention_heads,
         epsilon=float(text.rms_norm_eps),

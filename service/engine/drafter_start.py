@@ -12,7 +12,9 @@ from drafters.specblock.checkpoint import DrafterError
 from drafters.specblock.model import STANDARD, InputLayer, SpecBlock, SpecBlockConfig, layers_for
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
+from kernels.linear import dense
 from service.engine.dummy import seeded
+from service.engine.linear import weights_of
 from service.engine.modules import decoder_layers, default_tap_layers
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
     return TargetEnd(
         layers=list(decoder_layers(model).children()),
         norm=model.get_decoder().get_submodule("norm"),
-        head=output.get_parameter("weight"),
+        head=dense(weights_of(output)["weight"]),
         standard=is_standard(model),
     )
 

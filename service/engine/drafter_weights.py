@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -21,6 +20,7 @@ from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
+from kernels.linear import Weight, look_up
 from service.config import ServiceConfig
 from service.engine.drafter_start import drafter_config
 from service.engine.dummy import seeded
@@ -97,7 +97,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
         first = weights_of(model := load_network(folder, loaded))
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    weights = _serving(model, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
+    weights = _serving(model, loaded.parts.table, blocks, in_8_bits=loaded.drafts_in_8_bits)
     shape = model.config.kind, weights.blocks, model.config.block_size
     logger.info("loaded drafter %s: %s, %d blocks of %d positions", folder, *shape)
     return Replaceable(weights, first)
@@ -106,7 +106,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
 def unmade_replaceable(loaded: LoadedModel, folder: Path | None, *, blocks: int) -> Replaceable:
     """The drafter that is yet to be made for this target, or to prove itself: that of a folder. Raises StartupError."""
     assert loaded.unmade is not None, "no drafter is to be made"
-    weights = _serving(loaded.unmade, loaded.parts.embedding, blocks, in_8_bits=loaded.in_8_bits)
+    weights = _serving(loaded.unmade, loaded.parts.table, blocks, in_8_bits=loaded.drafts_in_8_bits)
     given = None if folder is None else _given(folder, loaded)
     return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False, given=given)
 
@@ -121,14 +121,14 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
         raise StartupError(str(error)) from error
 
 
-def _serving(model: SpecBlock, table: Tensor, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
+def _serving(model: SpecBlock, table: Weight, blocks: int, *, in_8_bits: bool = False) -> TrainedWeights:
     network = ServingNetwork(model.config, weights_of(model), in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
     return TrainedWeights(network, embed_with(table), blocks=TRAINED_KINDS[model.config.kind].blocks(blocks))
 
 
-def embed_with(table: Tensor) -> Embed:
+def embed_with(table: Weight) -> Embed:
     """Looking tokens up in the target's table, on the table's device."""
-    return partial(embedding, weight=table)
+    return partial(look_up, weight=table)
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:

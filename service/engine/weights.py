@@ -7,6 +7,7 @@ reproduce is refused with the reason, never run wrongly.
 import hashlib
 import importlib.util
 import logging
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +31,11 @@ from transformers import (
 from drafters.specblock.checkpoint import TargetParts, identity_of
 from drafters.specblock.model import STANDARD, SpecBlock
 from kernels.cpu import library
+from kernels.linear import QuantisedWeight, Weight, even_sample
 from service.engine import dummy
+from service.engine.gguf_file import keeps_blocks, load_as_it_is
 from service.engine.kv_pool import KVShape
+from service.engine.linear import num_bytes, weights_of
 from service.engine.modules import ATTENTION_NAME
 from service.engine.widening import widened
 from service.errors import StartupError
@@ -74,9 +78,20 @@ class LoadedModel:
         return self.parts.identity if self.copies == 1 else f"{self.parts.identity}-x{self.copies}"
 
     @property
+    def is_as_in_file(self) -> bool:
+        """Whether matrices are kept in the blocks of a GGUF file."""
+        return isinstance(self.parts.table, QuantisedWeight)
+
+    @property
+    def drafts_in_8_bits(self) -> bool:
+        """Whether a drafter's products keep 8 bits of its weights: where those of the target do, or have fewer."""
+        return self.in_8_bits or self.is_as_in_file
+
+    @property
     def dtype_name(self) -> str:
         """How weights are held."""
-        return "int8" if self.in_8_bits else str(self.model.dtype).removeprefix("torch.")
+        held = str(self.model.dtype).removeprefix("torch.")
+        return "int8" if self.in_8_bits else f"gguf+{held}" if self.is_as_in_file else held
 
 
 def load_model(
@@ -88,16 +103,23 @@ def load_model(
     cache_dir: Path,
     copies: int = 1,
     begin_drafter: BeginDrafter | None = None,
+    as_it_is: bool = False,
 ) -> LoadedModel:
     """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `begin_drafter`: of the one that
-    is to be made for it. Raises StartupError naming what is wrong with it and what to do."""
-    source, options = resolve(name, cache_dir=cache_dir), {"revision": revision or "main", "trust_remote_code": False}
+    is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them. Raises
+    StartupError naming what is wrong with it and what to do."""
+    file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
+    as_it_is = as_it_is and file is not None and keeps_blocks(file)
+    source = resolve(name, cache_dir=cache_dir, with_weights=not as_it_is)
     try:
         config = _read_config(source, **options)
         refuse_unsupported(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
-        )
+        if as_it_is and file is not None:
+            model = load_as_it_is(file, config, dtype, ATTENTION_NAME)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
+            )
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
@@ -138,9 +160,9 @@ def _made_ready(
         model = widened(model, copies).eval().requires_grad_(False)
     fingerprint = weights_fingerprint(model)
     table, head = _embedding_and_head(model)
-    tied = head.data_ptr() == table.data_ptr()
-    read_bytes = sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
-    num_parameters = sum({value.data_ptr(): value.numel() for value in model.parameters()}.values())
+    weights = {id(weight): weight for weight in weights_of(model).values()}.values()
+    read_bytes = sum(num_bytes(weight) for weight in weights)
+    num_parameters = sum(math.prod(weight.shape) for weight in weights)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -149,7 +171,7 @@ def _made_ready(
         fingerprint=fingerprint,
         parts=narrow,
         kv_shape=kv_shape(model),
-        read_bytes=read_bytes - (0 if tied else table.nbytes),
+        read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
         copies=copies,
         unmade=unmade,
@@ -163,26 +185,26 @@ def _identity(model: PreTrainedModel) -> str:
 def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     """`keeps_head`: also where that costs memory: on a CPU products hold weights in a form of their own."""
     table, head = _embedding_and_head(model)
-    tied = head.data_ptr() == table.data_ptr()
-    kept_head = table if tied else head if keeps_head or table.device.type != "cpu" else None
+    stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
+    kept_head = head if head is table or stays else None
     text = model.config.get_text_config().to_dict()
     norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
     return TargetParts(_identity(model), table, kept_head, norm if text["model_type"] in STANDARD else None, text)
 
 
-def _embedding_and_head(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
     """One and the same where they are tied. # both [vocab, hidden]"""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Module)
     assert isinstance(head, nn.Module), "a causal language model has an output layer"
-    return embedding.get_parameter("weight"), head.get_parameter("weight")
+    return weights_of(embedding)["weight"], weights_of(head)["weight"]
 
 
-def resolve(name: str, *, cache_dir: Path) -> str:
-    """The folder or hub id to load `name` from; GGUF files become a cached safetensors folder."""
+def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
+    """The folder or hub id to load `name` from; GGUF files become a cached folder with safetensors, or without weights."""
     file = gguf_file(name)
     if file is not None:
-        return str(unpack_gguf(file, cache_dir=cache_dir))
+        return str(unpack_gguf(file, cache_dir=cache_dir, with_weights=with_weights))
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
@@ -213,21 +235,26 @@ def _embedded_file() -> Path:
     return Path(spec.origin).parent / _EMBEDDED_FILE
 
 
-def unpack_gguf(file: Path, *, cache_dir: Path) -> Path:
-    """Dequantise a GGUF file to a bf16 safetensors folder, once per file content; returns the folder.
+def unpack_gguf(file: Path, *, cache_dir: Path, with_weights: bool = True) -> Path:
+    """Configuration and tokenizer of a GGUF file, and its weights dequantised to bf16, in a folder as transformers reads
+    it, once per file content; returns the folder.
 
     The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
     """
     with file.open("rb") as stream:
         content = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = cache_dir / "models" / f"{file.stem}-{content[:16]}-{_CACHE_FORMAT}"
+    kind = "" if with_weights else "-described"
+    folder = cache_dir / "models" / f"{file.stem}-{content[:16]}-{_CACHE_FORMAT}{kind}"
     if folder.is_dir():
         return folder
     logger.info("unpacking %s into %s (first start only)", file.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "model"
-        _dequantised(file).save_pretrained(made)
+        if with_weights:
+            _dequantised(file).save_pretrained(made)
+        else:
+            AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
         _publish(made, folder)
     return folder
@@ -311,8 +338,9 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
     """Hash of every parameter's name, shape, dtype and an even sample of its values."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        flat = parameter.detach().reshape(-1)
-        digest.update(flat[:: max(1, flat.numel() // samples)].double().cpu().numpy().tobytes())
+    weights = weights_of(model)
+    in_blocks = any(isinstance(weight, QuantisedWeight) for weight in weights.values())
+    for name, weight in sorted((weights if in_blocks else model.state_dict()).items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(even_sample(weight, samples).double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
