@@ -41,8 +41,8 @@ struct Matrix {
 
 struct Activations {  // COLUMNS of a row
     int8_t values[COLUMNS];
-    int32_t sums[2];  // of each half
-    float scale;
+    int32_t sums[3];  // of all, and of each half
+    float scale, scaled_sum;
 };
 
 inline Vec fused(Vec a, Vec b, Vec c) {
@@ -58,6 +58,24 @@ inline Vec fused(Vec a, Vec b, Vec c) {
 
 constexpr float MAGIC = 12582912.0f;  // adding and taking it away rounds to the nearest, ties to even, for |x| < 2^22
 
+#if defined(__AVX512F__)
+inline int32_t most_of(IVec x) { return _mm512_reduce_max_epi32((__m512i)x); }
+inline int32_t sum_of(IVec x) { return _mm512_reduce_add_epi32((__m512i)x); }
+#else
+inline int32_t most_of(IVec x) {
+    int32_t most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+inline int32_t sum_of(IVec x) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+#endif
+
+// The largest size is found among bits of floats, whose order is that of whole numbers: a NaN is beyond all others, so
+// that what is broken stays so.
 template <class T>
 void quantise(const T* x, Activations* to, int64_t in) {
     typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -66,28 +84,27 @@ void quantise(const T* x, Activations* to, int64_t in) {
         T part[COLUMNS] = {};
         if (in - first < COLUMNS) memcpy(part, x + first, size_t(in - first) * sizeof(T));
         const T* from = in - first < COLUMNS ? part : x + first;
-        Vec values[PIECES], sizes{};
+        Vec values[PIECES];
+        IVec sizes{};
         for (int v = 0; v < PIECES; v++) {
             values[v] = load(from + v * LANES);
-            Vec size = (Vec)((IVec)values[v] & 0x7fffffff);
+            IVec size = (IVec)values[v] & 0x7fffffff;
             sizes = size > sizes ? size : sizes;
         }
-        float most = 0;
-        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
-        to->scale = most / 127.0f;
-        float inverse = most > 0 ? 127.0f / most : 0.0f;
-        IVec sums[2] = {}, broken{};
+        const int32_t bits = most_of(sizes);
+        float most;
+        memcpy(&most, &bits, sizeof(most));
+        const float inverse = most > 0 ? 127.0f / most : 0.0f;
+        IVec sums[2] = {};
         for (int v = 0; v < PIECES; v++) {
             IVec whole = __builtin_convertvector(fused(values[v], splat(inverse), splat(MAGIC)) - MAGIC, IVec);
             *(Bytes*)(to->values + v * LANES) = __builtin_convertvector(__builtin_convertvector(whole, Half), Bytes);
             sums[2 * v / PIECES] += whole;
-            broken |= values[v] - values[v] != 0.0f;
         }
-        to->sums[0] = to->sums[1] = 0;
-        for (int i = 0; i < LANES; i++) {
-            to->sums[0] += sums[0][i], to->sums[1] += sums[1][i];
-            if (broken[i]) to->scale = NAN;  // what is broken stays so
-        }
+        to->sums[1] = sum_of(sums[0]), to->sums[2] = sum_of(sums[1]);
+        to->sums[0] = to->sums[1] + to->sums[2];
+        to->scale = most / 127.0f;
+        to->scaled_sum = to->scale * float(to->sums[0]);
     }
 }
 
@@ -199,16 +216,18 @@ inline float to_float16(uint16_t half) {
 }
 
 // sums [ROWS]: of one tile of outputs, for each row of x [ROWS, blocks].
-template <int BITS, int SIZE, int ROWS>
-void tile(const Activations* x, const uint8_t* w, const Part& part, Vec* sums, int64_t blocks) {
+template <int BITS, int SIZE, bool MINIMA, int ROWS>
+void tile(const Activations* x, const uint8_t* w, int32_t zero, Vec* results, int64_t blocks) {
     constexpr int SCALES = COLUMNS / SIZE;  // of a block
-    const int64_t bytes = part.block_bytes();
-    const bool minima = part.has_minima;
-    for (int64_t block = 0; block < blocks; block++, x++, w += bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
+    constexpr int64_t BYTES = TILE * (COLUMNS * BITS / 8 + 2 * SCALES * (1 + MINIMA));
+    Vec sums[ROWS];
+    for (int r = 0; r < ROWS; r++) sums[r] = results[r];
+    for (int64_t block = 0; block < blocks; block++, x++, w += BYTES) {
+        for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
         const uint16_t* scales = (const uint16_t*)(w + REGISTER * BITS);
+        const Vec minima = MINIMA ? floats(scales + SCALES * TILE) : Vec{};
 #pragma GCC unroll 2
-        for (int step = 0; step < SCALES; step++, scales += TILE) {
+        for (int step = 0; step < SCALES; step++) {
             Sums<BITS> whole[ROWS];
 #pragma GCC unroll 8
             for (int group = step * SIZE / 4; group < (step + 1) * SIZE / 4; group++) {
@@ -216,30 +235,32 @@ void tile(const Activations* x, const uint8_t* w, const Part& part, Vec* sums, i
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) whole[r].add(codes, x[r * blocks].values + 4 * group);
             }
-            Vec scale = floats(scales);
+            const Vec scale = floats(scales + step * TILE);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const Activations& own = x[r * blocks];
-                int32_t sum = SIZE == COLUMNS ? own.sums[0] + own.sums[1] : own.sums[step];
-                Vec dots = __builtin_convertvector(whole[r].total() - int32_t(part.zero) * sum, Vec);
-                sums[r] = fused(dots, scale * own.scale, sums[r]);
-                if (minima) sums[r] = fused(floats(scales + SCALES * TILE), splat(own.scale * float(sum)), sums[r]);
+                IVec dots = whole[r].total();
+                if (!MINIMA) dots = dots - zero * own.sums[SIZE == COLUMNS ? 0 : 1 + step];
+                sums[r] = fused(__builtin_convertvector(dots, Vec), scale * own.scale, sums[r]);
+                if (MINIMA) sums[r] = fused(minima, splat(own.scaled_sum), sums[r]);
             }
         }
     }
+    for (int r = 0; r < ROWS; r++) results[r] = sums[r];
 }
 
-using Tile = void (*)(const Activations*, const uint8_t*, const Part&, Vec*, int64_t);
-template <int BITS, int SIZE, int... ROWS>
+using Tile = void (*)(const Activations*, const uint8_t*, int32_t, Vec*, int64_t);
+template <int BITS, int SIZE, bool MINIMA, int... ROWS>
 Tile tile_of(int64_t rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr Tile TILES[] = {tile<BITS, SIZE, ROWS + 1>...};
+    static constexpr Tile TILES[] = {tile<BITS, SIZE, MINIMA, ROWS + 1>...};
     return TILES[rows - 1];
 }
 Tile tile_of(const Part& part, int64_t rows) {
     constexpr auto COUNTS = std::make_integer_sequence<int, MOST_ROWS>();
-    if (part.bits == 4) return tile_of<4, 32>(rows, COUNTS);
-    if (part.bits == 8) return tile_of<8, 32>(rows, COUNTS);
-    return part.size == 16 ? tile_of<6, 16>(rows, COUNTS) : tile_of<6, 32>(rows, COUNTS);
+    if (part.bits == 8) return tile_of<8, 32, false>(rows, COUNTS);
+    if (part.bits == 4) return part.has_minima ? tile_of<4, 32, true>(rows, COUNTS) : tile_of<4, 32, false>(rows, COUNTS);
+    if (part.size == 16) return tile_of<6, 16, false>(rows, COUNTS);
+    return part.has_minima ? tile_of<6, 32, true>(rows, COUNTS) : tile_of<6, 32, false>(rows, COUNTS);
 }
 
 template <class T>
@@ -265,7 +286,7 @@ void product(const T* x, const Matrix* matrix, const float* bias, T* y, int64_t 
             Vec sums[MOST_ROWS];
             for (int64_t r = 0; r < count; r++) sums[r] = start;
             const uint8_t* w = part->tiles + own * blocks * part->block_bytes();
-            tile_of(*part, count)(values + begin * blocks, w, *part, sums, blocks);
+            tile_of(*part, count)(values + begin * blocks, w, int32_t(part->zero), sums, blocks);
             for (int64_t r = 0; r < count; r++) store_end(y + (begin + r) * out + first, sums[r], columns);
         }
     }
