@@ -153,7 +153,7 @@ class Agent(ABC):
 
     @abstractmethod
     def _result(self, call_id: str, text: str) -> dict[str, Any]:
-        """What a function answered, as the conversation holds it."""
+        """What a function answered, as the conversation holds it: in parts, as MCP servers answer."""
 
 
 class ChatAgent(Agent):
@@ -177,7 +177,7 @@ class ChatAgent(Agent):
         return Said(message.content or "", called, [call.id for call in calls])
 
     def _result(self, call_id: str, text: str) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": call_id, "content": text}
+        return {"role": "tool", "tool_call_id": call_id, "content": [{"type": "text", "text": text}]}
 
 
 class ResponsesAgent(Agent):
@@ -204,7 +204,7 @@ class ResponsesAgent(Agent):
         return Said(response.output_text, called, [call.call_id for call in calls])
 
     def _result(self, call_id: str, text: str) -> dict[str, Any]:
-        return {"type": "function_call_output", "call_id": call_id, "output": text}
+        return {"type": "function_call_output", "call_id": call_id, "output": [{"type": "input_text", "text": text}]}
 
 
 def signatures() -> list[dict[str, Any]]:
