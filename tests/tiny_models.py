@@ -176,8 +176,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(str(folder), revision=None, dtype=dtype, device=cpu, cache_dir=folder / "cache")
 
 
-def stock(folder: Path | str) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+def stock(folder: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model

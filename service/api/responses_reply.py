@@ -28,7 +28,8 @@ class _Kind(NamedTuple):
     says: str = "text"  # where it has what grows
 
 
-_MESSAGE = _Kind("message", "msg", "output_text", {"type": "output_text", "annotations": [], "logprobs": []})
+_NO_LOGPROBS: Body = {"logprobs": []}
+_MESSAGE = _Kind("message", "msg", "output_text", {"type": "output_text", "annotations": [], **_NO_LOGPROBS})
 _THOUGHT = _Kind("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
 _CALL = _Kind("function_call", "fc", "function_call_arguments", None, "arguments")
 _CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", None, "input")
@@ -46,6 +47,11 @@ class _Item(NamedTuple):
         """It, in events."""
         inside: Body = {} if self.kind.part is None else {"content_index": 0}
         return {"item_id": self.head["id"], "output_index": self.place, **inside}
+
+    @property
+    def beside(self) -> Body:
+        """What events of its text hold, too."""
+        return _NO_LOGPROBS if self.kind is _MESSAGE else {}
 
     def part(self, text: str) -> Body:
         return {**(self.kind.part or {}), "text": text}
@@ -135,8 +141,7 @@ class ResponseReply(Reply):
             yield self._delta(self._open, piece.text)
 
     def _delta(self, item: _Item, text: str) -> Body:
-        more: Body = {"logprobs": []} if item.kind is _MESSAGE else {}
-        return self._event(f"response.{item.kind.events}.delta", **item.where, delta=text, **more)
+        return self._event(f"response.{item.kind.events}.delta", **item.where, delta=text, **item.beside)
 
     def _begin(self, kind: _Kind, **more: JsonValue) -> Iterator[Body]:
         head: Body = {"id": self._job.id_of(kind.prefix, len(self._done)), "type": kind.name, **more}
@@ -158,10 +163,9 @@ class ResponseReply(Reply):
                 yield self._delta(item, text)
         whole = item.whole(text, status)
         self._done.append(whole)
-        more: Body = (
-            {"logprobs": []} if item.kind is _MESSAGE else {"name": item.head["name"]} if item.kind is _CALL else {}
-        )
-        yield self._event(f"response.{item.kind.events}.done", **item.where, **{item.kind.says: text}, **more)
+        named: Body = {"name": item.head["name"]} if item.kind is _CALL else {}
+        whole_text: Body = {item.kind.says: text, **item.beside, **named}
+        yield self._event(f"response.{item.kind.events}.done", **item.where, **whole_text)
         if item.kind.part is not None:
             yield self._event("response.content_part.done", **item.where, part=item.part(text))
         yield self._event("response.output_item.done", output_index=item.place, item=whole)
