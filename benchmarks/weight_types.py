@@ -18,7 +18,7 @@ from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows
 from service.engine.target import Target
 
-EXACT, TYPES = "float32", ("bfloat16", "int8")
+EXACT, TYPES = "float32", ("bfloat16", "int8", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def run(
     max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 64,
     out: Out = None,
 ) -> bool:
-    """What bfloat16 and int8 change in what the model says, against float32."""
+    """What bfloat16, int8 and the blocks of a GGUF file change in what the model says, against float32."""
     settings = {"budget_policy": "fixed", "drafter": "none"}
     assemblies = {
         dtype: prepare(loaded.config.model_copy(update={**settings, "load_dtype": dtype}), out)

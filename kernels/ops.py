@@ -72,7 +72,7 @@ class Ops:
     def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
         if isinstance(weight, Tensor):
             pieces = map(in_8_bits, weight.detach().split(_ROWS))
-            weight = self.keep_blocks(EIGHT_BITS, tuple(weight.shape), weight.dtype, pieces)
+            weight = self.keep_blocks(EIGHT_BITS, (weight.shape[0], weight.shape[1]), weight.dtype, pieces)
         return self.plan_linear(weight, bias)
 
 

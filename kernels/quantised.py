@@ -3,8 +3,8 @@
     w_oi = scale_oB (code_oi - zero) + minimum_oB,   x_i ~ a_B p_i
     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} (code_oi - zero) p_i) + minimum_oB a_B (sum_{i in B} p_i)
 
-B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B): activations
-are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks are added up
+B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B):
+activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks are added up
 in the order of their columns, so a row has the same bits alone and among any others.
 
 Legend: out, in = widths of the layer, blocks = ceil(in / 32), size = columns that share a scale.
@@ -48,7 +48,8 @@ class Blocks(NamedTuple):
 
     def weights(self, form: Form) -> Tensor:
         """# -> [rows, blocks, 32 / size, size] float32"""
-        steps = (self.codes.float() - form.zero).unflatten(2, (-1, form.size)) * self.scales.float()[..., None]
+        codes: Tensor = (self.codes.float() - form.zero).unflatten(2, (-1, form.size))
+        steps = codes * self.scales.float()[..., None]
         return steps if self.minima is None else steps + self.minima.float()[..., None]
 
 
@@ -75,9 +76,7 @@ class UnpackedWeight(QuantisedWeight):
         return partial(_product, parts=self._parts, bias=bias)
 
 
-def keep_blocks(
-    form: Form, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[Blocks]
-) -> QuantisedWeight:
+def keep_blocks(form: Form, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[Blocks]) -> QuantisedWeight:
     """A matrix of its rows, piece by piece: each but the last has a multiple of 32 rows."""
     codes, scales, minima = zip(*pieces, strict=True)
     blocks = Blocks(torch.cat(codes), torch.cat(scales), torch.cat(minima) if form.has_minima else None)
@@ -114,4 +113,5 @@ def _part_of_product(whole: Tensor, scales: Tensor, form: Form, weight: Blocks) 
 
 def _blocks(x: Tensor) -> Tensor:
     """# [..., columns] -> [..., blocks, 32], the last one filled up with zeros"""
-    return functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+    whole: Tensor = functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+    return whole

@@ -1,7 +1,7 @@
 """GGUF files as they are: matrices stay in the blocks of a few bits that the file has them in.
 
-A type of blocks is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c); those
-that the kernels have no form for are dequantised and kept in 8 bits.
+A type of blocks is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c);
+those that the kernels have no form for are dequantised and kept in 8 bits.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -30,7 +30,19 @@ logger = logging.getLogger(__name__)
 
 _SUPER = 256  # columns of a block of the K types
 _PIECE = 1 << 23  # weights that are unpacked at once
-_PERMUTES_ROWS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "stablelm", "starcoder2")
+_PERMUTES_ROWS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 """Architectures whose matrices transformers takes over as they stand, or with their rows in another order."""
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
@@ -43,8 +55,8 @@ def keeps_blocks(file: Path) -> bool:
 def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model on the CPU, its matrices as `QuantisedWeight`s, everything else in `dtype`. Raises StartupError."""
     reader = _read(file)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    with init_empty_weights(include_buffers=False):  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     processor = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     kept = Counter[str]()
@@ -103,8 +115,8 @@ def _put(model: PreTrainedModel, name: str, data: np.ndarray, kind: GGMLQuantiza
         setattr(module, parameter, nn.Parameter(value, requires_grad=False))
         return str(dtype).removeprefix("torch.")
     weight, kept = _kept(data, kind, dtype)
-    is_linear = isinstance(module, nn.Linear)
-    setattr(parent, own_name, QuantisedLinear(weight, module.bias) if is_linear else QuantisedEmbedding(weight))
+    is_linear, bias = isinstance(module, nn.Linear), dict(module.named_parameters()).get("bias")
+    setattr(parent, own_name, QuantisedLinear(weight, bias) if is_linear else QuantisedEmbedding(weight))
     return kept
 
 

@@ -26,7 +26,8 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight: QuantisedWeight = weight
+        self.bias: nn.Parameter | None = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]"""
@@ -70,8 +71,11 @@ def replace_linears(model: nn.Module, table: Ops) -> int:
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, QuantisedLinear)
+        if isinstance(child, QuantisedLinear) or type(child) is nn.Linear
     ]
     for parent, name, linear in places:
-        setattr(parent, name, PlannedLinear(table.plan_linear(linear.weight, linear.bias)))
+        weights = weights_of(linear)
+        bias = weights.get("bias")
+        assert not isinstance(bias, QuantisedWeight), "only matrices are quantised"
+        setattr(parent, name, PlannedLinear(table.plan_linear(weights["weight"], bias)))
     return len(places)

@@ -106,8 +106,8 @@ def load_model(
     as_it_is: bool = False,
 ) -> LoadedModel:
     """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `begin_drafter`: of the one that
-    is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them. Raises
-    StartupError naming what is wrong with it and what to do."""
+    is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them.
+    Raises StartupError naming what is wrong with it and what to do."""
     file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
     as_it_is = as_it_is and file is not None and keeps_blocks(file)
     source = resolve(name, cache_dir=cache_dir, with_weights=not as_it_is)
@@ -201,7 +201,7 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
 
 
 def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
-    """The folder or hub id to load `name` from; GGUF files become a cached folder with safetensors, or without weights."""
+    """The folder or hub id to load `name` from; GGUF files become a cached folder with safetensors, or no weights."""
     file = gguf_file(name)
     if file is not None:
         return str(unpack_gguf(file, cache_dir=cache_dir, with_weights=with_weights))
@@ -236,8 +236,8 @@ def _embedded_file() -> Path:
 
 
 def unpack_gguf(file: Path, *, cache_dir: Path, with_weights: bool = True) -> Path:
-    """Configuration and tokenizer of a GGUF file, and its weights dequantised to bf16, in a folder as transformers reads
-    it, once per file content; returns the folder.
+    """Configuration and tokenizer of a GGUF file, and its weights dequantised to bf16, in a folder as transformers
+    reads it, once per file content; returns the folder.
 
     The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
     """
