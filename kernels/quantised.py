@@ -4,8 +4,8 @@
     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} (code_oi - zero) p_i) + minimum_oB a_B (sum_{i in B} p_i)
 
 B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B):
-activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks are added up
-in the order of their columns, so a row has the same bits alone and among any others.
+activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks
+are added up in the order of their columns, so a row has the same bits alone and among any others.
 
 Legend: out, in = widths of the layer, blocks = ceil(in / 32), size = columns that share a scale.
 """

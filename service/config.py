@@ -128,8 +128,8 @@ class ServiceConfig(BaseModel):
     )
     load_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = _setting(
         "auto",
-        "Type of the weights in memory. auto: on a CPU a GGUF file as it is, in its blocks of 4 to 8 bits, and bfloat16 "
-        "otherwise. int8: on a CPU linear layers in 8 bits with a scale for each 32 columns, as GGUF's Q8_0.",
+        "Type of the weights in memory. auto: on a CPU a GGUF file stays as it is, in blocks of 4 to 8 bits, anything "
+        "else is bfloat16. int8: on a CPU linear layers in 8 bits with a scale for each 32 columns, as GGUF's Q8_0.",
     )
     device: str = _setting(
         "auto",

@@ -55,7 +55,7 @@ def keeps_blocks(file: Path) -> bool:
 def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model on the CPU, its matrices as `QuantisedWeight`s, everything else in `dtype`. Raises StartupError."""
     reader = _read(file)
-    with init_empty_weights(include_buffers=False):  # type: ignore[no-untyped-call]
+    with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     processor = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
