@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SUPER = 256  # columns of a block of the K types
 _PIECE = 1 << 23  # weights that are unpacked at once
-_PERMUTES_ROWS = (
+_BY_ROWS = (
     "llama",
     "mistral",
     "qwen2",
@@ -49,7 +49,7 @@ _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationTy
 
 def keeps_blocks(file: Path) -> bool:
     """Whether the file's matrices can be kept as they are. Raises StartupError for a damaged file."""
-    return _architecture(_read(file)) in _PERMUTES_ROWS
+    return _architecture(_read(file)) in _BY_ROWS
 
 
 def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -57,7 +57,7 @@ def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, atte
     reader = _read(file)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    processor = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)(config=config.to_dict())
+    processor = _processor_of(reader, config)
     names = get_gguf_hf_weights_map(model, processor)
     kept = Counter[str]()
     for tensor in reader.tensors:
@@ -77,6 +77,11 @@ def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, atte
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in kept.most_common())
     logger.info("%s: weights kept as they are in the file: %s", file.name, shares)
     return model
+
+
+def _processor_of(reader: GGUFReader, config: PreTrainedConfig) -> TensorProcessor:
+    kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
+    return kind(config=config.to_dict())
 
 
 class _Reader(GGUFReader):
