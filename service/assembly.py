@@ -6,6 +6,7 @@ The server, the benchmarks and the checks all start here, so that what is measur
 import hashlib
 import importlib.util
 import logging
+import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,8 @@ class Assembly:
     @property
     def fingerprint(self) -> str:
         """What makes two servers give equal text: weights, dtype, numerics and kernels, but no drafter."""
-        layout = f"{torch.get_num_threads()} {ops.kernel_set(self.target.device)}"
+        kernels = platform.machine() if self.loaded.is_portable else ops.kernel_set(self.target.device)
+        layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 

@@ -1,23 +1,28 @@
 // What a decoder layer computes beside products and attention, each op once per forward and layer. Sums are in one order
 // whatever rows are beside a row; what the references round on the way is rounded here too.
+#include <algorithm>
 #include <cmath>
 
 #include "ops.h"
 
 namespace {
 
-constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs more than they save
+
+constexpr int VECTORS = 16 / LANES;  // squares are added up in 16 parts, whatever a register holds
 
 // y = weight * round(x / sqrt(mean(x^2) + epsilon)), of one row or one head
 template <class T>
 void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
-    Vec sums{};
-    for (int64_t i = 0; i < width; i += LANES) {
-        Vec values = load_end(x + i, width - i);
-        sums = sums + values * values;
-    }
+    Vec sums[VECTORS] = {};
+    for (int64_t first = 0; first < width; first += 16)
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t i = first + v * LANES;
+            const Vec values = load_end(x + i, std::max<int64_t>(0, width - i));
+            sums[v] = sums[v] + values * values;
+        }
     float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    for (int i = 0; i < 16; i++) total += sums[i / LANES][i % LANES];
     float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
     for (int64_t i = 0; i < width; i += LANES)
         store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);

@@ -24,7 +24,7 @@ constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of fou
 constexpr int REGISTER = 4 * LANES;  // bytes
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
 constexpr int AHEAD = 1 << 13;  // bytes between a prefetch and its use
-constexpr int64_t FEW = 1 << 14;  // elements below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs more than they save
 
 struct Part {  // of a matrix: outputs of one form, one behind the other
     const uint8_t* tiles;

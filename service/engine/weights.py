@@ -69,6 +69,7 @@ class LoadedModel:
     read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
     num_parameters: int
     copies: int = 1  # how many times as wide it was made
+    in_blocks: bool = False  # whether a GGUF file's matrices are kept as they are, all of them
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
     unmade: SpecBlock | None = None  # the drafter to be made for it, with the target's end; None: not asked for
 
@@ -78,20 +79,20 @@ class LoadedModel:
         return self.parts.identity if self.copies == 1 else f"{self.parts.identity}-x{self.copies}"
 
     @property
-    def is_as_in_file(self) -> bool:
-        """Whether matrices are kept in the blocks of a GGUF file."""
-        return isinstance(self.parts.table, QuantisedWeight)
-
-    @property
     def drafts_in_8_bits(self) -> bool:
         """Whether a drafter's products keep 8 bits of its weights: where those of the target do, or have fewer."""
-        return self.in_8_bits or self.is_as_in_file
+        return self.in_8_bits or self.in_blocks
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether all builds of the kernels for one family of processors give the same bits: no product has floats."""
+        return self.in_8_bits or self.in_blocks
 
     @property
     def dtype_name(self) -> str:
         """How weights are held."""
         held = str(self.model.dtype).removeprefix("torch.")
-        return "int8" if self.in_8_bits else f"gguf+{held}" if self.is_as_in_file else held
+        return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 
 
 def load_model(
@@ -117,6 +118,8 @@ def load_model(
         if as_it_is and file is not None:
             model = load_as_it_is(file, config, dtype, ATTENTION_NAME)
         else:
+            if file is not None:
+                logger.info("%s: its weights become %s", file.name, str(dtype).removeprefix("torch."))
             model = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
             )
@@ -173,6 +176,7 @@ def _made_ready(
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
+        in_blocks=all(len(weight.shape) < 2 or isinstance(weight, QuantisedWeight) for weight in weights),
         copies=copies,
         unmade=unmade,
     )

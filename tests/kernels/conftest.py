@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=BUILDS)
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
     """The ops of a CPU in one build."""
-    yield from _of_build(str(request.param), monkeypatch)
+    yield from of_build(str(request.param), monkeypatch)
 
 
 @pytest.fixture(params=["reference", *BUILDS])
@@ -35,10 +35,11 @@ def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "reference":
         yield REFERENCE
     else:
-        yield from _of_build(str(request.param), monkeypatch)
+        yield from of_build(str(request.param), monkeypatch)
 
 
-def _of_build(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
+def of_build(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
+    """The ops of a CPU in that build."""
     monkeypatch.setattr(library, "variant", lambda: name)
     for found in (library.function, ops._table):
         found.cache_clear()

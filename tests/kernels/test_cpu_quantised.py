@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import ops
-from kernels.cpu import library
 from kernels.linear import QuantisedWeight, join
 from kernels.ops import REFERENCE, Ops
 from kernels.quantised import EIGHT_BITS, Blocks, Form, in_8_bits
+from tests.kernels.conftest import BUILDS, of_build
 
-CPU = ops.on(torch.device("cpu"))
 FORMS = [
     Form(4, 8),
     Form(4, 0, has_minima=True),
@@ -22,7 +20,6 @@ FORMS = [
     Form(6, 32, size=16),
     EIGHT_BITS,
 ]
-pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
 
 
 def random_blocks(form: Form, out: int, columns: int) -> Blocks:
@@ -57,27 +54,29 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [32, 96, 576, 50])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_products_and_rows_are_those_of_the_reference(form: Form, columns: int, dtype: torch.dtype) -> None:
-    ours, theirs = (weight_of(table, form, 75, columns, dtype) for table in (CPU, REFERENCE))
+def test_products_and_rows_are_those_of_the_reference(
+    compiled: Ops, form: Form, columns: int, dtype: torch.dtype
+) -> None:
+    ours, theirs = (weight_of(table, form, 75, columns, dtype) for table in (compiled, REFERENCE))
     outputs = torch.randint(75, (3, 4))
     assert torch.equal(ours.lookup(outputs), theirs.lookup(outputs))
     assert torch.equal(ours.dense(), theirs.dense())
     x = torch.randn(2, 9, columns).to(dtype)
     x[0, 0] = 0
     bias = torch.randn(75).to(dtype)
-    assert_close(CPU.plan_linear(ours, bias)(x), REFERENCE.plan_linear(theirs, bias)(x))
+    assert_close(compiled.plan_linear(ours, bias)(x), REFERENCE.plan_linear(theirs, bias)(x))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_products_are_close_to_those_of_the_weights_themselves(form: Form) -> None:
-    weight, x = weight_of(CPU, form, 64, 576, torch.float32), torch.randn(5, 576)
-    found, expected = CPU.plan_linear(weight, None)(x), x @ weight.dense().T
+def test_products_are_close_to_those_of_the_weights_themselves(compiled: Ops, form: Form) -> None:
+    weight, x = weight_of(compiled, form, 64, 576, torch.float32), torch.randn(5, 576)
+    found, expected = compiled.plan_linear(weight, None)(x), x @ weight.dense().T
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_row_has_the_same_bits_in_any_company(form: Form) -> None:
-    product = CPU.plan_linear(weight_of(CPU, form, 70, 96, torch.bfloat16), None)
+def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: Form) -> None:
+    product = compiled.plan_linear(weight_of(compiled, form, 70, 96, torch.bfloat16), None)
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = product(x)
     for first in range(0, 40, 3):
@@ -85,11 +84,11 @@ def test_a_row_has_the_same_bits_in_any_company(form: Form) -> None:
             assert torch.equal(product(x[first : first + count]), whole[first : first + count])
 
 
-def test_joined_matrices_may_be_of_different_forms() -> None:
-    parts = [weight_of(CPU, form, 20 + 12 * place, 64, torch.float32) for place, form in enumerate(FORMS)]
+def test_joined_matrices_may_be_of_different_forms(compiled: Ops) -> None:
+    parts = [weight_of(compiled, form, 20 + 12 * place, 64, torch.float32) for place, form in enumerate(FORMS)]
     x = torch.randn(7, 64)
-    expected = torch.cat([CPU.plan_linear(part, None)(x) for part in parts], dim=1)
-    assert torch.equal(CPU.plan_linear(join(parts), None)(x), expected)
+    expected = torch.cat([compiled.plan_linear(part, None)(x) for part in parts], dim=1)
+    assert torch.equal(compiled.plan_linear(join(parts), None)(x), expected)
     with_a_tensor = join([parts[0], torch.ones(3, 64)])
     assert isinstance(with_a_tensor, Tensor)
     assert torch.equal(with_a_tensor[:20], parts[0].dense())
@@ -99,13 +98,13 @@ def test_joined_matrices_may_be_of_different_forms() -> None:
 @pytest.mark.parametrize(("width", "out"), [(64, 32), (576, 960), (50, 33), (1536, 70)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_tensors_in_8_bits_are_close_to_what_they_were(
-    width: int, out: int, with_bias: bool, dtype: torch.dtype
+    compiled: Ops, width: int, out: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(width)
     weight = (torch.randn(out, width, generator=generator) / width**0.5).to(dtype)
     bias = torch.randn(out, generator=generator).to(dtype) if with_bias else None
     x = torch.randn(2, 7, width, generator=generator).to(dtype)
-    found, expected = (table.in_8_bits().plan_linear(weight, bias)(x) for table in (CPU, REFERENCE))
+    found, expected = (table.in_8_bits().plan_linear(weight, bias)(x) for table in (compiled, REFERENCE))
     assert_close(found, expected)
     whole = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert (found.float() - whole).norm() < 0.02 * whole.norm()
@@ -116,8 +115,8 @@ def test_a_block_of_zeros_stays_one() -> None:
     assert not blocks.weights(EIGHT_BITS).any()
 
 
-def test_a_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
-    product = CPU.in_8_bits().plan_linear(torch.randn(40, 64), None)
+def test_a_row_that_is_broken_stays_so_and_breaks_no_other(compiled: Ops) -> None:
+    product = compiled.in_8_bits().plan_linear(torch.randn(40, 64), None)
     x = torch.randn(3, 64)
     expected = product(x)
     x[1, 5] = torch.nan
@@ -125,3 +124,18 @@ def test_a_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
     assert torch.equal(product(x)[0::2], expected[0::2])
     x[1, 5] = torch.inf
     assert not product(x)[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_build_for_x86_gives_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a text goes on elsewhere: products, norms, and what stands between them."""
+    builds = [name for name in BUILDS if name != "neon"]
+    generator = torch.Generator().manual_seed(3)
+    x, gain = torch.randn(5, 576, generator=generator).to(dtype), torch.rand(576, generator=generator).to(dtype)
+    found = list[list[Tensor]]()
+    for build in builds:
+        for table in of_build(build, monkeypatch):
+            products = [table.plan_linear(weight_of(table, form, 48, 576, dtype), None)(x) for form in FORMS]
+            normed = table.add_rms_norm(x.clone(), x, gain, 1e-5)
+            found.append([*products, normed, table.silu_mul(x)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

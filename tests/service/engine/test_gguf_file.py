@@ -17,10 +17,12 @@ from service.engine.gguf_file import keeps_blocks, load_as_it_is
 from service.engine.kv_pool import KVPool
 from service.engine.linear import QuantisedEmbedding, QuantisedLinear
 from service.engine.modules import ATTENTION_NAME
-from service.engine.numerics import check
+from service.engine.numerics import Trial, check
+from service.engine.rows import ExtendRows
 from service.engine.target import Target
 from service.engine.weights import kv_shape
 from service.errors import StartupError
+from tests.kernels.conftest import BUILDS, of_build
 
 pytestmark = pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
 SHAPE = Shape(hidden=256, layers=2, heads=4, kv_heads=2, dim=64, feed_forward=512, vocab=96)
@@ -141,6 +143,20 @@ def test_a_file_without_some_weights_is_refused(tmp_path: Path) -> None:
     write_file(file, SHAPE, [one for one in SHAPE.matrices("q8_0") if one[0] != "blk.1.ffn_up.weight"], NORMS)
     with pytest.raises(StartupError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
         loaded(file)
+
+
+def test_every_build_for_x86_computes_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of unlike processors go on with each other's texts."""
+    file, found = written(tmp_path / "a.gguf"), list[torch.Tensor]()
+    for build in [name for name in BUILDS if name != "neon"]:
+        for _ in of_build(build, monkeypatch):
+            model = load_as_it_is(file, config(), torch.bfloat16, ATTENTION_NAME)
+            target = Target(model, KVPool(kv_shape(model), 600, model.device))
+            trial = Trial(target, lines=1, max_length=300)
+            trial.read(0, trial.random_tokens(200), chunk=64)
+            _, logits = trial.run([ExtendRows(0, 200, trial.random_tokens(20), completes=True)])
+            found.append(logits)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_rows_of_such_a_model_do_not_depend_on_their_company(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""What forwards of some rows take behind a context, here and in llama.cpp, on the same file."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import torch
+import typer
+from rich.table import Table
+
+from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
+from service.assembly import Assembly
+from service.bench.commands import Out
+from service.bench.experiment import conclude, counted, percentile, prepare
+from service.config import LoadedConfig
+from service.engine.numerics import Trial
+from service.engine.rows import ExtendRows
+from service.engine.weights import EMBEDDED_NAME, gguf_file
+from service.errors import StartupError
+
+_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17)
+_CONTEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A forward of so many rows, all of which get logits."""
+
+    rows: int
+    milliseconds: float  # medians, by turns with the other engine
+    llama_cpp_milliseconds: float | None
+    over_one_row: float
+    over_llama_cpp: float | None  # its time by ours
+
+
+def run(
+    loaded: LoadedConfig,
+    rounds: Annotated[int, typer.Option(min=3, help="Forwards of each kind.")] = 30,
+    peer: Annotated[bool, typer.Option("--peer", help="Also llama.cpp (llama-cpp-python) on the same file.")] = False,
+    shape: Annotated[str | None, typer.Option(help=f"Write the model first: {', '.join(SHAPES)}.")] = None,
+    mix: Annotated[Mix, typer.Option(help="Types of its matrices.")] = "q4_k_m",
+    out: Out = None,
+) -> bool:
+    """Milliseconds of forwards by their number of rows, and memory."""
+    config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
+    if shape is not None:
+        config = config.model_copy(update={"model": str(_written(shape, mix, config.state_dir))})
+    file = gguf_file(config.model_source)
+    if file is None:
+        raise StartupError(f"model {config.model!r} is no GGUF file: give --model FILE.gguf or --shape")
+    process = psutil.Process()
+    before = process.memory_info().rss
+    assembly = prepare(config, out)
+    pool = assembly.target.pool.storage.nbytes
+    weights = assembly.loaded.read_bytes
+    resident = process.memory_info().rss - before
+    ways: dict[str, Callable[[int], object]] = {"here": _Ours(assembly)}
+    if peer:
+        ways["llama.cpp"] = _Theirs(file)
+    times = {(name, rows): list[float]() for name in ways for rows in _ROWS}
+    with counted(rounds, "rounds") as advance:
+        for _ in range(rounds):
+            for rows in _ROWS:
+                for name, forward in ways.items():
+                    start = time.perf_counter()
+                    forward(rows)
+                    times[name, rows].append(1e3 * (time.perf_counter() - start))
+            advance(1)
+    middle = {key: percentile(values, 50) for key, values in times.items()}
+    rows_of = [_row(rows, middle) for rows in _ROWS]
+    summary = {
+        "file_bytes": file.stat().st_size,
+        "weights_over_file": weights / file.stat().st_size,
+        "resident_without_pool_over_file": (resident - pool) / file.stat().st_size,
+        "context": _CONTEXT,
+    }
+    return conclude(
+        assembly, out, rows_of, summary, _table(rows_of), *(f"{key}: {value}" for key, value in summary.items())
+    )
+
+
+def _row(rows: int, middle: dict[tuple[str, int], float]) -> StepRow:
+    ours, theirs = middle["here", rows], middle.get(("llama.cpp", rows))
+    return StepRow(rows, ours, theirs, ours / middle["here", 1], None if theirs is None else theirs / ours)
+
+
+def _table(rows: Sequence[StepRow]) -> Table:
+    table = Table("rows", "ms", "llama.cpp, ms", "over one row", "over llama.cpp")
+    for row in rows:
+        theirs = (
+            ("", "")
+            if row.llama_cpp_milliseconds is None
+            else (f"{row.llama_cpp_milliseconds:.2f}", f"{row.over_llama_cpp:.2f}")
+        )
+        table.add_row(str(row.rows), f"{row.milliseconds:.2f}", theirs[0], f"{row.over_one_row:.2f}", theirs[1])
+    return table
+
+
+def _written(shape: str, mix: Mix, folder: Path) -> Path:
+    if shape not in SHAPES:
+        raise StartupError(f"there is no shape {shape!r}; those there are: {', '.join(SHAPES)}")
+    vocabulary, path = gguf_file(EMBEDDED_NAME), folder / "shapes" / f"{shape}-{mix}.gguf"
+    assert vocabulary is not None, "the embedded model is a GGUF file"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        write_shape(unfinished, SHAPES[shape], mix, vocabulary)
+        unfinished.rename(path)
+    return path
+
+
+class _Ours:
+    """Forwards of the target, each behind the same text."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._trial = Trial(assembly.target, lines=1, max_length=_CONTEXT + max(_ROWS) + 1)
+        self._trial.read(0, self._trial.random_tokens(_CONTEXT), chunk=_CONTEXT)
+
+    def __call__(self, rows: int) -> object:
+        tokens = self._trial.random_tokens(rows)
+        placed = self._trial.place([ExtendRows(0, _CONTEXT, tokens, completes=True)])
+        try:
+            return self._trial.target.forward(replace(placed, logit_rows=torch.arange(rows)), self._trial.table).logits
+        finally:
+            self._trial.free(placed)
+
+
+class _Theirs:
+    """Batched decoding of llama.cpp, whose context is cut back to the same text afterwards."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise StartupError("--peer needs a package that is not here: pip install llama-cpp-python") from error
+        threads = torch.get_num_threads()
+        self._library = llama_cpp
+        options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0, "verbose": False}
+        self._llama = llama_cpp.Llama(str(file), n_ctx=1024, **options)
+        self._batch = llama_cpp.llama_batch_init(_CONTEXT, 0, 1)
+        self._decode(0, _CONTEXT, all_logits=False)
+
+    def __call__(self, rows: int) -> None:
+        self._decode(_CONTEXT, rows, all_logits=True)
+        memory = self._library.llama_get_memory(self._llama.ctx)
+        self._library.llama_memory_seq_rm(memory, 0, _CONTEXT, -1)
+
+    def _decode(self, first: int, count: int, *, all_logits: bool) -> None:
+        batch = self._batch
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i] = 100 + i, first + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = all_logits or i == count - 1
+        if self._library.llama_decode(self._llama.ctx, batch):
+            raise RuntimeError("llama.cpp could not decode")
+        self._library.llama_synchronize(self._llama.ctx)
