@@ -13,9 +13,10 @@ VARIANTS = {
     "x86_64": {
         "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"],
         "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
+        "avxvnni": ["-march=x86-64-v3", "-mavxvnni"],
         "avx2": ["-march=x86-64-v3"],
     },
-    "aarch64": {"neon": ["-march=armv8.2-a"]},
+    "aarch64": {"neondot": ["-march=armv8.2-a+dotprod"], "neon": ["-march=armv8.2-a"]},
 }
 
 setup(

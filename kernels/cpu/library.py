@@ -12,7 +12,9 @@ from torch import Tensor
 VARIANTS = {
     "avx512bf16": ("avx512_bf16", "avx512_vnni", "avx512_dq"),
     "avx512": ("avx512_vnni", "avx512_dq"),
+    "avxvnni": ("avx_vnni", "avx2", "fma3"),
     "avx2": ("avx2", "fma3"),
+    "neondot": ("dot", "neon"),
     "neon": ("neon",),
 }
 """Builds of the same source, best first, and what a processor must be able to do for each."""

@@ -109,7 +109,14 @@ void quantise(const T* x, Activations* to, int64_t in) {
 }
 
 // What the codes of a group add to sums, and how sums become whole numbers of 32 bits.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+inline IVec dot(IVec sums, IVec codes, int32_t four) {
+#ifdef __AVX512VNNI__
+    return (IVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#else
+    return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(four));
+#endif
+}
 struct Codes {
     IVec bytes;
 };
@@ -120,7 +127,7 @@ struct Sums {
     void add(Codes codes, const int8_t* four) {
         int32_t all;
         memcpy(&all, four, 4);
-        whole = (IVec)_mm512_dpbusd_epi32((__m512i)whole, (__m512i)codes.bytes, _mm512_set1_epi32(all));
+        whole = dot(whole, codes.bytes, all);
     }
     IVec total() const { return whole; }
 };
@@ -181,7 +188,16 @@ struct Sums {
     IVec whole{};
 
     void add(Codes codes, const int8_t* four) {
+#if defined(__ARM_FEATURE_DOTPROD)  // of signed numbers: 128 times the sum of the others is missing with 8 bits
+        int32_t all;
+        memcpy(&all, four, 4);
+        const int8x16_t values = vreinterpretq_s8_s32(vdupq_n_s32(all)), bytes = (int8x16_t)codes.words;
+        whole = (IVec)vdotq_s32((int32x4_t)whole, BITS == 8 ? veorq_s8(bytes, vdupq_n_s8(-128)) : bytes, values);
+        if (BITS == 8) whole = (IVec)vdotq_s32((int32x4_t)whole, vdupq_n_s8(64), values);
+        if (BITS == 8) whole = (IVec)vdotq_s32((int32x4_t)whole, vdupq_n_s8(64), values);
+#else
         for (int i = 0; i < 4; i++) whole = whole + ((codes.words >> (8 * i)) & 0xff) * int32_t(four[i]);
+#endif
     }
     IVec total() const { return whole; }
 };
@@ -194,24 +210,25 @@ inline Codes codes_of(const uint8_t* block, int group) {
 }
 #endif
 
+inline float to_float16(uint16_t half) {
+#if defined(__AVX2__)
+    return _cvtsh_ss(half);
+#else
+    __fp16 value;
+    memcpy(&value, &half, 2);
+    return float(value);
+#endif
+}
+
 inline Vec floats(const uint16_t* halves) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)halves));
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
 #else
-    typedef _Float16 Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-    return __builtin_convertvector(*(const Halves*)halves, Vec);
-#endif
-}
-
-inline float to_float16(uint16_t half) {
-#if defined(__AVX2__)
-    return _cvtsh_ss(half);
-#else
-    _Float16 value;
-    memcpy(&value, &half, 2);
-    return float(value);
+    Vec values;
+    for (int i = 0; i < LANES; i++) values[i] = to_float16(halves[i]);
+    return values;
 #endif
 }
 

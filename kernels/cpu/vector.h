@@ -7,6 +7,9 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
@@ -52,7 +55,11 @@ static inline float rounded(float x) {
 
 static inline Vec load(const float* from) { return *(const Vec*)from; }
 static inline Vec load(const bf16* from) {
+#ifdef __ARM_NEON
+    return (Vec)vshll_n_u16(vld1_u16((const uint16_t*)from), 16);
+#else
     return (Vec)(__builtin_convertvector(*(const Half*)from, IVec) << 16);
+#endif
 }
 
 static inline void store(float* to, Vec x) { *(Vec*)to = x; }
@@ -61,7 +68,12 @@ static inline void store(bf16* to, Vec x) {
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
     UVec bits = (UVec)x;
-    *(Half*)to = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Half);
+    UVec halves = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#ifdef __ARM_NEON
+    vst1_u16((uint16_t*)to, vmovn_u32((uint32x4_t)halves));
+#else
+    *(Half*)to = __builtin_convertvector(halves, Half);
+#endif
 #endif
 }
 

@@ -37,7 +37,8 @@ class CostTable:
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
     """Each value at most as large as those after it: noise only adds, so nothing takes longer than more of it did."""
-    made: FloatArray = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+    backwards = (*(slice(None),) * axis, slice(None, None, -1))
+    made: FloatArray = np.minimum.accumulate(seconds[backwards], axis=axis)[backwards]
     return made
 
 
