@@ -1,6 +1,7 @@
 """Finds the compiled kernels that this processor can run, and calls them through their C interface."""
 
 import ctypes
+import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,9 @@ VARIANTS = {
     "neon": ("neon",),
 }
 """Builds of the same source, best first, and what a processor must be able to do for each."""
+
+KERNELS = "ADAPTREE_KERNELS"
+"""The environment variable that names a build, for comparisons."""
 
 _MAKERS = {"avx512bf16": "AMD"}
 """Whose processors alone a build is best on: Intel's multiply pairs of bf16 at half the rate (decision 118)."""
@@ -49,14 +53,17 @@ class Layer(ctypes.Structure):
 
 @cache
 def variant() -> str | None:
-    """The build that runs here; None where none was built, or none fits. Raises ImportError when it is stale."""
-    able = torch.cpu.get_capabilities()
+    """The build that runs here: the one that `KERNELS` names, else the best; None where none was built, or none fits.
+    Raises ImportError when it is stale, or cannot be the one that is named."""
+    able, named = torch.cpu.get_capabilities(), os.environ.get(KERNELS)
     for name, needs in VARIANTS.items():
         built = _path(name)
-        is_best = _MAKERS.get(name, "") in str(able.get("cpu_name"))
+        is_best = name == named or (named is None and _MAKERS.get(name, "") in str(able.get("cpu_name")))
         if built is not None and is_best and all(able.get(need, False) for need in needs):
             _check_fresh(built)
             return name
+    if named is not None:
+        raise ImportError(f"{KERNELS}={named}: there is no such build, or this processor cannot run it")
     return None
 
 

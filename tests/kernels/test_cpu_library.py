@@ -17,7 +17,8 @@ AVX2 = {"avx2": True, "fma3": True}
 ICE_LAKE = AVX2 | {"avx512_dq": True, "avx512_vnni": True, "cpu_name": "Intel Xeon"}
 SAPPHIRE_RAPIDS = ICE_LAKE | {"avx512_bf16": True}
 ZEN_4 = SAPPHIRE_RAPIDS | {"cpu_name": "AMD EPYC 9R14"}
-ALL = "avx512bf16", "avx512", "avx2"
+ALDER_LAKE = {**AVX2, "avx_vnni": True}
+ALL = "avx512bf16", "avx512", "avxvnni", "avx2"
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +52,12 @@ def able(monkeypatch: pytest.MonkeyPatch, **abilities: bool | str) -> None:
         (ALL, SAPPHIRE_RAPIDS, "avx512"),
         (ALL, ICE_LAKE, "avx512"),
         (ALL, AVX2, "avx2"),
+        (ALL, ALDER_LAKE, "avxvnni"),
         (("avx2",), ZEN_4, "avx2"),
         (ALL, {"sse4_2": True}, "torch"),
         (("avx512bf16",), AVX2, "torch"),
         (("neon",), {"neon": True}, "neon"),
+        (("neon", "neondot"), {"neon": True, "dot": True}, "neondot"),
         ((), ZEN_4, "torch"),
     ],
 )
@@ -68,6 +71,17 @@ def test_the_best_build_that_fits_runs(
     build(folder, *built)
     able(monkeypatch, **abilities)
     assert ops.kernel_set(CPU) == expected
+
+
+def test_another_build_runs_where_one_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(folder, *ALL)
+    able(monkeypatch, **ZEN_4)
+    monkeypatch.setenv("ADAPTREE_KERNELS", "avx2")
+    assert ops.kernel_set(CPU) == "avx2"
+    library.variant.cache_clear()
+    monkeypatch.setenv("ADAPTREE_KERNELS", "avxvnni")
+    with pytest.raises(ImportError, match=r"ADAPTREE_KERNELS=avxvnni: .* cannot run it"):
+        library.variant()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
