@@ -268,6 +268,8 @@ def json_rule(schema: JsonValue) -> str:
         raise GrammarError("a schema must be an object")
     try:
         told = restated(schema)
+    except OverflowError as error:
+        raise GrammarError(str(error)) from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of other types
         raise GrammarError(f"this is no JSON schema: {error}") from error
     return f"%json {json.dumps({**told, 'x-guidance': _JSON_FORM})}"
