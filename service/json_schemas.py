@@ -49,6 +49,7 @@ _PLACED = _LISTED - {"prefixItems"} | {"$ref", "if", "then", "else", "not", "dep
 """What may evaluate properties and items beside a schema's own."""
 
 _EXACT = 2**53  # numbers up to it are told apart
+_PRECISION, _MOST_PRECISE = 1e-9, 1e6
 _MOST_CONTAINED = 64
 _MOST_WAYS = 64
 _MOST_TURNED = 5_000  # parts that are negated or said twice
@@ -171,7 +172,7 @@ class _Restating:
 
     def _told(self, schema: Schema) -> Schema:
         told = dict(schema)
-        for rule in (_older_words, _whole_counts, _remarks, self._unevaluated, _property_names):
+        for rule in (_older_words, _whole_counts, _exclusive_limits, _remarks, self._unevaluated, _property_names):
             rule(told)
         self._alternatives(told)
         if "not" in told and (opposite := self._negated(told["not"])) is not None:
@@ -220,8 +221,9 @@ class _Restating:
             _also(schema, _any_of([_all_of([condition, then]), _all_of([_not(condition), otherwise])]))
         for key in ("dependentRequired", "dependentSchemas"):
             for name, needed in schema.pop(key, {}).items():
-                parts = [{"required": needed} if key == "dependentRequired" else needed, {"required": [name]}]
-                _also(schema, _any_of([_not(parts[1]), _all_of(parts)]))
+                part = {"required": needed} if key == "dependentRequired" else needed
+                is_there = _object(required=[name])
+                _also(schema, _any_of([_not(is_there), _all_of([part, is_there])]))
         if "oneOf" in schema:
             options, common = schema.pop("oneOf"), {key: schema[key] for key in {"type"} & schema.keys()}
             chosen = []
@@ -341,7 +343,7 @@ def _not(part: Part) -> Part:
 
 def _also(schema: Schema, part: Part) -> None:
     """Make a schema hold another one, too."""
-    if isinstance(part, dict) and (not schema or part.keys() <= {"anyOf", "type", "$ref"} - schema.keys()):
+    if isinstance(part, dict) and part.keys() <= {"anyOf", "type", "$ref"} - schema.keys():
         schema.update(part)
     elif part is not True:
         schema["allOf"] = [*schema.get("allOf", ()), part]
@@ -494,6 +496,15 @@ def _whole_counts(schema: Schema) -> None:
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
+
+
+def _exclusive_limits(schema: Schema) -> None:
+    """llguidance 1.9 allows a whole number that a limit excludes, where the other limit is less than one away."""
+    for key, limit, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        value = schema.get(key)
+        if _kind(value) == "number" and float(value).is_integer() and abs(value) < _MOST_PRECISE:
+            bounds = [schema[limit]] if limit in schema else []
+            schema[limit] = max([*bounds, schema.pop(key) + sign * _PRECISION], key=lambda bound: sign * bound)
 
 
 def _remarks(schema: Schema) -> None:
