@@ -3,8 +3,7 @@ one to what came in. Objects hold the properties that are named and no others, u
 be said otherwise is left for the compiler to refuse, at its place."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from typing import Any
 from urllib.parse import unquote, urljoin
@@ -53,7 +52,8 @@ _PRECISION, _MOST_PRECISE = 1e-9, 1e6
 _MOST_CONTAINED = 64
 _MOST_WAYS = 64
 _MOST_TURNED = 5_000  # parts that are negated or said twice
-_DEEPEST = 8  # references that are followed
+_MOST_COMPARED = 20_000  # pairs of parts
+_DEEPEST = 8  # parts inside parts that are looked into
 
 
 def restated(schema: Schema) -> Schema:
@@ -76,20 +76,20 @@ class _Gathering:
         self._schema = schema
         self._bases: dict[int, str] = {}  # what references in a part are relative to, by its identity
         self._addressed: dict[str, Part] = {}
-        self._dynamic = Counter[str]()  # dynamic anchors
+        self._dynamic: dict[str, list[Part]] = {}  # parts that have a dynamic anchor, by its name
         self._references = {
             id(part): f"#/{group}/{name}"
             for group in DEFINITIONS
             for name, part in (schema[group].items() if isinstance(schema.get(group), dict) else ())
             if re.fullmatch(r"[\w.-]+", name, re.ASCII)
         }
-        self._wanted: dict[str, Part] = {}
+        self._wanted: list[Part] = []
         self._look(schema, "")
 
     def gathered(self) -> Schema:
         told, groups = self._moved(self._schema), dict[str, Schema]()
-        for reference, target in _growing(self._wanted):
-            _, group, name = reference.split("/")
+        for target in self._wanted:  # which grows meanwhile
+            _, group, name = self._references[id(target)].split("/")
             groups.setdefault(group, {})[name] = self._moved(target) if isinstance(target, dict) else target
         return {**told, **groups}
 
@@ -100,8 +100,9 @@ class _Gathering:
         for key in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := part.get(key), str):
                 self._addressed[f"{base}#{name}"] = part
-                self._dynamic[name] += key == "$dynamicAnchor"
-        _each(part, lambda inner: self._look(inner, base))
+                self._dynamic.setdefault(name, []).extend([part] * (key == "$dynamicAnchor"))
+        for key, value in part.items():
+            _changed(key, value, lambda inner: self._look(inner, base))
 
     def _moved(self, part: Schema) -> Schema:
         addresses = {"$id", "$anchor", "$dynamicAnchor", *DEFINITIONS}
@@ -110,15 +111,11 @@ class _Gathering:
             del told["$schema"]  # words of older drafts are told in those of this one
         for key in ("$ref", "$dynamicRef"):
             if isinstance(told.get(key), str):
-                address = told.pop(key) if key == "$dynamicRef" else told[key]
-                address = _joined(self._bases[id(part)], address)
+                address = _joined(self._bases[id(part)], told[key])
                 target = self._found(address, is_dynamic=key == "$dynamicRef")
-                if target is None:
-                    told[key] = address
-                elif key == "$ref":
-                    told[key] = self._reference_to(target)
-                else:
-                    _also(told, {"$ref": self._reference_to(target)})
+                told[key] = address if target is None else self._reference_to(target)
+                if key == "$dynamicRef" and target is not None:
+                    _also(told, {"$ref": told.pop(key)})
         return told
 
     def _found(self, address: str, *, is_dynamic: bool) -> Part:
@@ -127,10 +124,10 @@ class _Gathering:
         found = self._addressed.get(base)
         if fragment and not fragment.startswith("/"):
             found = self._addressed.get(address)
-            if is_dynamic and isinstance(found, dict) and found.get("$dynamicAnchor") == fragment:
-                outermost = self._addressed.get(f"{self._bases[id(self._schema)]}#{fragment}", {})
-                is_outermost = outermost.get("$dynamicAnchor") == fragment
-                return outermost if is_outermost else found if self._dynamic[fragment] == 1 else None
+            parts = self._dynamic.get(fragment, [])
+            if is_dynamic and any(found is part for part in parts):  # the outermost one on the way there
+                outermost = [part for part in parts if self._bases[id(part)] == self._bases[id(self._schema)]]
+                found = (outermost or parts)[0] if outermost or len(parts) == 1 else None
             return found
         try:
             for part in unquote(fragment).split("/")[1:]:
@@ -145,10 +142,10 @@ class _Gathering:
 
     def _reference_to(self, target: Part) -> str:
         if id(target) not in self._references:
-            taken = self._references.values()
-            free = (name for name in (f"#/$defs/part-{number}" for number in count()) if name not in taken)
-            self._references[id(target)] = next(free)
-        self._wanted[self._references[id(target)]] = target
+            free = (f"#/$defs/part-{number}" for number in count())
+            self._references[id(target)] = next(name for name in free if name not in self._references.values())
+        if not any(target is one for one in self._wanted):
+            self._wanted.append(target)
         return self._references[id(target)]
 
 
@@ -160,13 +157,14 @@ class _Restating:
         """`definitions`: by the references that lead to them."""
         self._definitions = definitions
         self._closes = closes
-        self._wanted: dict[str, Part] = {}
+        self._wanted: list[str] = []
         self._turned = 0
+        self._compared = 0
 
     def whole(self, schema: Schema) -> Schema:
         told = self._told(schema)
-        for reference, part in _growing(self._wanted):
-            _, group, name = reference.split("/")
+        for reference in self._wanted:  # which grows meanwhile
+            part, (_, group, name) = self._definitions[reference], reference.split("/")
             told.setdefault(group, {})[name] = self._told(part) if isinstance(part, dict) else part
         return told
 
@@ -180,8 +178,8 @@ class _Restating:
             _also(told, opposite)
         _contains(told)
         told = {key: _changed(key, value, self._told) for key, value in told.items()}
-        if told.get("$ref") in self._definitions:
-            self._wanted[told["$ref"]] = self._definitions[told["$ref"]]
+        if (reference := told.get("$ref")) in self._definitions and reference not in self._wanted:
+            self._wanted.append(reference)
         if self._closes and "properties" in told and "patternProperties" not in told:
             told.setdefault("additionalProperties", False)
         return told
@@ -225,13 +223,12 @@ class _Restating:
                 is_there = _object(required=[name])
                 _also(schema, _any_of([_not(is_there), _all_of([part, is_there])]))
         if "oneOf" in schema:
-            options, common = schema.pop("oneOf"), {key: schema[key] for key in {"type"} & schema.keys()}
-            chosen = []
+            options, common, chosen = schema.pop("oneOf"), dict(schema), list[Part]()
             for place, option in enumerate(options):
                 others = [*options[:place], *options[place + 1 :]]
                 known = {"allOf": [common, option]}
-                also = [_not(other) for other in others if not self._is_disjoint(known, other, _DEEPEST)]
-                chosen.append(_all_of([option, *also]))
+                excluded = [_not(other) for other in others if not self._is_disjoint(known, other, _DEEPEST)]
+                chosen.append(_all_of([option, *excluded]))
             _also(schema, _any_of(chosen))
 
     def _negated(self, schema: Part) -> Part:
@@ -267,7 +264,8 @@ class _Restating:
             case "anyOf":
                 return [_all_of(list(map(_not, value)))]
             case "type":
-                return _other_types(value)
+                types = _types(value)  # numbers with a fraction, which are no integers, have no word of their own
+                return ([{"type": sorted(_TYPES - types)}] if types < _TYPES else []) if types <= _TYPES else None
             case "const" | "enum":
                 return _other_values(value if key == "enum" else [value])
             case "required":
@@ -291,23 +289,33 @@ class _Restating:
 
     def _is_disjoint(self, one: Part, other: Part, depth: int) -> bool:
         """Whether it is plain that no value is of both schemas: by types, by values, or by those of a property."""
-        sides = self._facts(one, depth), self._facts(other, depth)
+        self._compared += 1
+        if depth < 0 or self._compared > _MOST_COMPARED:
+            return False
+        sides = self._facts(one, set()), self._facts(other, set())
         kinds = frozenset.intersection(_TYPES, *(_kinds(fact) for facts in sides for fact in facts))
         values = [[set(map(_known, given)) for fact in facts if (given := _given(fact))] for facts in sides]
         if not kinds or any(one.isdisjoint(other) for one in values[0] for other in values[1]):
             return True
-        for name in {name for facts in sides for fact in facts for name in fact.get("required", ())}:
-            both = ([fact.get("properties", {}).get(name, True) for fact in facts] for facts in sides)
-            if kinds == {"object"} and depth and self._is_disjoint(*({"allOf": own} for own in both), depth - 1):
+        for facts, beside in ((sides[0], other), (sides[1], one)):
+            choices = [fact[key] for fact in facts for key in ("anyOf", "oneOf") if key in fact]
+            if any(all(self._is_disjoint(option, beside, depth - 1) for option in options) for options in choices):
+                return True
+        for name in dict.fromkeys(name for facts in sides for fact in facts for name in fact.get("required", ())):
+            both = ({"allOf": [_property(fact, name) for fact in facts]} for facts in sides)
+            if kinds == {"object"} and self._is_disjoint(*both, depth - 1):
                 return True
         return False
 
-    def _facts(self, schema: Part, depth: int) -> list[Schema]:
+    def _facts(self, schema: Part, followed: set[str]) -> list[Schema]:
         """Schemas of all of its values: itself, what it refers to, and what all hold."""
-        if not isinstance(schema, dict) or depth < 0:
-            return []
-        parts = [*schema.get("allOf", ()), self._definitions.get(schema.get("$ref", ""), True)]
-        return [schema, *(fact for part in parts for fact in self._facts(part, depth - 1))]
+        if not isinstance(schema, dict):
+            return [] if schema else [{"enum": []}]
+        parts = list(schema.get("allOf", ()))
+        if (reference := schema.get("$ref")) in self._definitions and reference not in followed:
+            followed.add(reference)
+            parts.append(self._definitions[reference])
+        return [schema, *(fact for part in parts for fact in self._facts(part, followed))]
 
     def _count(self) -> None:
         self._turned += 1
@@ -315,26 +323,19 @@ class _Restating:
             raise OverflowError("this schema becomes too large where parts of it are negated")
 
 
-def _growing(wanted: dict[str, Part]) -> Iterator[tuple[str, Part]]:
-    """Items of a dictionary that grows meanwhile."""
-    done = set[str]()
-    while left := [name for name in wanted if name not in done]:
-        done.add(left[0])
-        yield left[0], wanted[left[0]]
-
-
 def _any_of(parts: Sequence[Part]) -> Part:
-    told = [part for part in parts if part is not False]
-    if any(part is True or part == {} for part in told):
-        return True
-    return {"anyOf": told} if len(told) > 1 else told[0] if told else False
+    return _joined_by("anyOf", parts, decisive=True)
 
 
 def _all_of(parts: Sequence[Part]) -> Part:
-    told = [part for part in parts if part is not True and part != {}]
-    if any(part is False for part in told):
-        return False
-    return {"allOf": told} if len(told) > 1 else told[0] if told else True
+    return _joined_by("allOf", parts, decisive=False)
+
+
+def _joined_by(word: str, parts: Sequence[Part], *, decisive: bool) -> Part:
+    told = [part for part in (True if part == {} else part for part in parts) if part is not (not decisive)]
+    if any(part is decisive for part in told):
+        return decisive
+    return {word: told} if len(told) > 1 else told[0] if told else not decisive
 
 
 def _not(part: Part) -> Part:
@@ -373,12 +374,6 @@ def _item_at(place: int, part: Part) -> Schema:
     return {"type": "array", "minItems": place + 1, "prefixItems": [*[True] * place, part]}
 
 
-def _other_types(value: Any) -> list[Part] | None:
-    """Numbers with a fraction, which are no integers, are left out: no word stands for them."""
-    types = _types(value)
-    return ([{"type": sorted(_TYPES - types)}] if types < _TYPES else []) if types <= _TYPES else None
-
-
 def _other_values(values: list[Any]) -> list[Part] | None:
     """Lists and objects are left out where one of them is among the values."""
     kinds = set(map(_kind, values))
@@ -412,6 +407,11 @@ def _other_words(words: set[str]) -> str:
 
 def _written(text: str) -> str:
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+def _property(schema: Schema, name: str) -> Part:
+    other = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    return schema.get("properties", {}).get(name, other)
 
 
 def _kind(value: Any) -> str:
@@ -458,11 +458,6 @@ def _changed(key: str, value: Any, change: Callable[[Schema], Any]) -> Any:
     return each(value) if key in _INSIDE else value
 
 
-def _each(schema: Schema, look: Callable[[Schema], None]) -> None:
-    for key, value in schema.items():
-        _changed(key, value, look)
-
-
 def _composes(schema: Part) -> bool:
     """Whether several schemas speak of one object, so that none of them alone names its properties."""
     found = False
@@ -473,7 +468,8 @@ def _composes(schema: Part) -> bool:
         exclusive = "oneOf" in inner and "discriminator" not in inner
         conditional = "dependentSchemas" in inner or ("if" in inner and {"then", "else"} & inner.keys())
         found = found or bool(several or exclusive or conditional) or len(inner.get("allOf", ())) > 1
-        _each(inner, look)
+        for key, value in inner.items():
+            _changed(key, value, look)
 
     if isinstance(schema, dict):
         look(schema)
