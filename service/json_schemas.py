@@ -121,7 +121,7 @@ class _Gathering:
     def _found(self, address: str, *, is_dynamic: bool) -> Part:
         """What is at an address; None: nothing, or what depends on the way there."""
         base, _, fragment = address.partition("#")
-        found = self._addressed.get(base)
+        found: Part = self._addressed.get(base)
         if fragment and not fragment.startswith("/"):
             found = self._addressed.get(address)
             parts = self._dynamic.get(fragment, [])
@@ -197,7 +197,7 @@ class _Restating:
             return [[schema]]
         told = dict(schema)
         _older_words(told)
-        self._alternatives(told)
+        self._alternatives(told, evaluating=True)
         choices = [self._ways(part, depth - 1) for part in told.pop("allOf", ()) if depth]
         if told.get("$ref") in self._definitions and depth:
             choices.append(self._ways(self._definitions[told.pop("$ref")], depth - 1))
@@ -211,8 +211,8 @@ class _Restating:
             ways = [[*way, *chosen] for way in ways for chosen in choice]
         return [_closed(way, others) for way in ways]
 
-    def _alternatives(self, schema: Schema) -> None:
-        """Conditions and choices of one as choices of any."""
+    def _alternatives(self, schema: Schema, *, evaluating: bool = False) -> None:
+        """Conditions and choices of one as choices of any. `evaluating`: a choice holds only where it is looked at."""
         if "if" in schema and {"then", "else"} & schema.keys():
             self._count()
             condition, then, otherwise = (schema.pop(key, True) for key in ("if", "then", "else"))
@@ -221,7 +221,7 @@ class _Restating:
             for name, needed in schema.pop(key, {}).items():
                 part = {"required": needed} if key == "dependentRequired" else needed
                 is_there = _object(required=[name])
-                _also(schema, _any_of([_not(is_there), _all_of([part, is_there])]))
+                _also(schema, _any_of([_not(is_there), _all_of([part, is_there] if evaluating else [part])]))
         if "oneOf" in schema:
             options, common, chosen = schema.pop("oneOf"), dict(schema), list[Part]()
             for place, option in enumerate(options):
@@ -279,7 +279,8 @@ class _Restating:
             case "prefixItems":
                 return [_item_at(place, _not(part)) for place, part in enumerate(value)]
             case "items":
-                return [_item_at(len(beside.get("prefixItems", ())), _not(value))] if value != list(value) else None
+                place = len(beside.get("prefixItems", ()))
+                return None if isinstance(value, list) else [_item_at(place, _not(value))]
             case "contains":
                 least, most = beside.get("minContains", 1), beside.get("maxContains")
                 counts = [{"minContains": 0, "maxContains": least - 1}] if least > 0 else []
@@ -302,8 +303,8 @@ class _Restating:
             if any(all(self._is_disjoint(option, beside, depth - 1) for option in options) for options in choices):
                 return True
         for name in dict.fromkeys(name for facts in sides for fact in facts for name in fact.get("required", ())):
-            both = ({"allOf": [_property(fact, name) for fact in facts]} for facts in sides)
-            if kinds == {"object"} and self._is_disjoint(*both, depth - 1):
+            first, second = ({"allOf": [_property(fact, name) for fact in facts]} for facts in sides)
+            if kinds == {"object"} and self._is_disjoint(first, second, depth - 1):
                 return True
         return False
 
@@ -497,8 +498,8 @@ def _whole_counts(schema: Schema) -> None:
 def _exclusive_limits(schema: Schema) -> None:
     """llguidance 1.9 allows a whole number that a limit excludes, where the other limit is less than one away."""
     for key, limit, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
-        value = schema.get(key)
-        if _kind(value) == "number" and float(value).is_integer() and abs(value) < _MOST_PRECISE:
+        value = schema.get(key, False)
+        if not isinstance(value, bool) and float(value).is_integer() and abs(value) < _MOST_PRECISE:
             bounds = [schema[limit]] if limit in schema else []
             schema[limit] = max([*bounds, schema.pop(key) + sign * _PRECISION], key=lambda bound: sign * bound)
 
