@@ -161,8 +161,6 @@ class GrammarCompiler:
             raise GrammarError(str(error), self._path(kind, value)) from error
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()), self._path(kind, value))
-        if kind == "json_schema" and matcher.is_accepting():  # the empty text, which is no value
-            raise GrammarError("this schema refers to nothing but itself")
         return Grammar(matcher)
 
     def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
