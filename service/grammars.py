@@ -161,6 +161,10 @@ class GrammarCompiler:
             raise GrammarError(str(error), self._path(kind, value)) from error
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()), self._path(kind, value))
+        begun = matcher.deep_copy()
+        begun.compute_bitmask()
+        if begun.is_stopped() and not begun.is_accepting():
+            raise GrammarError("no text is of this form")
         return Grammar(matcher)
 
     def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
