@@ -4,7 +4,7 @@ be said otherwise is left for the compiler to refuse, at its place."""
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import count, pairwise
+from itertools import combinations, count, pairwise
 from typing import Any
 from urllib.parse import unquote, urljoin
 
@@ -52,7 +52,7 @@ _PRECISION, _MOST_PRECISE = 1e-9, 1e6
 _MOST_CONTAINED = 64
 _MOST_WAYS = 64
 _MOST_TURNED = 5_000  # parts that are negated or said twice
-_MOST_COMPARED = 20_000  # pairs of parts
+_MOST_COMPARED = 100_000  # pairs of parts
 _DEEPEST = 8  # parts inside parts that are looked into
 
 
@@ -223,13 +223,16 @@ class _Restating:
                 is_there = _object(required=[name])
                 _also(schema, _any_of([_not(is_there), _all_of([part, is_there] if evaluating else [part])]))
         if "oneOf" in schema:
-            options, common, chosen = schema.pop("oneOf"), dict(schema), list[Part]()
-            for place, option in enumerate(options):
-                others = [*options[:place], *options[place + 1 :]]
-                known = {"allOf": [common, option]}
-                excluded = [_not(other) for other in others if not self._is_disjoint(known, other, _DEEPEST)]
-                chosen.append(_all_of([option, *excluded]))
-            _also(schema, _any_of(chosen))
+            options, common = list(enumerate(schema.pop("oneOf"))), dict(schema)
+            met = {
+                frozenset({first, second})
+                for (first, one), (second, other) in combinations(options, 2)
+                if not self._is_disjoint({"allOf": [common, one]}, other, _DEEPEST)
+            }
+            others = [[_not(other) for second, other in options if {first, second} in met] for first, _ in options]
+            _also(
+                schema, _any_of([_all_of([one, *excluded]) for (_, one), excluded in zip(options, others, strict=True)])
+            )
 
     def _negated(self, schema: Part) -> Part:
         """What none of the schema's values is, as far as words for it are known; None: it cannot be said. What is
