@@ -282,7 +282,7 @@ VALUES: list[Any] = [
 ]
 
 
-SCHEMAS = st.recursive(st.booleans() | st.just({}), schemas_of, max_leaves=8)
+SCHEMAS: st.SearchStrategy[Any] = st.recursive(st.booleans() | st.just({}), schemas_of, max_leaves=8)
 
 
 @given(schemas_of(SCHEMAS), SCHEMAS)
