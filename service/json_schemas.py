@@ -224,9 +224,10 @@ class _Restating:
                 _also(schema, _any_of([_not(is_there), _all_of([part, is_there] if evaluating else [part])]))
         if "oneOf" in schema:
             options, common = list(enumerate(schema.pop("oneOf"))), dict(schema)
+            pairs = () if _are_discriminated([option for _, option in options]) else combinations(options, 2)
             met = {
                 frozenset({first, second})
-                for (first, one), (second, other) in combinations(options, 2)
+                for (first, one), (second, other) in pairs
                 if not self._is_disjoint({"allOf": [common, one]}, other, _DEEPEST)
             }
             others = [[_not(other) for second, other in options if {first, second} in met] for first, _ in options]
@@ -325,6 +326,18 @@ class _Restating:
         self._turned += 1
         if self._turned > _MOST_TURNED:
             raise OverflowError("this schema becomes too large where parts of it are negated")
+
+
+def _are_discriminated(options: Sequence[Part]) -> bool:
+    """Whether a property that all options require tells them apart, as in unions with a `kind` or `type`."""
+    if not options or not all(isinstance(option, dict) and option.get("type") == "object" for option in options):
+        return False
+    for name in options[0].get("required", ()):
+        said = [option.get("properties", {}).get(name) for option in options if name in option.get("required", ())]
+        words = [part["const"] for part in said if isinstance(part, dict) and isinstance(part.get("const"), str)]
+        if len(set(words)) == len(options):
+            return True
+    return False
 
 
 def _any_of(parts: Sequence[Part]) -> Part:
@@ -525,7 +538,7 @@ def _remarks(schema: Schema) -> None:
 def _property_names(schema: Schema) -> None:
     """Names by a pattern, a length or a list, where properties have no schemas of their own."""
     names = schema.get("propertyNames")
-    if names in (True, {}):
+    if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):  # as all names are
         _drop(schema, "propertyNames")
     if not isinstance(names, dict) or {"properties", "patternProperties"} & schema.keys():
         return

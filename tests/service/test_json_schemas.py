@@ -81,6 +81,11 @@ def test_the_public_suite(suite: list[Case]) -> None:
          {"u": 1}, {"w": 1}),
         ({"type": "object", "propertyNames": {"pattern": "^a+$"}}, {"aa": 1}, {"b": 1}),
         ({"type": "object", "propertyNames": {"maxLength": 2}}, {"aa": 1}, {"aaa": 1}),
+        (
+            {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+            {"aa": 1},
+            {"aa": "1"},
+        ),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"b": 1}, {"a": 1}),
         ({"type": "object", "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
          {"b": 1}, {"a": 1, "b": 2}),
@@ -193,6 +198,16 @@ def test_many_options_that_a_property_tells_apart_stay_small() -> None:
     assert len(json.dumps(restated(schema))) < 3 * len(json.dumps(schema))
     assert accepts(grammar_of(schema), {"kind": "k7", "a": "x"})
     assert not accepts(grammar_of(schema), {"kind": "k40"})
+
+
+def test_many_options_of_one_kind_each_are_not_compared() -> None:
+    options = [
+        {"type": "object", "properties": {"kind": {"const": f"k{n}"}, "v": {"type": "string"}}, "required": ["kind"]}
+        for n in range(600)
+    ]
+    assert len(restated({"oneOf": options})["anyOf"]) == 600
+    with pytest.raises(OverflowError):  # two of one kind: all are compared
+        restated({"oneOf": [*options, {**options[0], "required": ["kind", "v"]}]})
 
 
 def test_what_grows_without_end_is_refused() -> None:
