@@ -161,6 +161,10 @@ class GrammarCompiler:
             raise GrammarError(str(error), self._path(kind, value)) from error
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()), self._path(kind, value))
+        begun = matcher.deep_copy()
+        begun.compute_bitmask()
+        if begun.is_stopped() and not begun.is_accepting():
+            raise GrammarError("no text is of this form")
         return Grammar(matcher)
 
     def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
@@ -268,6 +272,8 @@ def json_rule(schema: JsonValue) -> str:
         raise GrammarError("a schema must be an object")
     try:
         told = restated(schema)
+    except OverflowError as error:
+        raise GrammarError(str(error)) from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of other types
         raise GrammarError(f"this is no JSON schema: {error}") from error
     return f"%json {json.dumps({**told, 'x-guidance': _JSON_FORM})}"

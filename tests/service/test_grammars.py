@@ -96,7 +96,7 @@ def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
     ("schema", "path", "words"),
     [
         ({"type": "strin"}, (), "strin"),
-        ({"properties": {"a": {"items": {"not": {}}}}}, ("properties", "a", "items"), "not"),
+        ({"properties": {"a": {"items": {"not": {"pattern": "x"}}}}}, ("properties", "a", "items"), "not"),
         ({"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}, ("anyOf", "1"), "uniqueItems"),
         ({"$ref": "#/$defs/b", "$defs": {"b": {"pattern": "(?=x)", "type": "string"}}}, ("$defs", "b"), "look"),
         ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, ("properties", "a"), "gone"),
