@@ -17,8 +17,9 @@ CAP_STEPS = 16.0
 """Steps that drafting, or asking one more drafter, may lose at once: 3 % of an answer of 512 tokens. With a variance of
 1 step^2 per step what gains 10 %, with 1 % to lose, is at the end of them exp(-2 * 0.11 * 16) = 3 % of the time (a
 reflected random walk)."""
-TRIAL_STEPS = CAP_STEPS / 2
-"""That must be covered for a text to be followed: less of it would say little, and its prompt costs as well."""
+TRIAL_STEPS = 8
+"""That must be covered for a text to be followed, half of the cap: less of it would say little, and its prompt costs as
+well."""
 _DOUBT = 2.0
 """z: of actions that neither gain nor cost anything one in 44 is given up by bad luck."""
 _DRIFT = 1.0 / 128**2

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.regret import GainPosterior, RegretLedger, StepAccount
+from drafters.regret import TRIAL_STEPS, GainPosterior, RegretLedger, StepAccount
 from drafters.tree import Candidates, survival_order
 from kernels.staging import send_floats
 from kernels.trees import falling
@@ -275,8 +275,11 @@ class CostBudget(BudgetPolicy):
     def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
         kinds = {text.kind for text in texts}
-        affordable = {kind for kind in kinds if self._account(kind).covers(1.0, self._step_seconds)}
-        return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable)
+        affordable, trials = (
+            {kind for kind in kinds if self._account(kind).covers(steps, self._step_seconds)}
+            for steps in (1.0, TRIAL_STEPS)
+        )
+        return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable, trials=trials)
 
     def refusal(self, load: Load) -> str | None:
         if not load.num_asked:

@@ -2,16 +2,16 @@
 
 Texts differ by their temperature and by whether a grammar binds them, and from one another. A kind that may gain
 is drafted for, except for texts whose own steps say that it loses there; a kind that loses is not, except for texts
-whose own steps say that it gains.
+whose own steps speak for a gain: those that may be unlike the others get some steps to show it.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 from statistics import fmean
 from typing import Any
 
-from drafters.regret import GainPosterior, PosteriorsBySize
+from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize
 
 BETWEEN_TEXTS = 0.5
 """Standard deviation of texts' mean gains about their kind's: accepted lengths of real texts differed by 0.1 to 0.9
@@ -26,6 +26,7 @@ class TextGain:
 
     kind: str = ""
     own: GainPosterior | None = None  # by its own steps, once it has drafted
+    trial_steps: int = 0  # for which it is drafted for though its kind loses
 
 
 def kind_of(temperature: float, *, has_grammar: bool) -> str:
@@ -45,13 +46,19 @@ class DraftGains:
         return self._kinds.of(num_sequences, kind)
 
     def asks(
-        self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool, affordable: Collection[str]
+        self,
+        texts: Sequence[TextGain],
+        num_sequences: int,
+        *,
+        begins: bool,
+        affordable: Collection[str],
+        trials: Collection[str] = (),
     ) -> list[bool]:
         """For which of these texts to draft in a step of so many sequences.
 
         A suspended kind is tried again when a text begins (`begins`): a drafter knows little of a text that it has not
         followed from there on, so that a trial in the middle would speak against any. `affordable`: kinds for which the
-        ledger covers the worst case.
+        ledger covers the worst case of a step; `trials`: of `TRIAL_STEPS`.
         """
         size, open_kinds = num_sequences.bit_length(), set[str]()
         for kind in {text.kind for text in texts}:
@@ -61,6 +68,11 @@ class DraftGains:
                 self._suspended.discard((kind, size))
             else:
                 self._suspended.add((kind, size))
+        if begins:
+            for text in texts:
+                is_tried = text.own is None and text.kind in trials and text.kind not in open_kinds
+                if is_tried and _may_promise_a_text(self.of(num_sequences, text.kind)):
+                    text.trial_steps = TRIAL_STEPS
         return [text.kind in affordable and _is_worth(text, is_open=text.kind in open_kinds) for text in texts]
 
     def observe(
@@ -78,6 +90,7 @@ class DraftGains:
         `all_asked`: whether all that decoded in the step drafted.
         """
         for text in texts:
+            text.trial_steps -= text.trial_steps > 0
             if text.own is None:
                 text.own = GainPosterior(mean=self.of(num_sequences, text.kind).mean, sd=BETWEEN_TEXTS)
         kinds = {text.kind for text in texts}
@@ -116,4 +129,9 @@ class DraftGains:
 def _is_worth(text: TextGain, *, is_open: bool) -> bool:
     if is_open:
         return text.own is None or text.own.promises
-    return text.own is not None and text.own.worst_case > 0.0
+    return text.trial_steps > 0 or (text.own is not None and text.own.mean > 0.0)
+
+
+def _may_promise_a_text(gain: GainPosterior) -> bool:
+    """Whether drafting may gain for one text of a kind for which it gains so much in the mean."""
+    return GainPosterior(mean=gain.mean, sd=hypot(gain.sd, BETWEEN_TEXTS)).promises
