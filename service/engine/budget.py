@@ -365,8 +365,9 @@ class CostBudget(BudgetPolicy):
 
     def _settle_plain(self, budget: Budget, stats: StepStats) -> None:
         load = budget.load
-        for text in load.decoding:
-            self._settle_account(text.kind, -stats.follow_seconds / len(load.decoding))
+        if budget.followed:  # what a drafter takes that does not follow is no decision's
+            for text in load.decoding:
+                self._settle_account(text.kind, -stats.follow_seconds / len(load.decoding))
         self.gains.elapse(load.decoding, load.num_sequences)
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and budget.is_plain:
