@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.weights import EMBEDDED_NAME, gguf_file, resolve
 from service.errors import StartupError
 
-PeerName = Literal["transformers", "llama.cpp"]
+PeerName = Literal["transformers", "llama.cpp", "llama.cpp-lookup"]
 
 
 class TransformersPeer:
@@ -81,7 +82,8 @@ class TransformersPeer:
 class LlamaCppPeer:
     """llama.cpp on the GGUF file itself, whose weights stay packed, with as many threads and its own f16 cache."""
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, **more: Any) -> None:
+        """`more`: options of its own class."""
         import llama_cpp
 
         threads, file = torch.get_num_threads(), _gguf_of(assembly.config)
@@ -93,6 +95,7 @@ class LlamaCppPeer:
             n_threads_batch=threads,
             n_gpu_layers=0,
             verbose=False,
+            **more,
         )
         self.conditions: Conditions = {
             "llama_cpp_python": importlib.metadata.version("llama_cpp_python"),
@@ -152,9 +155,29 @@ class LlamaCppPeer:
         return chain
 
 
+class LlamaCppLookupPeer(LlamaCppPeer):
+    """The same with the speculation that its package has, prompt lookup, and as many tokens as it advises for CPUs."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        super().__init__(assembly, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_LOOKUP), logits_all=True)
+        self.conditions = {**self.conditions, "llama_cpp_lookup_tokens": _LOOKUP}
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        self._llama.reset()
+        tokens = self._llama.generate(
+            list(prompt), temp=params.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0
+        )
+        return list(islice(tokens, params.max_tokens))
+
+
+_LOOKUP = 2
+
 PEERS: Mapping[PeerName, type[TransformersPeer] | type[LlamaCppPeer]] = {
     "transformers": TransformersPeer,
     "llama.cpp": LlamaCppPeer,
+    "llama.cpp-lookup": LlamaCppLookupPeer,
 }
 
 

@@ -20,7 +20,7 @@ VARIANTS = {
 }
 """Builds of the same source, best first, and what a processor must be able to do for each."""
 
-KERNELS = "ADAPTREE_KERNELS"
+KERNELS = "CPU_KERNELS"
 """The environment variable that names a build, for comparisons."""
 
 _MAKERS = {"avx512bf16": "AMD"}

@@ -76,11 +76,11 @@ def test_the_best_build_that_fits_runs(
 def test_another_build_runs_where_one_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(folder, *ALL)
     able(monkeypatch, **ZEN_4)
-    monkeypatch.setenv("ADAPTREE_KERNELS", "avx2")
+    monkeypatch.setenv("CPU_KERNELS", "avx2")
     assert ops.kernel_set(CPU) == "avx2"
     library.variant.cache_clear()
-    monkeypatch.setenv("ADAPTREE_KERNELS", "avxvnni")
-    with pytest.raises(ImportError, match=r"ADAPTREE_KERNELS=avxvnni: .* cannot run it"):
+    monkeypatch.setenv("CPU_KERNELS", "avxvnni")
+    with pytest.raises(ImportError, match=r"CPU_KERNELS=avxvnni: .* cannot run it"):
         library.variant()
 
 

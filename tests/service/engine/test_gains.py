@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.regret import RegretLedger
+from drafters.regret import TRIAL_STEPS, RegretLedger
 from kernels.graph_runner import Capture, rerun
 from service.engine.budget import CostBudget, Load
 from service.engine.costs.gains_file import keep_gains, restore_gains
@@ -86,6 +86,33 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
     for _ in range(400):
         gains.of(1, "warm").observe(-0.5)
     assert gains.asks([lucky, TextGain("warm")], 1, begins=False, affordable=KINDS) == [True, False]
+
+
+def test_a_text_of_a_kind_that_loses_is_tried_and_stays_where_it_gains() -> None:
+    """Texts that lose taught what their kind gains; others begin, and the ledger covers a trial."""
+    found = dict[float, int]()
+    for true_gain in (0.8, -0.5):
+        gains, rng, text = DraftGains(), random.Random(1), TextGain("greedy")
+        for _ in range(60):
+            gains.of(1, "greedy").observe(rng.gauss(-0.5, 1.0))
+        assert not gains.of(1, "greedy").promises
+        assert gains.asks([text], 1, begins=True, affordable=KINDS) == [False]
+        assert gains.asks([text], 1, begins=True, affordable=KINDS, trials=KINDS) == [True]
+        found[true_gain] = 0
+        for _ in range(100):
+            if gains.asks([text], 1, begins=False, affordable=KINDS, trials=KINDS) == [True]:
+                seen = [rng.gauss(true_gain, 1.0)]
+                gains.observe([text], seen, seen, 1, all_asked=True)
+                found[true_gain] += 1
+    assert found[0.8] == 100
+    assert TRIAL_STEPS <= found[-0.5] <= 2 * TRIAL_STEPS
+
+
+def test_a_kind_that_is_sure_to_lose_a_step_is_not_tried() -> None:
+    gains = DraftGains()
+    for _ in range(300):
+        gains.of(1, "greedy").observe(-1.3)
+    assert gains.asks([TextGain("greedy")], 1, begins=True, affordable=KINDS, trials=KINDS) == [False]
 
 
 def test_nothing_is_asked_that_the_ledger_does_not_cover() -> None:
