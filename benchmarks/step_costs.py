@@ -1,5 +1,6 @@
 """What forwards of some rows take behind a context, here and in llama.cpp, on the same file."""
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,9 +55,9 @@ def run(
     process = psutil.Process()
     before = process.memory_info().rss
     assembly = prepare(config, out)
-    pool = assembly.target.pool.storage.nbytes
     weights = assembly.loaded.read_bytes
     resident = process.memory_info().rss - before
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     ways: dict[str, Callable[[int], object]] = {"here": _Ours(assembly)}
     if peer:
         ways["llama.cpp"] = _Theirs(file)
@@ -74,7 +75,8 @@ def run(
     summary = {
         "file_bytes": file.stat().st_size,
         "weights_over_file": weights / file.stat().st_size,
-        "resident_without_pool_over_file": (resident - pool) / file.stat().st_size,
+        "resident_over_file": resident / file.stat().st_size,
+        "peak_over_file": peak / file.stat().st_size,
         "context": _CONTEXT,
     }
     return conclude(
