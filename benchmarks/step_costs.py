@@ -48,7 +48,8 @@ def run(
     """Milliseconds of forwards by their number of rows, and memory."""
     config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
     if shape is not None:
-        config = config.model_copy(update={"model": str(_written(shape, mix, config.state_dir))})
+        written = _written(shape, mix, config.state_dir)
+        config = config.model_copy(update={"model": str(written), "served_model_name": written.stem})
     file = gguf_file(config.model_source)
     if file is None:
         raise StartupError(f"model {config.model!r} is no GGUF file: give --model FILE.gguf or --shape")

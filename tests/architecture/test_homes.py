@@ -15,8 +15,8 @@ from tests.architecture.rules import (
     statements_beside_version,
 )
 
-# The configuration (a default, and what was set), and the one switch that oneDNN offers nowhere else.
-READERS = {"service.config", "service.config_sources", "service.engine.linear"}
+# The configuration (a default, and what was set), and which build of the kernels is to be compared.
+READERS = {"service.config", "service.config_sources", "kernels.cpu.library"}
 HOMES = {
     "prometheus_client": "service.observability.metrics",
     "redis": "adaptation.replicas.redis_store",

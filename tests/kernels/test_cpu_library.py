@@ -14,10 +14,10 @@ from kernels.cpu import library
 
 CPU = torch.device("cpu")
 AVX2 = {"avx2": True, "fma3": True}
-ICE_LAKE = AVX2 | {"avx512_dq": True, "avx512_vnni": True, "cpu_name": "Intel Xeon"}
-SAPPHIRE_RAPIDS = ICE_LAKE | {"avx512_bf16": True}
-ZEN_4 = SAPPHIRE_RAPIDS | {"cpu_name": "AMD EPYC 9R14"}
-ALDER_LAKE = {**AVX2, "avx_vnni": True}
+ICE_LAKE: dict[str, bool | str] = {**AVX2, "avx512_dq": True, "avx512_vnni": True, "cpu_name": "Intel Xeon"}
+SAPPHIRE_RAPIDS: dict[str, bool | str] = {**ICE_LAKE, "avx512_bf16": True}
+ZEN_4: dict[str, bool | str] = {**SAPPHIRE_RAPIDS, "cpu_name": "AMD EPYC 9R14"}
+ALDER_LAKE: dict[str, bool | str] = {**AVX2, "avx_vnni": True}
 ALL = "avx512bf16", "avx512", "avxvnni", "avx2"
 
 
