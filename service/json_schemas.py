@@ -51,7 +51,7 @@ _EXACT = 2**53  # numbers up to it are told apart
 _PRECISION, _MOST_PRECISE = 1e-9, 1e6
 _MOST_CONTAINED = 64
 _MOST_WAYS = 64
-_MOST_TURNED = 5_000  # parts that are negated or said twice
+_MOST_TURNED = 1_000  # parts that are negated or said twice
 _MOST_COMPARED = 100_000  # pairs of parts
 _DEEPEST = 8  # parts inside parts that are looked into
 
