@@ -142,3 +142,6 @@ def _copy_tokenizer(writer: GGUFWriter, source: GGUFReader, vocab: int) -> None:
     writer.add_token_merges(found["merges"])
     writer.add_bos_token_id(found["bos_token_id"])
     writer.add_eos_token_id(found["eos_token_id"])
+    template = source.get_field("tokenizer.chat_template")
+    if template is not None:
+        writer.add_chat_template(template.contents())
