@@ -74,7 +74,9 @@ class Assembly:
     @property
     def fingerprint(self) -> str:
         """What makes two servers give equal text: weights, dtype, numerics and kernels, but no drafter."""
-        kernels = platform.machine() if self.loaded.is_portable else ops.kernel_set(self.target.device)
+        kernels = ops.kernel_set(self.target.device)
+        if self.loaded.is_quantised and self.target.runs_by_ops and kernels != "torch":
+            kernels = platform.machine()  # what torch computes depends on the width of its vectors
         layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
@@ -164,7 +166,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
-    as_it_is = dtype is None and config.load_dtype == "auto" and config.copies == 1 and build.keeps_blocks(device)
+    as_it_is = dtype is None and config.load_dtype == "auto" and config.copies == 1 and build.has_block_kernels(device)
     if dtype is None:
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)

@@ -17,10 +17,12 @@ _OUTPUTS = 32  # of the largest tile that a build has; smaller ones divide it
 class PackedLinear:
     """A product with one layer's packed weights."""
 
-    def __init__(self, call: Any, packed: int, sizes: tuple[int, int], bias: Tensor | None, kept: object) -> None:
-        """`call`: the kernel; `packed`: address of the weights, which `kept` holds; sizes: columns in and out."""
-        self._call, self._kept, self._sizes = call, kept, sizes
-        self.missing = 0
+    def __init__(
+        self, call: Any, packed: int, sizes: tuple[int, int], bias: Tensor | None, kept: object, missing: int = 0
+    ) -> None:
+        """`call`: the kernel; `packed`: address of the weights, which `kept` holds; sizes: columns in and out, of which
+        `missing` zeros are none of the layer's."""
+        self._call, self._kept, self._sizes, self.missing = call, kept, sizes, missing
         self._bias = None if bias is None else functional.pad(bias.detach().float(), (0, -sizes[1] % _OUTPUTS))
         self._weights = packed, address(self._bias)
 
@@ -53,6 +55,5 @@ def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
     out, width = whole.shape
     packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * width)
     function("pack", "ppnn", weight.dtype)(address(whole), address(packed), width, out)
-    planned = PackedLinear(product_kernel("linear", weight.dtype), packed.data_ptr(), (width, out), bias, packed)
-    planned.missing = missing
-    return planned
+    kernel = product_kernel("linear", weight.dtype)
+    return PackedLinear(kernel, packed.data_ptr(), (width, out), bias, packed, missing)

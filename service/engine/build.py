@@ -65,6 +65,6 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or library.variant() else torch.float32
 
 
-def keeps_blocks(device: torch.device) -> bool:
+def has_block_kernels(device: torch.device) -> bool:
     """Whether there are kernels for the blocks of GGUF files."""
     return device.type == "cpu" and library.variant() is not None

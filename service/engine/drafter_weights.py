@@ -97,7 +97,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
         first = weights_of(model := load_network(folder, loaded))
     except DrafterError as error:
         raise StartupError(str(error)) from error
-    weights = _serving(model, loaded.parts.table, blocks, in_8_bits=loaded.drafts_in_8_bits)
+    weights = _serving(model, loaded.parts.table, blocks, in_8_bits=loaded.is_quantised)
     shape = model.config.kind, weights.blocks, model.config.block_size
     logger.info("loaded drafter %s: %s, %d blocks of %d positions", folder, *shape)
     return Replaceable(weights, first)
@@ -106,7 +106,7 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
 def unmade_replaceable(loaded: LoadedModel, folder: Path | None, *, blocks: int) -> Replaceable:
     """The drafter that is yet to be made for this target, or to prove itself: that of a folder. Raises StartupError."""
     assert loaded.unmade is not None, "no drafter is to be made"
-    weights = _serving(loaded.unmade, loaded.parts.table, blocks, in_8_bits=loaded.drafts_in_8_bits)
+    weights = _serving(loaded.unmade, loaded.parts.table, blocks, in_8_bits=loaded.is_quantised)
     given = None if folder is None else _given(folder, loaded)
     return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False, given=given)
 

@@ -28,7 +28,6 @@ from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_SUPER = 256  # columns of a block of the K types
 _PIECE = 1 << 23  # weights that are unpacked at once
 _BY_ROWS = (
     "llama",
@@ -47,14 +46,19 @@ _BY_ROWS = (
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
 
-def keeps_blocks(file: Path) -> bool:
-    """Whether the file's matrices can be kept as they are. Raises StartupError for a damaged file."""
-    return _architecture(_read(file)) in _BY_ROWS
+def open_gguf(file: Path) -> GGUFReader | None:
+    """The file, its tensors mapped; None where its matrices cannot be kept as they are. Raises StartupError for a
+    damaged one."""
+    try:
+        reader = _Reader(file)
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
+        raise StartupError(f"{file}: this GGUF file is damaged or ends early: {error}") from error
+    return reader if _architecture(reader) in _BY_ROWS else None
 
 
-def load_as_it_is(file: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model on the CPU, its matrices as `QuantisedWeight`s, everything else in `dtype`. Raises StartupError."""
-    reader = _read(file)
+    file = Path(str(reader.data.filename))
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     processor = _processor_of(reader, config)
@@ -96,13 +100,6 @@ class _Reader(GGUFReader):
                 raise ValueError(f"tensor {field.name!r}: {error}") from error
             tensors += self.tensors
         self.tensors = tensors
-
-
-def _read(file: Path) -> GGUFReader:
-    try:
-        return _Reader(file)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise StartupError(f"{file}: this GGUF file is damaged or ends early: {error}") from error
 
 
 def _architecture(reader: GGUFReader) -> str:

@@ -68,6 +68,11 @@ class Target:
         self._forward, self.capture = forward, capture
 
     @property
+    def runs_by_ops(self) -> bool:
+        """Whether its layers are our own list of ops, not the model's modules."""
+        return isinstance(self._layers, Decoder)
+
+    @property
     def scratch(self) -> Tensor:
         """Places of its pool for the trees of a drafter that runs it. # [places] int64"""
         return self.pool.scratch

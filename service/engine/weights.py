@@ -33,7 +33,7 @@ from drafters.specblock.model import STANDARD, SpecBlock
 from kernels.cpu import library
 from kernels.linear import QuantisedWeight, Weight, even_sample
 from service.engine import dummy
-from service.engine.gguf_file import keeps_blocks, load_as_it_is
+from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVShape
 from service.engine.linear import num_bytes, weights_of
 from service.engine.modules import ATTENTION_NAME
@@ -79,13 +79,9 @@ class LoadedModel:
         return self.parts.identity if self.copies == 1 else f"{self.parts.identity}-x{self.copies}"
 
     @property
-    def drafts_in_8_bits(self) -> bool:
-        """Whether a drafter's products keep 8 bits of its weights: where those of the target do, or have fewer."""
-        return self.in_8_bits or self.in_blocks
-
-    @property
-    def is_portable(self) -> bool:
-        """Whether all builds of the kernels for one family of processors give the same bits: no product has floats."""
+    def is_quantised(self) -> bool:
+        """Whether no product multiplies floats, so that all builds of the kernels for one family of processors give the
+        same bits, and a drafter's products keep 8 bits of its weights."""
         return self.in_8_bits or self.in_blocks
 
     @property
@@ -110,13 +106,13 @@ def load_model(
     is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them.
     Raises StartupError naming what is wrong with it and what to do."""
     file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
-    as_it_is = as_it_is and file is not None and keeps_blocks(file)
-    source = resolve(name, cache_dir=cache_dir, with_weights=not as_it_is)
+    reader = open_gguf(file) if as_it_is and file is not None else None
+    source = resolve(name, cache_dir=cache_dir, with_weights=reader is None)
     try:
         config = _read_config(source, **options)
         refuse_unsupported(config)
-        if as_it_is and file is not None:
-            model = load_as_it_is(file, config, dtype, ATTENTION_NAME)
+        if reader is not None:
+            model = load_as_it_is(reader, config, dtype, ATTENTION_NAME)
         else:
             if file is not None:
                 logger.info("%s: its weights become %s", file.name, str(dtype).removeprefix("torch."))

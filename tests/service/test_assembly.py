@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import ops
+from kernels.cpu import library
 from service.assembly import Assembly, assemble, start_up_line
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -113,6 +115,18 @@ def test_the_fingerprint_knows_weights_and_type_but_no_drafter(
     assert same.fingerprint == assembly.fingerprint
     assert len({assembly.fingerprint, other_weights.fingerprint, other_type.fingerprint}) == 3
     assert assembly.fingerprint.startswith("fp_")
+
+
+@pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+def test_the_fingerprint_names_the_build_only_where_bits_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    floats = assemble(settings(folder, budget_policy="fixed"))
+    blocks = assemble(settings(folder, load_dtype="int8", budget_policy="fixed"))
+    found = dict[str, tuple[str, str]]()
+    for build in ("avx2", "avx512", "torch"):
+        monkeypatch.setattr(ops, "kernel_set", lambda device, build=build: build)
+        found[build] = floats.fingerprint, blocks.fingerprint
+    assert len({of_floats for of_floats, _ in found.values()}) == 3
+    assert found["avx2"][1] == found["avx512"][1] != found["torch"][1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from benchmarks.gguf_shapes import Shape, random_blocks, write_file
 from kernels.cpu import library
 from service.engine import gguf_file
 from service.engine.decoder import Decoder
-from service.engine.gguf_file import keeps_blocks, load_as_it_is
+from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVPool
 from service.engine.linear import QuantisedEmbedding, QuantisedLinear
 from service.engine.modules import ATTENTION_NAME
@@ -54,8 +54,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
 
 
-def loaded(file: Path) -> PreTrainedModel:
-    return load_as_it_is(file, config(), torch.float32, "eager")
+def loaded(file: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
+    reader = open_gguf(file)
+    assert reader is not None
+    return load_as_it_is(reader, config(), dtype, attention)
 
 
 @pytest.mark.parametrize("kind", list(gguf_file._KINDS), ids=lambda kind: kind.name)
@@ -81,7 +83,6 @@ def test_other_types_are_kept_in_8_bits() -> None:
 
 def test_a_model_is_that_of_the_file(tmp_path: Path) -> None:
     file = written(tmp_path / "a.gguf")
-    assert keeps_blocks(file)
     model = loaded(file)
     tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
     layer = model.get_submodule("model.layers.1")
@@ -150,7 +151,7 @@ def test_every_build_for_x86_computes_the_same_logits(tmp_path: Path, monkeypatc
     file, found = written(tmp_path / "a.gguf"), list[torch.Tensor]()
     for build in [name for name in BUILDS if name != "neon"]:
         for _ in of_build(build, monkeypatch):
-            model = load_as_it_is(file, config(), torch.bfloat16, ATTENTION_NAME)
+            model = loaded(file, torch.bfloat16, ATTENTION_NAME)
             target = Target(model, KVPool(kv_shape(model), 600, model.device))
             trial = Trial(target, lines=1, max_length=300)
             trial.read(0, trial.random_tokens(200), chunk=64)
@@ -160,7 +161,7 @@ def test_every_build_for_x86_computes_the_same_logits(tmp_path: Path, monkeypatc
 
 
 def test_rows_of_such_a_model_do_not_depend_on_their_company(tmp_path: Path) -> None:
-    model = load_as_it_is(written(tmp_path / "a.gguf"), config(), torch.bfloat16, ATTENTION_NAME)
+    model = loaded(written(tmp_path / "a.gguf"), torch.bfloat16, ATTENTION_NAME)
     target = Target(model, KVPool(kv_shape(model), 600, model.device))
     assert isinstance(target._layers, Decoder)  # our own ops run, not the model's modules
     assert check(target) == "exact"
