@@ -23,6 +23,7 @@ from kernels.hit_rates import correct_survival, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
+from kernels.memory import add_text, grow_joint_tree, learn_committed
 from kernels.ngrams import add_ngrams, grow_ngrams
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
@@ -53,6 +54,9 @@ class Ops:
     merge_copies = staticmethod(merge_copies)
     add_ngrams = staticmethod(add_ngrams)
     grow_ngrams = staticmethod(grow_ngrams)
+    add_text = staticmethod(add_text)
+    grow_joint_tree = staticmethod(grow_joint_tree)
+    learn_committed = staticmethod(learn_committed)
     merge_trees = staticmethod(merge_trees)
     likeliest_nodes = staticmethod(likeliest_nodes)
     select_nodes = staticmethod(select_nodes)

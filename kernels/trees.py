@@ -68,6 +68,12 @@ class DraftTree(NamedTuple):
         return DraftTree(*(torch.cat(values) for values in zip(*trees, strict=True)))
 
     @staticmethod
+    def padding(batch: int, width: int, device: torch.device | str = "cpu") -> "DraftTree":
+        """Trees of zero nodes, with room for so many."""
+        nodes = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        return DraftTree(nodes, nodes + ROOT, nodes.clone(), nodes.float(), nodes.new_zeros(batch))
+
+    @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":
         """The tree of zero nodes: verifying it is plain decoding."""
         none = torch.zeros(batch, 0, dtype=torch.int64, device=device)

@@ -1,0 +1,343 @@
+// Which tokens followed which contexts, and trees of what may follow now: as kernels/memory.py.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "trees.h"
+
+namespace {
+
+constexpr int ORDERS[] = {1, 2, 4, 8}, NUM_ORDERS = 4, CONTEXT = 8, WAYS = 8, MAX_DEPTH = 64;
+constexpr int TEXT = 0, PREDICTION = 1, PAST = 2, PARTS = 3, KINDS = 4, NO_PARENT = -2;
+constexpr int TOKEN_BITS = 20, COUNT_BITS = 16, TAG_BITS = 28, TAG_PLACE = 64 - TAG_BITS, BUCKET_SHIFT = 40, TAG_SHIFT = 12;
+constexpr uint64_t TAGS = (uint64_t(1) << TAG_BITS) - 1, TOKENS = (uint64_t(1) << TOKEN_BITS) - 1;
+constexpr uint64_t MOST = (uint64_t(1) << COUNT_BITS) - 1, SIGHTING = 16;
+constexpr int SHARES = 6, TOTALS = 6, LENGTHS = NUM_ORDERS + 1, CLAIMS = 18, STRENGTHS = 4;
+constexpr int OF_SHARE = NUM_ORDERS * SHARES + 1, OF_KNOWN = LENGTHS * LENGTHS, OF_PART = OF_SHARE + OF_KNOWN + TOTALS + 1;
+constexpr int GROUPS = 3 * PARTS + 1, FEATURES = PARTS * OF_PART + CLAIMS * STRENGTHS * STRENGTHS;
+constexpr float LEAST = 0.005f, LIKELIEST = 0.98f;
+
+int passed(float value, std::initializer_list<float> edges) {
+    return int(std::count_if(edges.begin(), edges.end(), [value](float edge) { return value > edge; }));
+}
+
+struct Context {
+    int64_t tokens[CONTEXT];  // the newest first
+
+    Context then(int64_t token) const {
+        Context next{{token}};
+        std::copy(tokens, tokens + CONTEXT - 1, next.tokens + 1);
+        return next;
+    }
+};
+
+struct Place {
+    int64_t first;  // entry of its bucket
+    uint64_t tag;
+};
+
+struct Sighting {
+    int order = -1;
+    float count = 0, total = 0;
+
+    float share() const { return total > 0 ? count / total : 0; }
+    int strength() const { return order < 0 ? 0 : 1 + passed(share(), {0.34f, 0.9f}); }
+};
+
+struct Candidate {
+    int64_t token, node = -1;
+    float claim = 0;
+    Sighting seen[PARTS] = {};
+    int features[GROUPS] = {};
+};
+
+using Candidates = std::vector<Candidate>;
+
+Candidate& of_token(Candidates& candidates, int64_t token) {
+    for (Candidate& one : candidates)
+        if (one.token == token) return one;
+    return candidates.emplace_back(Candidate{token});
+}
+
+struct Node {
+    int64_t token, parent, depth, proposed;  // proposed: of the network's tree, ROOT for the root, NO_PARENT for none
+    float survival;
+    Context context;
+};
+
+}  // namespace
+
+extern "C" struct Memory {
+    int64_t* entries;  // [buckets, WAYS]
+    float *weights, *squares;  // [scopes, KINDS, FEATURES]
+    const int64_t *parts, *scopes;  // [rows, PARTS, 2], [rows]
+    int64_t *tails, *predicted;  // [rows, CONTEXT], [rows]
+    Trees alone, network;  // [rows, nodes]
+    const int64_t* factors;  // [NUM_ORDERS + CONTEXT]
+};
+
+namespace {
+
+// One row's view of the memory.
+struct Reader {
+    const Memory& memory;
+    const int64_t row;
+    const Trees network;
+
+    Reader(const Memory* of, int64_t number) : memory(*of), row(number), network(of->network.line(number)) {}
+
+    int64_t buckets(int part) const { return memory.parts[(row * PARTS + part) * 2 + 1]; }
+
+    Context tail() const {
+        Context context;
+        std::copy_n(memory.tails + row * CONTEXT, CONTEXT, context.tokens);
+        return context;
+    }
+
+    void set_tail(const Context& context) const { std::copy_n(context.tokens, CONTEXT, memory.tails + row * CONTEXT); }
+
+    // Where the contexts of each order lie; returns for how many the text is long enough.
+    int places(const Context& context, int part, Place* found) const {
+        const int64_t first = memory.parts[(row * PARTS + part) * 2], count = buckets(part);
+        uint64_t hash = 0;
+        for (int order = 0, age = 0; order < NUM_ORDERS; order++) {
+            if (!count || context.tokens[ORDERS[order] - 1] < 0) return order;
+            for (; age < ORDERS[order]; age++) hash += uint64_t(context.tokens[age] + 1) * uint64_t(memory.factors[NUM_ORDERS + age]);
+            const uint64_t own = hash + uint64_t(memory.factors[order]);
+            found[order] = {(first + int64_t(own >> BUCKET_SHIFT & uint64_t(count - 1))) * WAYS, own >> TAG_SHIFT & TAGS};
+            __builtin_prefetch(memory.entries + found[order].first);
+        }
+        return NUM_ORDERS;
+    }
+
+    void add(const Context& context, int part, int64_t token) const {
+        Place found[NUM_ORDERS];
+        const int orders = places(context, part, found);
+        for (int order = 0; order < orders; order++) {
+            uint64_t* entries = reinterpret_cast<uint64_t*>(memory.entries) + found[order].first;
+            const uint64_t name = found[order].tag << TAG_PLACE | uint64_t(token) << COUNT_BITS;
+            int known = -1, rarest = 0;
+            for (int way = 0; way < WAYS; way++) {
+                const uint64_t count = entries[way] & MOST;
+                if ((entries[way] & ~MOST) == name && count) known = way;
+                if (count < (entries[rarest] & MOST)) rarest = way;
+            }
+            if (known >= 0) {
+                entries[known] = name | std::min(MOST, (entries[known] & MOST) + SIGHTING);
+                continue;
+            }
+            if (entries[rarest] & MOST)
+                for (int way = 0; way < WAYS; way++) entries[way] -= (entries[way] & MOST) >> 3;
+            entries[rarest] = name | SIGHTING;
+        }
+    }
+
+    // Notes what the part has seen behind the context; returns the longest order that it knows, or -1.
+    int see(const Context& context, int part, Candidates& candidates) const {
+        Place found[NUM_ORDERS];
+        int longest = -1;
+        for (int order = places(context, part, found) - 1; order >= 0; order--) {
+            const uint64_t* entries = reinterpret_cast<const uint64_t*>(memory.entries) + found[order].first;
+            uint64_t total = 0;
+            for (int way = 0; way < WAYS; way++)
+                if (entries[way] >> TAG_PLACE == found[order].tag) total += entries[way] & MOST;
+            if (!total) continue;
+            longest = std::max(longest, order);
+            for (int way = 0; way < WAYS; way++) {
+                const uint64_t count = entries[way] & MOST;
+                if (entries[way] >> TAG_PLACE != found[order].tag || !count) continue;
+                Sighting& seen = of_token(candidates, int64_t(entries[way] >> COUNT_BITS & TOKENS)).seen[part];
+                if (seen.order < 0) seen = {order, float(count) / SIGHTING, float(total) / SIGHTING};
+            }
+        }
+        return longest;
+    }
+
+    bool knows(int64_t proposed) const {
+        int64_t* const end = network.parents + *network.num_nodes;
+        return proposed != NO_PARENT && std::find(network.parents, end, proposed) != end;
+    }
+
+    // What may follow, with the features of each.
+    void candidates(const Context& context, int64_t proposed, bool knows, Candidates& found) const {
+        int known[PARTS];
+        found.clear();
+        for (int part = 0; part < PARTS; part++) known[part] = see(context, part, found);
+        const float above = proposed < 0 ? 1.0f : network.survival[proposed];
+        for (int64_t node = 0; knows && node < *network.num_nodes; node++) {
+            if (network.parents[node] != proposed) continue;
+            Candidate& one = of_token(found, network.tokens[node]);
+            one.node = node, one.claim = network.survival[node] / above;
+        }
+        for (Candidate& one : found) {
+            int *feature = one.features, base = 0;
+            for (int part = 0; part < PARTS; part++, base += OF_PART) {
+                const Sighting& seen = one.seen[part];
+                const int shared = seen.order * SHARES + passed(seen.share(), {0.15f, 0.34f, 0.6f, 0.9f, 0.99f});
+                *feature++ = base + (seen.order < 0 ? OF_SHARE - 1 : shared);
+                *feature++ = base + OF_SHARE + (known[part] + 1) * LENGTHS + seen.order + 1;
+                const int total = seen.order < 0 ? TOTALS : passed(seen.total, {1.5f, 2.5f, 4.5f, 9.5f, 30.0f});
+                *feature++ = base + OF_SHARE + OF_KNOWN + total;
+            }
+            const float odds = one.claim / std::max(1e-6f, 1.0f - one.claim);
+            const int level = one.node < 0 ? 0 : std::clamp(int(std::floor(std::log2(odds))) + 10, 0, CLAIMS - 3);
+            const int claim = !knows ? 0 : one.node < 0 ? 1 : 2 + level;
+            const int own = std::max(one.seen[TEXT].strength(), one.seen[PREDICTION].strength());
+            *feature = base + (claim * STRENGTHS + own) * STRENGTHS + one.seen[PAST].strength();
+        }
+    }
+
+    int64_t kind(bool warm, bool knows) const { return (memory.scopes[row] * KINDS + 2 * warm + knows) * FEATURES; }
+
+    float chance(int64_t kind, const Candidate& one) const {
+        float sum = 0;
+        for (int feature : one.features) sum += memory.weights[kind + feature];
+        return std::clamp(1.0f / (1.0f + std::exp(-sum)), LEAST, LIKELIEST);
+    }
+};
+
+void copy(const Trees& from, const Trees& to) {
+    const int64_t count = *to.num_nodes = std::min(*from.num_nodes, to.width);
+    std::copy_n(from.tokens, count, to.tokens);
+    std::copy_n(from.parents, count, to.parents);
+    std::copy_n(from.depths, count, to.depths);
+    std::copy_n(from.survival, count, to.survival);
+}
+
+// How many of the tokens stand on a path from the root.
+int64_t right(const Trees& tree, const int64_t* tokens, int64_t count) {
+    int64_t parent = ROOT;
+    for (int64_t depth = 0; depth < count; depth++) {
+        int64_t node = 0;
+        while (node < *tree.num_nodes && (tree.parents[node] != parent || tree.tokens[node] != tokens[depth])) node++;
+        if (node == *tree.num_nodes) return depth;
+        parent = node;
+    }
+    return count;
+}
+
+// Grows trees best first: the likeliest node that was not expanded yet goes on while it is among the best ones.
+struct Grower {
+    std::vector<Node> nodes;
+    std::vector<float> best;                       // a heap of the greatest survivals, the least in front
+    std::vector<std::pair<float, int64_t>> open;  // a heap of survival and minus the number: the first of equals
+    Candidates found;
+
+    void grow(const Reader& reader, bool warm, float least, size_t most) {
+        nodes.clear(), best.clear(), open.clear();
+        Node parent{-1, ROOT, 0, ROOT, 1.0f, reader.tail()};
+        int64_t number = ROOT;
+        while (true) {
+            if (parent.depth < MAX_DEPTH) expand(reader, parent, number, warm, least, most);
+            if (open.empty()) return;
+            std::pop_heap(open.begin(), open.end());
+            const auto [survival, minus] = open.back();
+            open.pop_back();
+            if (best.size() == most && survival < best.front()) return;
+            number = -minus;
+            parent = nodes[size_t(number)];
+        }
+    }
+
+    void expand(const Reader& reader, const Node& parent, int64_t number, bool warm, float least, size_t most) {
+        const bool knows = reader.knows(parent.proposed);
+        reader.candidates(parent.context, parent.proposed, knows, found);
+        const int64_t kind = reader.kind(warm, knows);
+        for (const Candidate& one : found) {
+            const float survival = parent.survival * reader.chance(kind, one);
+            if (survival < least || (best.size() == most && survival <= best.front())) continue;
+            open.push_back({survival, -int64_t(nodes.size())});
+            std::push_heap(open.begin(), open.end());
+            nodes.push_back({one.token, number, parent.depth + 1, one.node < 0 ? NO_PARENT : one.node, survival,
+                             parent.context.then(one.token)});
+            best.push_back(survival);
+            std::push_heap(best.begin(), best.end(), std::greater<>());
+            if (best.size() <= most) continue;
+            std::pop_heap(best.begin(), best.end(), std::greater<>());
+            best.pop_back();
+        }
+    }
+
+    void write(const Trees& to) const {
+        Numbers order(nodes.size()), numbers(nodes.size(), ROOT);
+        for (size_t i = 0; i < order.size(); i++) order[i] = int64_t(i);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return nodes[size_t(a)].survival > nodes[size_t(b)].survival; });
+        order.resize(std::min(order.size(), size_t(to.width)));
+        *to.num_nodes = int64_t(order.size());
+        for (size_t i = 0; i < size_t(to.width); i++) {
+            const Node none{0, ROOT, 0, ROOT, 0.0f, {}};
+            const Node& node = i < order.size() ? nodes[size_t(order[i])] : none;
+            if (i < order.size()) numbers[size_t(order[i])] = int64_t(i);
+            to.tokens[i] = node.token;
+            to.parents[i] = node.parent == ROOT ? ROOT : numbers[size_t(node.parent)];
+            to.depths[i] = node.depth;
+            to.survival[i] = node.survival;
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void add_text(const Memory* memory, int64_t row, int64_t part, const int64_t* tokens, int64_t count) {
+    const Reader reader(memory, row);
+    Context context = reader.tail();
+    for (int64_t i = 0; i < count; i++) {
+        reader.add(context, int(part), tokens[i]);
+        context = context.then(tokens[i]);
+    }
+    if (part == TEXT) reader.set_tail(context);
+}
+
+void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, const float* temperatures, const Trees* network,
+                     float least, const Trees* trees) {
+    Grower grower;
+    for (int64_t b = 0; b < batch; b++) {
+        const Reader reader(memory, rows[b]);
+        *reader.network.num_nodes = 0;
+        if (network) copy(network->line(b), reader.network);
+        grower.grow(reader, temperatures[b] > 0, least, size_t(trees->width));
+        grower.write(trees->line(b));
+        if (!network) copy(trees->line(b), memory->alone.line(rows[b]));
+    }
+}
+
+void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, const float* temperatures, const int64_t* tokens,
+                     int64_t width, const int64_t* counts, const bool* stores, float rate, int64_t* rights) {
+    Candidates found;
+    for (int64_t b = 0; b < batch; b++) {
+        const Reader reader(memory, rows[b]);
+        const int64_t* said = tokens + b * width;
+        rights[b] = right(memory->alone.line(rows[b]), said, counts[b]);
+        Context context = reader.tail();
+        int64_t proposed = *reader.network.num_nodes ? ROOT : NO_PARENT;
+        for (int64_t i = 0; i < counts[b]; i++) {
+            const bool knows = reader.knows(proposed);
+            reader.candidates(context, proposed, knows, found);
+            const int64_t kind = reader.kind(temperatures[b] > 0, knows);
+            proposed = NO_PARENT;
+            for (const Candidate& one : found) {
+                const bool is_true = one.token == said[i];
+                const float error = float(is_true) - reader.chance(kind, one);
+                for (int feature : one.features) {
+                    float& square = memory->squares[kind + feature];
+                    square += error * error;
+                    memory->weights[kind + feature] += rate * error / std::sqrt(square);
+                }
+                if (!is_true) continue;
+                if (one.node >= 0) proposed = one.node;
+                memory->predicted[rows[b]] += one.seen[PREDICTION].order > 0;
+            }
+            for (int part : {TEXT, PAST})
+                if (part == TEXT || stores[b]) reader.add(context, part, said[i]);
+            context = context.then(said[i]);
+        }
+        reader.set_tail(context);
+    }
+}
+}

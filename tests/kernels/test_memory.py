@@ -1,0 +1,193 @@
+"""Counts of what followed contexts, and joint trees: found again, bounded, learnt; the compiled twins do as the
+reference says."""
+
+import random
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.memory import CONTEXT, FEATURES, KINDS, PAST, PREDICTION, TEXT, Memory
+from kernels.ops import REFERENCE, Ops
+from kernels.trees import ROOT, DraftTree
+from tests.drafters.trees import assert_valid_tree
+
+COMPILED = ops.on(torch.device("cpu"))
+WAYS_TO_COMPUTE = {"reference": REFERENCE, "compiled": COMPILED}
+ROWS, SCOPES, NODES, BUCKETS, LEAST, RATE = 3, 2, 12, 64, 0.0025, 0.1
+
+
+@pytest.fixture(params=WAYS_TO_COMPUTE)
+def with_(request: pytest.FixtureRequest) -> Ops:
+    return WAYS_TO_COMPUTE[request.param]
+
+
+def memory_of(buckets: int = BUCKETS) -> Memory:
+    """Three rows with parts of their own; the first two share a scope."""
+    memory = Memory.empty(ROWS, (2 * ROWS + SCOPES) * buckets, SCOPES, NODES)
+    memory.scopes.copy_(torch.tensor([0, 0, 1]))
+    for row in range(ROWS):
+        lines = 2 * row, 2 * row + 1, 2 * ROWS + int(memory.scopes[row])
+        memory.parts[row] = torch.tensor([[line * buckets, buckets] for line in lines])
+    return memory
+
+
+def trusting(memory: Memory) -> Memory:
+    """Weights under which whatever was seen is likely, what was seen behind longer contexts most."""
+    generator = torch.Generator().manual_seed(3)
+    memory.weights.copy_(torch.randn(memory.weights.shape, generator=generator) * 0.5)
+    return memory
+
+
+def grow(with_: Ops, memory: Memory, *rows: int, network: DraftTree | None = None, warm: bool = False) -> DraftTree:
+    temperatures = torch.full((len(rows),), float(warm))
+    return with_.grow_joint_tree(memory, torch.tensor(rows), temperatures, network, NODES, LEAST)
+
+
+def learn(with_: Ops, memory: Memory, row: int, *tokens: int, stores: bool = True) -> int:
+    given = torch.tensor([row]), torch.zeros(1), torch.tensor([tokens]), torch.tensor([len(tokens)])
+    return int(with_.learn_committed(memory, *given, torch.tensor([stores]), RATE)[0])
+
+
+def below_root(tree: DraftTree) -> set[int]:
+    return {token for _, token in _roots_children(tree)}
+
+
+def _roots_children(tree: DraftTree) -> list[tuple[int, int]]:
+    """Places and tokens."""
+    return [(place, int(tree.tokens[0, place])) for place, depth in enumerate(tree.depths[0].tolist()) if depth == 1]
+
+
+def test_what_a_text_has_said_is_proposed_again(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    with_.add_text(memory, 0, TEXT, torch.tensor([5, 6, 7, 8, 5, 6]))
+    tree = grow(with_, memory, 0)
+    assert_valid_tree(tree)
+    path = [token for _, token in sorted(zip(tree.depths[0].tolist(), tree.tokens[0].tolist(), strict=True)) if token]
+    assert path[:4] == [7, 8, 5, 6]
+    assert not grow(with_, memory, 1).num_nodes.any(), "one row's text is another's"
+
+
+def test_answers_are_remembered_within_their_scope(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    for row in range(ROWS):
+        with_.add_text(memory, row, TEXT, torch.tensor([1]))
+    learn(with_, memory, 0, 2, 3)
+    assert below_root(grow(with_, memory, 1)) == {2}
+    assert not grow(with_, memory, 2).num_nodes.any()
+
+
+def test_what_is_not_to_be_stored_is_forgotten_with_its_text(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    for row in range(2):
+        with_.add_text(memory, row, TEXT, torch.tensor([1]))
+    learn(with_, memory, 0, 2, 1, stores=False)
+    assert below_root(grow(with_, memory, 0)) == {2}, "its own text"
+    assert not grow(with_, memory, 1).num_nodes.any()
+
+
+def test_a_prediction_continues_the_prompt_and_is_counted(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    with_.add_text(memory, 0, TEXT, torch.tensor([1, 2]))
+    with_.add_text(memory, 0, PREDICTION, torch.tensor([7, 8, 9]))
+    assert 7 in below_root(grow(with_, memory, 0))
+    learn(with_, memory, 0, 7, 8, 4)
+    assert memory.predicted.tolist() == [2, 0, 0]
+
+
+def test_a_full_bucket_keeps_what_is_frequent_and_takes_what_is_new(with_: Ops) -> None:
+    memory = memory_of(buckets=1)
+    text = [1, 2] * 30 + [value for n in range(4) for value in (1, 100 + n)]
+    with_.add_text(memory, 0, TEXT, torch.tensor(text))
+    held = {entry >> 16 & 0xFFFFF for entry in memory.entries[0].tolist() if entry & 0xFFFF}
+    assert {1, 2, 103} <= held, "the frequent ones, and the newest"
+    assert 100 not in held
+
+
+def test_weights_learn_what_comes_true(with_: Ops) -> None:
+    """Of two successors that were seen as often, one never comes."""
+    memory = memory_of()
+    with_.add_text(memory, 0, TEXT, torch.tensor([1, 2, 1, 3, 1]))
+    before = grow(with_, memory, 0).survival[0, :2].tolist()
+    for _ in range(20):
+        learn(with_, memory, 0, 2, 1)
+    tree = grow(with_, memory, 0)
+    survival = {token: float(tree.survival[0, place]) for place, token in _roots_children(tree)}
+    assert before == [0.5, 0.5]
+    assert survival[2] > 0.8 > 0.2 > survival.get(3, 0.0)
+    assert memory.weights[0].any() and not memory.weights[1].any(), "of its own scope alone"
+
+
+def test_a_networks_nodes_and_texts_make_one_tree(with_: Ops) -> None:
+    """What the network proposes goes on where it does, and where texts know better."""
+    memory = trusting(memory_of())
+    with_.add_text(memory, 0, TEXT, torch.tensor([5, 6, 9, 4]))
+    network = DraftTree.of(torch.tensor([[5, 3, 8]]), torch.tensor([[ROOT, ROOT, 0]]))
+    network = network._replace(survival=torch.tensor([[0.8, 0.1, 0.4]]))
+    tree = grow(with_, memory, 0, network=network)
+    paths = _paths(tree)
+    assert {(5,), (3,), (5, 8), (5, 6), (5, 6, 9)} <= paths
+    assert learn(with_, memory, 0, 5, 8) == 0, "the tree without the network had neither"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
+    """Texts of few tokens, so that buckets fill; networks that know some of it; all that is remembered is equal."""
+    rng = random.Random(seed)
+    mine, theirs = (trusting(memory_of(buckets=4)) for _ in range(2))
+    for row in range(ROWS):
+        text = torch.tensor([rng.randrange(9) for _ in range(rng.randrange(1, 60))])
+        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
+            with_.add_text(memory, row, TEXT, text)
+            with_.add_text(memory, row, PREDICTION, text[: 5 * row])
+    for _ in range(12):
+        rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
+        temperatures = torch.tensor([rng.choice((0.0, 0.7)) for _ in rows])
+        network = rng.choice((None, _network(rng, len(rows))))
+        tokens = torch.tensor([[rng.randrange(9) for _ in range(4)] for _ in rows])
+        counts = torch.tensor([rng.randrange(1, 5) for _ in rows])
+        stores = torch.tensor([rng.random() < 0.7 for _ in rows])
+        results = []
+        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
+            of = torch.tensor(rows)
+            alone = with_.grow_joint_tree(memory, of, temperatures, None, NODES, LEAST)
+            joint = alone if network is None else with_.grow_joint_tree(memory, of, temperatures, network, NODES, LEAST)
+            right = with_.learn_committed(memory, of, temperatures, tokens, counts, stores, RATE)
+            results.append((*alone, *joint, right))
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(mine.entries, theirs.entries)
+    for name in ("tails", "predicted"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    torch.testing.assert_close(theirs.weights, mine.weights, rtol=1e-3, atol=1e-4)
+
+
+def _network(rng: random.Random, batch: int) -> DraftTree:
+    """Trees of three to nine nodes, each below an earlier one or the root."""
+    nodes = rng.randrange(3, 10)
+    parents = torch.tensor([[rng.randrange(ROOT, n) for n in range(nodes)] for _ in range(batch)])
+    tree = DraftTree.of(torch.zeros(batch, nodes, dtype=torch.int64), parents)
+    survival = torch.ones(batch, nodes)
+    tokens = torch.empty(batch, nodes, dtype=torch.int64)
+    for line in range(batch):
+        for node, parent in enumerate(parents[line].tolist()):
+            above = 1.0 if parent == ROOT else float(survival[line, parent])
+            survival[line, node] = above * rng.choice((0.9, 0.5, 0.2, 0.03))
+            siblings = {int(tokens[line, other]) for other in range(node) if int(parents[line, other]) == parent}
+            tokens[line, node] = rng.choice([token for token in range(12) if token not in siblings])
+    return tree._replace(tokens=tokens, survival=survival)
+
+
+def _paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+        paths.append(((*paths[parent],) if parent >= 0 else ()) + (token,))
+    return set(paths[: int(tree.num_nodes[0])])
+
+
+def test_sizes_are_those_of_the_kernels() -> None:
+    memory = memory_of()
+    assert memory.weights.shape == (SCOPES, KINDS, FEATURES)
+    assert memory.tails.shape == (ROWS, CONTEXT)
+    assert memory.parts[:, PAST, 0].tolist() == [6 * BUCKETS, 6 * BUCKETS, 7 * BUCKETS]
+
