@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.accept import accept
-from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise_of
@@ -26,7 +24,9 @@ from kernels.lookup import find_matches, merge_copies
 from kernels.ngrams import add_ngrams, grow_ngrams
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
+from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, sample
+from kernels.settle import settle
 from kernels.tree_attention import plan_attention
 from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
 
@@ -42,11 +42,11 @@ class Ops:
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
     plan_layers = staticmethod(plan_layers)
+    lay_out_rows = staticmethod(lay_out_rows)
     plan_attention = staticmethod(plan_attention)
     choose_likeliest = staticmethod(choose_likeliest)
     sample = staticmethod(sample)
-    accept = staticmethod(accept)
-    commit_slots = staticmethod(commit_slots)
+    settle = staticmethod(settle)
     rank_features = staticmethod(rank_features)
     draft_objective = staticmethod(draft_objective)
     find_matches = staticmethod(find_matches)

@@ -108,37 +108,6 @@ void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool*
         }
 }
 
-void accept(const int64_t* tokens, const int64_t* parents, const int64_t* num_nodes, int64_t batch, int64_t nodes,
-            const int64_t* targets, int64_t depth, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
-    for (int64_t b = 0; b < batch; b++, path += depth) {
-        int64_t last = ROOT, count = 0;
-        for (int64_t i = 0; i < num_nodes[b] && count < depth; i++)  // children stand behind their parents
-            if (parents[i] == last && tokens[i] == targets[last + 1]) path[count++] = last = i;
-        std::fill(path + count, path + depth, ROOT);
-        num_accepted[b] = count, bonus[b] = targets[last + 1];
-        tokens += nodes, parents += nodes, targets += nodes + 1;
-    }
-}
-
-void commit_slots(const int64_t* path, const int64_t* num_accepted, const int64_t* num_nodes, int64_t batch, int64_t depth,
-                  const int64_t* node_slots, int64_t nodes, const int64_t* lines, const int64_t* extend_end, int64_t* table,
-                  int64_t table_width, int64_t* path_slots, int64_t* freed) {
-    int64_t count = 0;
-    for (int64_t b = 0; b < batch; b++) {
-        const int64_t accepted = num_accepted[b];
-        for (int64_t k = 0; k < accepted; k++)
-            table[lines[b] * table_width + extend_end[b] + 1 + k] = path_slots[k] = node_slots[path[k]];
-        std::fill(path_slots + accepted, path_slots + depth, 0);
-        for (int64_t i = 0, k = 0; i < num_nodes[b]; i++)  // a path's nodes stand in order
-            if (k < accepted && path[k] == i)
-                k++;
-            else
-                freed[count++] = node_slots[i];
-        path += depth, path_slots += depth, node_slots += nodes;
-    }
-    std::fill(freed + count, freed + batch * nodes, 0);
-}
-
 // Counted labels, and the rates that follow, for `buckets` buckets.
 struct Hits {
     const float *prior_true, *prior_expected;

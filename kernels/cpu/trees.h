@@ -21,3 +21,6 @@ Numbers likeliest_first(const Trees& tree, int64_t count);
 
 // The first of these nodes, as many as fit, as a tree; with `leaders` each node hangs below its parent's leader.
 void cut(const Trees& from, const Numbers& nodes, const Numbers* leaders, const Trees& to, int64_t* chosen);
+
+// Whether node j is on the path to node i, itself included, at [b, i, j].
+extern "C" void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool* above);

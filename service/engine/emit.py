@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
+from kernels.settle import Verified
 from service.engine.budget import Budget
 from service.engine.prompt_scores import shown
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
 from service.engine.sequence import Finish, Sequence
-from service.engine.verify import Verified
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
 

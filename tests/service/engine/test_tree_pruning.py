@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
-from kernels import ops
+from kernels.accept import accept
 from kernels.graph_runner import Capture
 from service.engine.tree_pruning import TreePruning
 from service.engine.tree_width import FixedWidth
@@ -42,7 +42,7 @@ def committed(tree: DraftTree, generator: torch.Generator) -> tuple[Tensor, Tens
     agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.5
     for line, node in (tree.valid & agrees).nonzero().tolist():
         after[line, tree.parents[line, node] + 1] = tree.tokens[line, node]
-    found = ops.on(tree.tokens.device).accept(tree.tokens, tree.parents, tree.num_nodes, after)
+    found = accept(tree.tokens, tree.parents, tree.num_nodes, after)
     accepted = tree.tokens.gather(1, found.path.clamp(min=0)).masked_fill(found.path < 0, -1)
     return torch.cat([accepted, torch.full((tree.batch, 1), -1)], 1), found.num_accepted + 1
 

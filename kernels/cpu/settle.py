@@ -1,0 +1,32 @@
+"""The compiled twin of `kernels.settle`."""
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import addresses, function
+from kernels.settle import Verified
+from kernels.tree_attention import MAX_DEPTH
+
+
+def settle(
+    table: Tensor,
+    choice: tuple[Tensor, Tensor],
+    logits: tuple[Tensor, Tensor, Tensor],
+    completing: tuple[Tensor, Tensor],
+    lines: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    trees: tuple[Tensor, Tensor, Tensor],
+) -> Verified:
+    """As the reference."""
+    assert table.is_contiguous()
+    given = [value.contiguous() for value in (*choice, *logits, *completing, *lines, slots, *trees)]
+    batch, width = completing[0].shape[0], trees[0].shape[1]
+    depth = min(width, MAX_DEPTH)
+    each, path = [batch], [batch, depth + 1]
+    sizes = [[batch, depth], each, each, [batch, width + 1], path, [batch, depth + 2], each]
+    sizes += [path, path, path, each, each, [batch * width]]
+    verified = Verified(*[torch.empty(size, dtype=torch.int64) for size in sizes])
+    counts, step, made = (choice[0].shape[0], batch, width, depth), addresses(given), addresses(verified)
+    call = function("settle", "pnnnnpnp")
+    call(step.buffer_info()[0], *counts, table.data_ptr(), table.shape[1], made.buffer_info()[0])
+    return verified
