@@ -22,7 +22,8 @@ class Verified(NamedTuple):
     target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node; those
     # behind padding mean nothing
     tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
-    emitted: Tensor  # [batch, depth + 2] int64: whether a row of the path had no finite score to choose by; the tokens
+    emitted: Tensor  # [batch, 1 + sizes + depth + 1] int64, what the host reads: whether a row of the path had no
+    # finite score to choose by, then `sizes`, then `tokens`
     counts: Tensor  # [batch] int64: valid entries of `tokens`
     path_logits: Tensor  # [batch, depth + 1] int64, lines of the logits that chose them; behind the bonus token any
     path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes; behind them the root's
@@ -40,6 +41,7 @@ def settle(
     lines: tuple[Tensor, Tensor, Tensor],
     slots: Tensor,
     trees: tuple[Tensor, Tensor, Tensor],
+    sizes: Tensor,
 ) -> Verified:
     """Walks down each tree as far as the target agrees, and writes the accepted nodes' slots into the table, in place.
 
@@ -49,8 +51,9 @@ def settle(
     completing: lines [batch] of the sequences, and rows of nodes that each has [batch], those of padding included
     lines: rows of the table [lines], positions of roots [lines], slots of nodes [lines, nodes]
     slots [rows]; trees: tokens, parents [lines, nodes], numbers of nodes [lines], parents before children
+    sizes [first of the batch, sizes]: what else the host is to read; of the others it reads 0
     """
-    return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees)
+    return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees, sizes)
 
 
 def settle_with(
@@ -63,6 +66,7 @@ def settle_with(
     lines: tuple[Tensor, Tensor, Tensor],
     slots: Tensor,
     trees: tuple[Tensor, Tensor, Tensor],
+    sizes: Tensor,
 ) -> Verified:
     """`settle`, by these ways to walk and to commit."""
     (chosen, bad), (logit_rows, logit_sequence, logit_places) = choice, logits
@@ -89,7 +93,7 @@ def settle_with(
         bonus=bonus,
         target_tokens=target_tokens,
         tokens=emitted,
-        emitted=torch.cat([has_failed, emitted], dim=1),
+        emitted=torch.cat([has_failed, pad(sizes, (0, 0, 0, batch - sizes.shape[0])), emitted], dim=1),
         counts=num_accepted + 1,
         path_logits=path_logits,
         path_rows=path_rows,

@@ -5,7 +5,7 @@
 
 struct Step {
     const int64_t *chosen, *bad, *logit_rows, *logit_sequence, *logit_places, *completing, *num_nodes;
-    const int64_t *table_rows, *roots, *node_slots, *slots, *tokens, *parents, *tree_nodes;
+    const int64_t *table_rows, *roots, *node_slots, *slots, *tokens, *parents, *tree_nodes, *sizes;
 };
 
 struct Verified {
@@ -15,10 +15,11 @@ struct Verified {
 
 extern "C" {
 
-void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int64_t depth, int64_t* table,
-            int64_t table_width, const Verified* verified) {
+// `told` sequences, the first ones, have `numbers` sizes each.
+void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int64_t depth, int64_t told, int64_t numbers,
+            int64_t* table, int64_t table_width, const Verified* verified) {
     const int64_t places = width + 1;
-    int64_t *targets = verified->target_tokens, *freed = verified->freed;
+    int64_t *targets = verified->target_tokens, *emitted = verified->emitted, *freed = verified->freed;
     Numbers logit_at(batch * places, 0);  // of the root and of each node
     std::fill(targets, targets + batch * places, -1);
     for (int64_t i = 0; i < logits; i++)
@@ -38,12 +39,13 @@ void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int6
         verified->num_accepted[b] = count, verified->counts[b] = count + 1;
         verified->table_rows[b] = step->table_rows[line], verified->roots[b] = root;
         int64_t* written = table + step->table_rows[line] * table_width + root + 1;
-        int64_t *emitted = verified->emitted + b * (depth + 2), first = b * (depth + 1);
-        emitted[0] = 0;
+        int64_t *failed = emitted++, first = b * (depth + 1);
+        *failed = 0;
+        for (int64_t i = 0; i < numbers; i++) *emitted++ = b < told ? step->sizes[b * numbers + i] : 0;
         for (int64_t k = 0; k <= depth; k++) {
             const int64_t logit = own[k && k <= count ? path[k - 1] + 1 : 0], row = step->logit_rows[logit];
-            emitted[0] |= step->bad[logit];
-            emitted[k + 1] = verified->tokens[first + k] = k < count ? tokens[path[k]] : k == count ? bonus : -1;
+            *failed |= step->bad[logit];
+            *emitted++ = verified->tokens[first + k] = k < count ? tokens[path[k]] : k == count ? bonus : -1;
             verified->path_logits[first + k] = logit, verified->path_rows[first + k] = row;
             verified->slots[first + k] = step->slots[row];
             if (k < count) written[k] = node_slots[path[k]];

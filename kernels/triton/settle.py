@@ -15,6 +15,7 @@ def settle(
     lines: tuple[Tensor, Tensor, Tensor],
     slots: Tensor,
     trees: tuple[Tensor, Tensor, Tensor],
+    sizes: Tensor,
 ) -> Verified:
     """As the reference."""
-    return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees)
+    return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees, sizes)

@@ -13,6 +13,7 @@ from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
 from kernels.sample import Choice
 from kernels.settle import Verified
+from service.engine.budget import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
 from service.engine.rows import ForwardRows, fixed_shapes
@@ -38,6 +39,7 @@ class VerifyStage:
         self._batch: list[Sequence] = []
         self._table = SamplingTable()
         slots = table.slots
+        self._no_sizes = slots.new_empty(0, SIZES)
         shapes = fixed_shapes(max_sequences, widths) if capture else []
         self._settle = GraphRunner(
             partial(ops.on(slots.device).settle, slots),
@@ -52,11 +54,13 @@ class VerifyStage:
         tree: DraftTree,
         logits: Tensor,
         sampler: Sampler = EAGER_SAMPLER,
+        sizes: Tensor | None = None,
     ) -> Verified:
         """Verify the completing sequences; `tree` holds one line per sequence of the forward. The next call may
         overwrite the result, except for what was committed.
 
-        logits [logits, vocab], one per entry of `rows.logit_rows`; `sampler` is the way to choose of them as they are
+        logits [logits, vocab], one per entry of `rows.logit_rows`; `sampler` is the way to choose of them as they are;
+        sizes [drafting, SIZES] int64, of trees, for the host
         """
         choice = self._choose(completing, rows, tree, logits, sampler)
         attention = rows.attention
@@ -68,6 +72,7 @@ class VerifyStage:
                 (attention.table_rows, attention.extend_end, attention.node_slots),
                 rows.slots,
                 (tree.tokens, tree.parents, tree.num_nodes),
+                self._no_sizes if sizes is None else sizes,
             )
         )
         return _leading(settled, len(completing), tree.width)
@@ -141,7 +146,7 @@ def _leading(settled: Verified, batch: int, width: int) -> Verified:
     if settled.target_tokens.shape == (batch, width + 1):
         return settled
     depth = min(width, MAX_DEPTH)
-    by_width = {"path": depth, "target_tokens": width + 1, "emitted": depth + 2}
+    by_width = {"path": depth, "target_tokens": width + 1, "emitted": 1 + SIZES + depth + 1}
     by_width |= dict.fromkeys(("tokens", "path_logits", "path_rows", "slots"), depth + 1)
     lines = {name: value[:batch] for name, value in settled._asdict().items() if name != "freed"}
     lines |= {name: lines[name][:, :count] for name, count in by_width.items()}
@@ -159,4 +164,5 @@ def _padding(batch: int, width: int, device: torch.device) -> tuple[Any, ...]:
         (line, line, nodes),
         row,
         (nodes, nodes + ROOT, line),
+        nodes.new_zeros(batch, SIZES),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.ops import REFERENCE, Ops
 from kernels.settle import Verified
@@ -65,6 +66,7 @@ class Step:
             ),
             numbers[:rows],
             (tokens, parents, counts),
+            torch.randint(100, (rng.randint(0, batch), 3), generator=torch.Generator().manual_seed(batch)),
         )
         return Step(trees, num_nodes, args)
 
@@ -81,11 +83,12 @@ def to(device: str, values: Any) -> Any:
 def check(settle: Callable[..., Verified], step: Step, device: str = "cpu") -> None:
     table, *rest = to(device, step.args)
     found = Verified(*(value.cpu() for value in settle(table, *rest)))
-    expected, choice, logits, completing, lines, slots, _ = step.args
+    expected, choice, logits, completing, lines, slots, _, sizes = step.args
     expected, freed = expected.clone(), list[int]()
     width = found.target_tokens.shape[1] - 1
     assert found.path.shape == (len(step.trees), min(width, MAX_DEPTH))
-    assert torch.equal(found.emitted[:, 1:], found.tokens)
+    assert torch.equal(found.emitted[:, 4:], found.tokens)
+    assert torch.equal(found.emitted[:, 1:4], pad(sizes, (0, 0, 0, len(step.trees) - len(sizes))))
     line_of = {key: line for line, key in enumerate(zip(*(x.tolist() for x in logits[1:]), strict=True))}
     for b, (tree, nodes) in enumerate(zip(step.trees, step.num_nodes, strict=True)):
         walk, line = tree.walk(), int(completing[0][b])
@@ -125,7 +128,7 @@ def test_compiled_equals_the_reference(batch: int, width: int, compiled: Ops) ->
     """To the last number that means nothing; trees are parts of wider ones."""
     step = Step.draw(batch, width)
     (one, *rest), (other, *more) = to("cpu", step.args), to("cpu", step.args)
-    rest[-1] = (*(torch.cat([x, x], dim=1)[:, :width] for x in rest[-1][:2]), rest[-1][2])
+    rest[-2] = (*(torch.cat([x, x], dim=1)[:, :width] for x in rest[-2][:2]), rest[-2][2])
     found, expected = compiled.settle(one, *rest), REFERENCE.settle(other, *more)
     assert torch.equal(one, other)
     for name, value in found._asdict().items():

@@ -83,7 +83,7 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False, drafts
         freed=nowhere[0],
     )
     removed: list[Sequence] = []
-    lines, have_failed, _ = read_result(verified, None)
+    lines, have_failed, _ = read_result(verified)
     budget = Budget(Load(1, 4.0, 100, num_drafting=int(drafts)), "fixed", (count,), True, True, nodes=(count,))
     tree, logits = DraftTree.empty(1), torch.zeros(count + 1, 320)
     committed = cast(Committed, None)  # which concerns the drafter
