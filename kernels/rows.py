@@ -68,7 +68,7 @@ def lay_out_rows(
     tree has: rows of padding stand where the root does, and nobody sees them.
     # slots [rows] int64, one per extend token and row of a node; table [table rows, max positions] int64
 
-    `place` completes what only the device knows; the result may hold its results.
+    `place` adds what depends on the trees, whose numbers the host does not know; the result holds what it returns.
     """
     lengths = np.array([extend.num_rows for extend in extends])
     starts, table_rows = (np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True))

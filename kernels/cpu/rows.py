@@ -32,11 +32,11 @@ def lay_out_rows(
     sizes = [[rows]] * 4 + [[lines]] * 2 + [[lines, width]] + [[choosing]] * 3 + [[completing]] * 2
     columns = [torch.empty(size, dtype=torch.int64) for size in sizes]
     ancestors = torch.empty(lines, width, width, dtype=torch.bool)
-    trees = [values.contiguous() for values in (tree.tokens, tree.parents, tree.depths)]
-    given, made = addresses((slots, *trees)), addresses((*columns, ancestors))
+    given = [values.contiguous() for values in (slots, tree.tokens, tree.parents, tree.depths)]
+    step, made = addresses(given), addresses((*columns, ancestors))
     numbers = texts.buffer_info()[0], lines, read.buffer_info()[0], width
     places = table.data_ptr(), table.shape[1]
-    function("lay_out_rows", "pnpnppnp")(*numbers, given.buffer_info()[0], *places, made.buffer_info()[0])
+    function("lay_out_rows", "pnpnppnp")(*numbers, step.buffer_info()[0], *places, made.buffer_info()[0])
     tokens, positions, sequence, node, table_rows, extend_end, node_slots, *chosen = columns
     attention = AttentionRows(sequence, positions, node, table_rows, extend_end, node_slots, tree.depths, ancestors)
     return ForwardRows(tokens, attention, slots, len(read), *chosen)
