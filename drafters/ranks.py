@@ -1,16 +1,16 @@
 """Ranks of drafted tokens, and how far what is predicted of them can be trusted, learned from every committed token."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from drafters.calibration import HitTable
-from drafters.proposals import Field, ProposalLog
 from drafters.protocol import DraftingSizes, RankOutcomes
-from drafters.tree import ROOT, Candidates
+from drafters.tree import Candidates
 from kernels import ops
-from kernels.hit_rates import CEILING
+from kernels.hit_rates import CEILING, Proposed
 
 CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
 """Class of ranks 1..10; the last class, beyond, is 3."""
@@ -23,7 +23,6 @@ _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
 _LEAST = 1e-9
-_FIELDS = "tokens", "parents", "depths", "predicted", "buckets"  # of a node
 
 
 @cache
@@ -58,17 +57,14 @@ class RankCalibration:
         first = positions + torch.tensor(CLASS_OF_RANK, device=sizes.device)  # [block, rank]
         self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
         self._buckets = torch.stack([first, first + self.first_further])
-        nodes = (sizes.max_nodes,)
-        fields = {
-            "tokens": Field(nodes, 0),
-            "parents": Field(nodes, ROOT),
-            "depths": Field(nodes, 0, forgotten=True),
-            "predicted": Field(nodes, 0.0),
-            "buckets": Field(nodes, 0),
-        }
-        self._trees = ProposalLog(sizes, fields)
+        # Behind the rows of sequences stands one of nobody's, which pads batches.
+        ids = torch.zeros(4, sizes.max_sequences + 1, sizes.max_nodes, dtype=torch.int64, device=sizes.device)
+        self._trees = Proposed(ids[0], ids[1], ids[2], torch.zeros_like(ids[0], dtype=torch.float32), ids[3])
         self._ops = ops.on(even.device)
-        self.forget = self._trees.forget
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """What is committed next must not be taken for the fate of old trees."""
+        self._trees.depths[list(rows)] = 0
 
     def buckets(self, block: int) -> Tensor:
         """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
@@ -79,24 +75,15 @@ class RankCalibration:
         corrected: Tensor = conditional * self._table.rates[self.buckets(block)]
         return corrected.clamp(max=CEILING)
 
-    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
-        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
-        nodes = {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths}
-        self._trees.keep(rows, predicted=predicted, buckets=buckets, **nodes)
+    def keep(self, rows: Tensor, tree: Candidates, chosen: Tensor, predicted: Tensor, buckets: Tensor) -> None:
+        """These rows' trees, whose nodes were `chosen` among those that were predicted, each of its bucket.
+        # chosen as of `merge_trees`; predicted [batch, all nodes]; buckets [all nodes]"""
+        self._ops.keep_proposed(self._trees, rows, tree, chosen, predicted, buckets)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
         tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
-        proposed, parents, depths, predicted, buckets = self._trees.of(rows, *_FIELDS)
-        tried, true = self._ops.fates(proposed, parents, depths, tokens, counts)
-        self.observe(buckets, predicted, true, tried)
-        further = true & (buckets >= self.first_further) & (depths < counts[:, None])
-        self.forget(rows)
-        return torch.stack([further.sum(), counts.sum()])
-
-    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
-        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
-        self._table.observe(buckets, true & tried, predicted * tried)
+        return self._ops.judge_proposed(self._trees, self._table.counts, rows, tokens, counts, self.first_further)
 
     def outcomes(self) -> RankOutcomes:
         """By class of the rank: recent tokens predicted, and those that came true."""

@@ -159,6 +159,6 @@ class LanguageModelDrafter(Drafter):
                 self._calibration.buckets(number).flatten().repeat(level.predicted.shape[1] // TOP)
                 for number, level in enumerate(levels)
             ]
-        ).expand(len(rows), -1)
-        self._calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        )
+        self._calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree

@@ -137,14 +137,12 @@ class Blocks:
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run entries without drafting."""
-        self.pool.hold(waiting.slots)
         self._forward.ingest(rows, waiting)
 
     def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
-        anchored = self.state.num_waiting(keys.rows) > 0  # not a text whose last token alone is still to be read
         waiting = self.state.take(keys.rows, sizes.waiting)
-        self.pool.hold(waiting.slots)
+        anchored = waiting.positions[:, -1] >= 0  # not a text whose last token alone is still to be read
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
         depth = self._weights.blocks * self._network.config.block_size
         ground = Ground(keys, TreeNoise.of(noise, depth, self._network.d2t))
@@ -171,19 +169,17 @@ class Blocks:
         raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
         merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
         tree, chosen = merge(raw, self._max_nodes)
-        buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)])
+        self.calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree
 
     def _take_in(
         self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.append` and
-        `wait`. # -> [2] as of `learn`"""
-        came = self.calibration.learn(rows, tokens, counts)
-        self.pool.forget(self.state.append(rows, positions, counts, slots))
-        self.state.wait(rows, counts, features, tokens)
-        return came
+        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.wait`.
+        # -> [2] as of `learn`"""
+        self.state.wait(rows, positions, counts, slots, features, tokens)
+        return self.calibration.learn(rows, tokens, counts)
 
     def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
         """The same of what no block will see. # -> [2] as of `learn`"""
@@ -217,10 +213,9 @@ class Blocks:
         return states[..., : self._network.config.hidden_size].contiguous()
 
     def _buckets(self, number: int, nodes: Nodes) -> Tensor:
-        """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""
+        """Calibration buckets of a block's nodes. # -> [nodes] int64"""
         buckets = self.calibration.buckets(number).flatten()
-        batch, width = nodes.tokens.shape
-        return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
+        return buckets.repeat(nodes.tokens.shape[1] // buckets.shape[0])
 
 
 def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, tuple[Nodes, ...]]:

@@ -50,8 +50,7 @@ def said(
     pool = EntryPool(network, count + 1, lines=1, live=8)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=64, max_nodes=0), pool, width, torch.float32)
     rows, counts = torch.tensor([0]), torch.tensor([count])
-    state.append(rows, torch.tensor([0]), counts, slots)
-    state.wait(rows, counts, features[None, :count], tokens[None, 1 : count + 1])
+    state.wait(rows, torch.tensor([0]), counts, slots, features[None, :count], tokens[None, 1 : count + 1])
     table = loaded.parts.embedding
     forward = BlockForward(network, lambda ids: table[ids], pool, state)
     states, nodes = forward.first(rows, state.take(rows, count))

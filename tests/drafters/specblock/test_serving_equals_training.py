@@ -55,8 +55,8 @@ class Serving:
         places = (self.end[:, None] + torch.arange(wide)).clamp(max=LENGTH - 2)
         lines = torch.arange(2)[:, None]
         number = torch.tensor(counts)
-        self.state.append(ROWS, self.end, number, self.text.slots[lines, places])
-        self.state.wait(ROWS, number, self.text.features[lines, places], self.text.tokens[lines, places + 1])
+        features, tokens = self.text.features[lines, places], self.text.tokens[lines, places + 1]
+        self.state.wait(ROWS, self.end, number, self.text.slots[lines, places], features, tokens)
         self.end = self.end + number
 
     def first(self) -> tuple[Tensor, Live]:
