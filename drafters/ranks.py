@@ -1,7 +1,6 @@
 """Ranks of drafted tokens, and how far what is predicted of them can be trusted, learned from every committed token."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,10 +9,8 @@ from drafters.calibration import HitTable
 from drafters.protocol import DraftingSizes, RankOutcomes
 from drafters.tree import Candidates
 from kernels import ops
-from kernels.hit_rates import CEILING, Proposed
-
-CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
-"""Class of ranks 1..10; the last class, beyond, is 3."""
+from kernels.hit_rates import Proposed
+from kernels.lattice import CLASS_OF_RANK, LEAST, members_of_classes
 
 CLASS_NAMES = ("1", "2-4", "5-10")
 """Ranks of the classes that hold candidates."""
@@ -22,28 +19,13 @@ _PRIOR = 30.0  # predicted hits that the trust in a prediction weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
-_LEAST = 1e-9
-
-
-@cache
-def _members(device: torch.device) -> Tensor:
-    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
-    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), _CLASSES + 1).float()
-
-
-def spread(classes: Tensor, draft: Tensor) -> Tensor:
-    """Probabilities of classes over their ranks, by draft probability. # [..., 4], [..., rank] -> [..., rank]"""
-    members = _members(draft.device)
-    mass = (draft @ members).clamp(min=_LEAST)
-    shares: Tensor = draft * ((classes / mass) @ members.T)
-    return shares
 
 
 def class_logits(logprobs: Tensor) -> Tensor:
     """What a drafter's own distribution says of the classes. # [..., rank] float32 -> [..., 4]"""
-    mass = logprobs.exp() @ _members(logprobs.device)
+    mass = logprobs.exp() @ members_of_classes(logprobs.device)
     beyond = 1.0 - mass.sum(-1, keepdim=True)
-    return torch.cat([mass[..., :_CLASSES], beyond], dim=-1).clamp(min=_LEAST).log()
+    return torch.cat([mass[..., :_CLASSES], beyond], dim=-1).clamp(min=LEAST).log()
 
 
 class RankCalibration:
@@ -70,10 +52,9 @@ class RankCalibration:
         """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
         return self._buckets[min(block, 1)]
 
-    def correct(self, conditional: Tensor, block: int) -> Tensor:
-        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
-        corrected: Tensor = conditional * self._table.rates[self.buckets(block)]
-        return corrected.clamp(max=CEILING)
+    def trust(self, block: int) -> Tensor:
+        """What conditional probabilities of the block-th forward are to be multiplied by. # -> [block, rank] float32"""
+        return self._table.rates[self.buckets(block)]
 
     def keep(self, rows: Tensor, tree: Candidates, chosen: Tensor, predicted: Tensor, buckets: Tensor) -> None:
         """These rows' trees, whose nodes were `chosen` among those that were predicted, each of its bucket.

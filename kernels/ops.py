@@ -21,6 +21,7 @@ from kernels.draft_loss import draft_objective
 from kernels.entries import add_entries, place_entries, take_entries
 from kernels.gumbel import gumbel_noise_of
 from kernels.hit_rates import correct_survival, count_hits, judge_proposed, keep_proposed
+from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
@@ -49,6 +50,8 @@ class Ops:
     accept = staticmethod(accept)
     commit_slots = staticmethod(commit_slots)
     rank_features = staticmethod(rank_features)
+    spread_classes = staticmethod(spread_classes)
+    grow_lattice = staticmethod(grow_lattice)
     draft_objective = staticmethod(draft_objective)
     find_matches = staticmethod(find_matches)
     merge_copies = staticmethod(merge_copies)

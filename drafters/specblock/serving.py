@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.lattice import Picked
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState, Waiting
 from kernels.decoder_layer import RotaryTable, RowPlaces
+from kernels.lattice import Picked
 from kernels.tree_attention import AttentionRows
 
 

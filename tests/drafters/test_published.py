@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import published
-from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
 from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import DrafterError, weights_of
@@ -17,6 +16,7 @@ from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward
+from kernels.lattice import Origin, Picked
 from service.engine.weights import LoadedModel
 from tests.published_forms import (
     deep_target,

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes
-from drafters.ranks import CLASS_NAMES, CLASS_OF_RANK, RankCalibration
+from drafters.ranks import CLASS_NAMES, RankCalibration
 from drafters.tree import DraftTree
+from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
 
 ROWS = torch.tensor([1])
@@ -55,8 +56,7 @@ def test_a_row_that_ends_is_forgotten() -> None:
 
 
 def test_no_rank_is_corrected_before_anything_is_known() -> None:
-    conditional = torch.rand(2, 3, 4, TOP) * 0.9
-    assert RankCalibration(4, SIZES).correct(conditional, 0).equal(conditional)
+    assert RankCalibration(4, SIZES).trust(0).equal(torch.ones(4, TOP))
 
 
 def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
@@ -67,11 +67,11 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     for _ in range(200):
         true = torch.rand(1, 50, generator=generator) < 0.4
         observe(calibration, buckets, predicted, true, torch.ones_like(true))
-    corrected = calibration.correct(torch.full((4, TOP), 0.8), 0)
-    assert abs(corrected[0, 0] - 0.4) < 0.02
-    assert corrected[1, 0] == 0.8  # another position
-    assert corrected[0, 1] == 0.8  # another class
-    assert calibration.correct(torch.full((4, TOP), 0.8), 1)[0, 0] == 0.8  # a later block
+    trust = calibration.trust(0)
+    assert abs(trust[0, 0] - 0.5) < 0.02
+    assert trust[1, 0] == 1.0  # another position
+    assert trust[0, 1] == 1.0  # another class
+    assert calibration.trust(1)[0, 0] == 1.0  # a later block
 
 
 def test_untried_nodes_teach_nothing() -> None:
@@ -80,15 +80,7 @@ def test_untried_nodes_teach_nothing() -> None:
     never = torch.zeros(1, 8, dtype=torch.bool)
     for _ in range(100):
         observe(calibration, nodes, torch.full((1, 8), 0.9), never, never)
-    assert calibration.correct(torch.full((2, TOP), 0.5), 0).eq(0.5).all()
-
-
-def test_rates_stay_below_certainty() -> None:
-    calibration = RankCalibration(2, SIZES)
-    nodes, always = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
-    for _ in range(100):
-        observe(calibration, nodes, torch.full((1, 8), 0.3), always, always)
-    assert calibration.correct(torch.full((2, TOP), 0.9), 0).max() < 1
+    assert calibration.trust(0).eq(1.0).all()
 
 
 def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
