@@ -83,7 +83,6 @@ def grow_lattice(
     above = torch.cat([origin.survival[..., None], spine[..., :-1]], dim=-1)
     reached = origin.depth[..., None] + torch.arange(1, block + 1, device=tokens.device)  # [batch, starts, block]
     survival = above[..., None] * conditional * (reached <= MAX_DEPTH)[..., None]
-    survival = survival * (survival >= least)
     numbers = torch.arange(tokens[0].numel(), device=tokens.device) + first_number
     on_spine = numbers.view(wide[1:])[..., 0].expand(wide[:3])
     parents = torch.cat([origin.node[..., None], on_spine[..., :-1]], dim=-1)
@@ -93,13 +92,13 @@ def grow_lattice(
         tokens,
         parents[..., None].expand(wide).flatten(1),
         depths[..., None].expand(wide).flatten(1),
-        survival.flatten(1),
+        (survival * (survival >= least)).flatten(1),
     )
     continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
     gain = torch.cat([(survival[..., 0] * (1.0 - continued))[..., None], survival[..., 1:]], dim=-1).flatten(1)
     best = gain.sort(dim=1, descending=True, stable=True).indices[:, :starts]
     position = best // ranks  # among those of all starts
-    begun = Origin(numbers[best], lattice.depths.gather(1, best), lattice.survival.gather(1, best))
+    begun = Origin(numbers[best], lattice.depths.gather(1, best), survival.flatten(1).gather(1, best))
     return lattice, Picked(begun, tokens.flatten(1).gather(1, best), position // block, position % block)
 
 

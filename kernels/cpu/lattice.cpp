@@ -47,7 +47,7 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
                   int64_t block, int64_t ranks, int64_t first_number, float ceiling, float least, const Nodes* nodes,
                   const Picked* picked, int64_t number) {
     const int64_t width = starts * block * ranks;
-    std::vector<float> gain(width);
+    std::vector<float> gain(width), uncut(width);
     std::vector<int64_t> order(width);
     for (int64_t b = 0; b < batch; b++) {
         for (int64_t s = 0; s < starts; s++) {
@@ -63,7 +63,8 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
                 for (int64_t rank = 0; rank < ranks; rank++) {
                     const int64_t i = b * width + first + rank;
                     const float survival = depth <= MAX_DEPTH ? above * conditional(k, rank) : 0;
-                    nodes->survival[i] = gain[first + rank] = survival >= least ? survival : 0;
+                    uncut[first + rank] = gain[first + rank] = survival;
+                    nodes->survival[i] = survival >= least ? survival : 0;
                     nodes->parents[i] = parent;
                     nodes->depths[i] = std::min(depth, MAX_DEPTH);
                 }
@@ -81,7 +82,7 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
             const int64_t i = order[k], at = b * width + i, to = b * number + k, position = i / ranks;
             picked->origin.node[to] = first_number + i;
             picked->origin.depth[to] = nodes->depths[at];
-            picked->origin.survival[to] = nodes->survival[at];
+            picked->origin.survival[to] = uncut[i];
             picked->tokens[to] = nodes->tokens[at];
             picked->start[to] = position / block;
             picked->position[to] = position % block;
