@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
+from kernels.entries import add_entries, place_entries, take_entries
 from kernels.gumbel import gumbel_noise_of
-from kernels.hit_rates import correct_survival, count_hits
+from kernels.hit_rates import correct_survival, count_hits, judge_proposed, keep_proposed
+from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
@@ -48,6 +50,8 @@ class Ops:
     sample = staticmethod(sample)
     settle = staticmethod(settle)
     rank_features = staticmethod(rank_features)
+    spread_classes = staticmethod(spread_classes)
+    grow_lattice = staticmethod(grow_lattice)
     draft_objective = staticmethod(draft_objective)
     find_matches = staticmethod(find_matches)
     merge_copies = staticmethod(merge_copies)
@@ -58,7 +62,12 @@ class Ops:
     select_nodes = staticmethod(select_nodes)
     ancestor_matrix = staticmethod(ancestor_matrix)
     fates = staticmethod(fates)
+    add_entries = staticmethod(add_entries)
+    take_entries = staticmethod(take_entries)
+    place_entries = staticmethod(place_entries)
     count_hits = staticmethod(count_hits)
+    keep_proposed = staticmethod(keep_proposed)
+    judge_proposed = staticmethod(judge_proposed)
     correct_survival = staticmethod(correct_survival)
 
     def __init__(self, **others: Callable[..., Any]) -> None:

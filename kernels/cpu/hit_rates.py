@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import address, function
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts
+from kernels.cpu.trees import Trees
+from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed
 from kernels.trees import DraftTree
 
 
@@ -19,13 +20,57 @@ class _Hits(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("decay", "low", "high")),
     ]
 
+    @staticmethod
+    def of(counts: HitCounts) -> "_Hits":
+        tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
+        return _Hits(*map(address, tables), len(counts.rates), counts.decay, counts.low, counts.high)
+
+
+class _Proposed(ctypes.Structure):
+    """`Proposed` of trees.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in Proposed._fields), ("width", ctypes.c_int64)]
+
+    @staticmethod
+    def of(log: Proposed) -> "_Proposed":
+        return _Proposed(*map(address, log), log.tokens.shape[1])
+
 
 def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
     """As the reference."""
-    tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    hits = _Hits(*map(address, tables), len(counts.rates), counts.decay, counts.low, counts.high)
     labels = buckets.contiguous(), came_true.float().contiguous(), expected.float().contiguous()
-    function("count_hits", "ppppn")(ctypes.byref(hits), *map(address, labels), buckets.numel())
+    function("count_hits", "ppppn")(ctypes.byref(_Hits.of(counts)), *map(address, labels), buckets.numel())
+
+
+def keep_proposed(
+    log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
+) -> None:
+    """As the reference."""
+    rows, chosen, predicted, buckets = (value.contiguous() for value in (rows, chosen, predicted, buckets))
+    given = rows.data_ptr(), tree.batch, ctypes.byref(Trees.of(tree))
+    call, known = function("keep_proposed", "ppnppppn"), ctypes.byref(_Proposed.of(log))
+    call(known, *given, chosen.data_ptr(), predicted.data_ptr(), buckets.data_ptr(), buckets.numel())
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, further: int
+) -> Tensor:
+    """As the reference."""
+    rows, tokens, lengths = (value.contiguous() for value in (rows, tokens, lengths))
+    came = rows.new_empty(2)
+    known = ctypes.byref(_Proposed.of(log)), ctypes.byref(_Hits.of(counts))
+    call = function("judge_proposed", "pppnpnpnp")
+    call(
+        *known,
+        rows.data_ptr(),
+        *tokens.shape[:1],
+        tokens.data_ptr(),
+        tokens.shape[1],
+        lengths.data_ptr(),
+        further,
+        came.data_ptr(),
+    )
+    return came
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:

@@ -114,16 +114,68 @@ struct Hits {
     float *came_true, *expected, *rates;
     int64_t buckets;
     float decay, low, high;
+
+    void fade() const {
+        for (int64_t i = 0; i < buckets; i++) came_true[i] *= decay, expected[i] *= decay;
+    }
+    void add(int64_t bucket, float true_ones, float expected_ones) const {
+        came_true[bucket] += true_ones, expected[bucket] += expected_ones;
+    }
+    void estimate() const {
+        for (int64_t i = 0; i < buckets; i++) {
+            float rate = (prior_true[i] + came_true[i]) / (prior_expected[i] + expected[i]);
+            rates[i] = std::min(std::max(rate, low), high);
+        }
+    }
 };
 
 void count_hits(const Hits* hits, const int64_t* bucket, const float* came_true, const float* expected, int64_t count) {
-    for (int64_t i = 0; i < hits->buckets; i++) hits->came_true[i] *= hits->decay, hits->expected[i] *= hits->decay;
-    for (int64_t i = 0; i < count; i++)
-        hits->came_true[bucket[i]] += came_true[i], hits->expected[bucket[i]] += expected[i];
-    for (int64_t i = 0; i < hits->buckets; i++) {
-        float rate = (hits->prior_true[i] + hits->came_true[i]) / (hits->prior_expected[i] + hits->expected[i]);
-        hits->rates[i] = std::min(std::max(rate, hits->low), hits->high);
+    hits->fade();
+    for (int64_t i = 0; i < count; i++) hits->add(bucket[i], came_true[i], expected[i]);
+    hits->estimate();
+}
+
+// The newest tree of each row, [rows, width] each.
+struct Proposed {
+    int64_t *tokens, *parents, *depths;
+    float* predicted;
+    int64_t *buckets, width;
+};
+
+void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, const Trees* trees, const int64_t* chosen,
+                   const float* predicted, const int64_t* buckets, int64_t count) {
+    for (int64_t b = 0; b < batch; b++, chosen += trees->width, predicted += count) {
+        const Trees tree = trees->line(b);
+        const int64_t first = rows[b] * log->width;
+        std::copy_n(tree.tokens, tree.width, log->tokens + first);
+        std::copy_n(tree.parents, tree.width, log->parents + first);
+        std::copy_n(tree.depths, tree.width, log->depths + first);
+        std::fill(log->depths + first + tree.width, log->depths + first + log->width, 0);
+        for (int64_t i = 0; i < tree.width; i++) {
+            log->predicted[first + i] = predicted[chosen[i]];
+            log->buckets[first + i] = buckets[chosen[i]];
+        }
     }
+}
+
+void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
+                    int64_t longest, const int64_t* lengths, int64_t further, int64_t* came) {
+    std::vector<char> tried(log->width), came_true(log->width);
+    came[0] = came[1] = 0;
+    hits->fade();
+    for (int64_t b = 0; b < batch; b++, tokens += longest) {
+        const int64_t first = rows[b] * log->width;
+        fates(log->tokens + first, log->parents + first, log->depths + first, 1, log->width, tokens, longest, lengths + b,
+              (bool*)tried.data(), (bool*)came_true.data());
+        for (int64_t i = 0; i < log->width; i++) {
+            if (!tried[i]) continue;  // and then it has not come true
+            hits->add(log->buckets[first + i], came_true[i], log->predicted[first + i]);
+            came[0] += came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
+        }
+        came[1] += lengths[b];
+    }
+    for (int64_t b = 0; b < batch; b++) std::fill_n(log->depths + rows[b] * log->width, log->width, 0);
+    hits->estimate();
 }
 
 void correct_survival(const int64_t* parents, const int64_t* depths, const float* survival, int64_t batch, int64_t nodes,

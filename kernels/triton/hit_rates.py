@@ -7,12 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected
+from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed, judged_by
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
-from kernels.triton.trees import lanes
+from kernels.triton.trees import fates, lanes
 
 _CEILING, _CLAIMS, _DEPTHS = tl.constexpr(CEILING), tl.constexpr(CLAIMS), tl.constexpr(DEPTHS)
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, further: int
+) -> Tensor:
+    """As the reference's `judge_proposed`, whose walk is one launch."""
+    return judged_by(fates, log, counts, rows, tokens, lengths, further)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
