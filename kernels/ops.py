@@ -19,16 +19,17 @@ from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.gumbel import gumbel_noise_of
-from kernels.hit_rates import correct_survival, count_hits
+from kernels.hit_rates import count_claims, count_hits
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
 from kernels.ngrams import add_ngrams, grow_ngrams
+from kernels.pruning import prune_trees
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
 from kernels.sample import choose_likeliest, sample
 from kernels.tree_attention import plan_attention
-from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
+from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
@@ -55,11 +56,11 @@ class Ops:
     grow_ngrams = staticmethod(grow_ngrams)
     merge_trees = staticmethod(merge_trees)
     likeliest_nodes = staticmethod(likeliest_nodes)
-    select_nodes = staticmethod(select_nodes)
     ancestor_matrix = staticmethod(ancestor_matrix)
     fates = staticmethod(fates)
     count_hits = staticmethod(count_hits)
-    correct_survival = staticmethod(correct_survival)
+    count_claims = staticmethod(count_claims)
+    prune_trees = staticmethod(prune_trees)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
         """`others` take the places of references."""

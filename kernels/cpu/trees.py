@@ -43,16 +43,6 @@ def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
     return _cut(raw, max_nodes, merges=False)
 
 
-def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-    """As the reference."""
-    tree = empty_tree(candidates.batch, min(width, candidates.width))
-    chosen = torch.empty_like(tree.tokens)
-    num_keep = num_keep.contiguous()
-    given = ctypes.byref(Trees.of(candidates)), candidates.batch, num_keep.data_ptr()
-    function("select_nodes", "pnppp")(*given, ctypes.byref(Trees.of(tree)), chosen.data_ptr())
-    return tree, chosen
-
-
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
     """As the reference."""
     nodes = [value.contiguous() for value in (tokens, parents, depths)]

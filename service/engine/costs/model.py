@@ -57,7 +57,7 @@ def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray
     if points.shape[0] == 1:
         only: FloatArray = values[0]
         return only
-    above = min(max(int(np.searchsorted(points, value)), 1), points.shape[0] - 1)
+    above = min(max(int(points.searchsorted(value)), 1), points.shape[0] - 1)
     share = max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
     between: FloatArray = values[above - 1] * (1 - share) + values[above] * share
     return between
@@ -94,6 +94,7 @@ _OCTAVES = 2.0  # over which deviations are alike: they correlate by e^-1
 _NOISE = 0.5  # of one forward's logarithm, its share of the day's changes included
 _FORGETTING = 0.01  # of what is known, per forward
 _PRIOR = _DEVIATION**2 * np.exp(-np.abs(_POINTS[:, None] - _POINTS) / _OCTAVES)
+_FORGOTTEN = _FORGETTING * _PRIOR
 _DAY_RATE = 0.1  # of an error, to the day, where the shape is known
 _MOST_SURPRISE = 0.5  # natural logarithm: one hiccup does not move a prediction by more than a tenth
 
@@ -113,24 +114,36 @@ class OnlineCosts:
         self._day = 0.0
         self._shapes: dict[int, _Shape] = {}
         self._newest = _Shape(np.zeros_like(_POINTS))
+        self._known: dict[tuple[int, float, int], float] = {}  # of forwards, until more is learnt
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
         """Corrected seconds of forwards of so many rows, which must rise. # [n] -> [n]"""
-        shape = self._shapes.get(sequences.bit_length(), self._newest)
         table = along(self._rows, self._curve(context, sequences), rows)
         # What more rows were seen to take, fewer cannot exceed, even if nobody has run them lately.
-        return rising(table * np.exp(self._day + shape.at(rows)))
+        return rising(table * np.exp(self._day + self._shape(sequences).at(rows)))
+
+    def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
+        """The same of one forward."""
+        key = rows, context, sequences
+        if key not in self._known:
+            table = float(_between(self._rows, rows, self._curve(context, sequences)))
+            self._known[key] = table * math.exp(self._day + self._shape(sequences).at_one(rows))
+        return self._known[key]
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
         """Take in what a forward took; returns what had been predicted."""
-        predicted = float(self.verify_seconds(np.array([float(rows)]), context, sequences)[0])
+        predicted = self.forward_seconds(rows, context, sequences)
+        self._known.clear()
         if seconds <= 0.0 or predicted <= 0.0:
             return predicted
         surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
         # A size of batch begins with the shape of the last one.
-        self._newest = self._shapes.setdefault(sequences.bit_length(), _Shape(self._newest.logs))
+        self._newest = self._shapes.setdefault(sequences.bit_length(), self._shape(sequences))
         self._day += _DAY_RATE * surprise * self._newest.correct(rows, surprise)
         return predicted
+
+    def _shape(self, sequences: int) -> "_Shape":
+        return self._shapes.get(sequences.bit_length()) or _Shape(self._newest.logs)
 
 
 class _Shape:
@@ -150,18 +163,35 @@ class _Shape:
         logs: FloatArray = np.interp(np.log2(np.maximum(rows, 1.0)), _POINTS, self.logs)
         return logs
 
+    def at_one(self, rows: int) -> float:
+        point, share = _place(rows)
+        return float(_mean(self.logs, point, share))
+
     def correct(self, rows: int, surprise: float) -> float:
         """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
-        place = min(math.log2(max(rows, 1)), _POINTS[-1])  # more rows count as the most that are kept
-        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - place))
-        shared = self._covariance @ near
-        variance = float(near @ shared)
-        known = 1.0 - variance / float(near @ _PRIOR @ near)
+        point, share = _place(rows)
+        shared = _mean(self._covariance, point, share)
+        variance = float(_mean(shared, point, share))
+        known = 1.0 - variance / float(_mean(_mean(_PRIOR, point, share), point, share))
         gain = shared / (variance + _NOISE**2)
         self.logs += gain * surprise
-        learnt = self._covariance - np.outer(gain, shared)
-        self._covariance = (1.0 - _FORGETTING) * learnt + _FORGETTING * _PRIOR
+        self._covariance -= gain[:, None] * shared
+        self._covariance *= 1.0 - _FORGETTING
+        self._covariance += _FORGOTTEN
         return known
+
+
+def _place(rows: int) -> tuple[int, float]:
+    """The point that is not above so many rows, and their share of the way to the next one."""
+    place = min(_PER_OCTAVE * math.log2(max(rows, 1)), len(_POINTS) - 1.0)  # more count as the most that are kept
+    point = min(int(place), len(_POINTS) - 2)
+    return point, place - point
+
+
+def _mean(values: FloatArray, point: int, share: float) -> FloatArray:
+    """Interpolated between a point and the next one. # [points, ...] -> [...]"""
+    mean: FloatArray = values[point] * (1.0 - share) + values[point + 1] * share
+    return mean
 
 
 _DRAFT_RATE = 0.1
@@ -176,7 +206,8 @@ class OnlineDraftCosts:
         self._seconds: dict[int, float] = {}
 
     def draft_seconds(self, batch: int) -> float:
-        return self._seconds.get(batch.bit_length(), self._costs.draft_seconds(batch))
+        known = self._seconds.get(batch.bit_length())
+        return self._costs.draft_seconds(batch) if known is None else known
 
     def learn(self, batch: int, seconds: float) -> float:
         """Take in what drafting took; returns the same without what a hiccup added."""
