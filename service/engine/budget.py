@@ -16,8 +16,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -267,12 +265,13 @@ class CostBudget(BudgetPolicy):
 
     def outlook(self, load: Load) -> DraftingOutlook:
         gains = [self.gains.of(load.num_sequences, text.kind) for text in (*load.decoding, *load.reading)]
+        accounts = self._accounts.values()
         return DraftingOutlook(
             sequences=1 << (load.num_sequences.bit_length() - 1),
-            gain=fmean(gain.mean for gain in gains),
-            gain_sd=fmean(gain.sd for gain in gains),
-            balance_seconds=fsum(account.balance_seconds for account in self._accounts.values()),
-            lost_seconds=fsum(account.lost_seconds for account in self._accounts.values()),
+            gain=sum([gain.mean for gain in gains]) / len(gains),
+            gain_sd=sum([gain.sd for gain in gains]) / len(gains),
+            balance_seconds=sum([account.balance_seconds for account in accounts]),
+            lost_seconds=sum([account.lost_seconds for account in accounts]),
         )
 
     def state(self) -> Any:

@@ -15,7 +15,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, StepTimes
 from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture
-from kernels.staging import send, send_floats
+from kernels.staging import send_floats, send_lines
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
 from service.engine.grammar import constrained, with_known
 from service.engine.scheduler import Batch
@@ -128,14 +128,16 @@ class DraftStage:
 
     def settle(self, budget: Budget, sizes: Items[Items[int]]) -> Budget:
         """The decision, now that the host knows its trees. # sizes [completing, 3] as of the budget's"""
+        load = budget.load
         if budget.sizes is None:
             return budget
-        wanted, nodes, worth = zip(*sizes[: budget.load.num_drafting], strict=True)
+        wanted, nodes, worth = zip(*sizes[: load.num_drafting], strict=True)
         self._width.learn(wanted)
-        reason = budget.reason
+        reason, widths = budget.reason, budget.widths
         if reason == "cost" and not any(nodes):
             reason = "does_not_pay" if any(worth) else "no_candidates"
-        return replace(budget, nodes=nodes + (0,) * (len(budget.widths) - len(nodes)), reason=reason)
+        nodes += (0,) * (len(widths) - len(nodes))
+        return Budget(load, reason, widths, budget.drafted, budget.followed, budget.sizes, nodes)
 
     def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
         """Take in what became of the step's trees, and fill in its report: what had been predicted, and what drafter
@@ -193,8 +195,7 @@ class DraftStage:
         return trees.first(candidates.batch, max(rows, default=0)), sizes, rows
 
     def _numbers(self, drafting: Items[Sequence], most: int) -> "_Numbers":
-        rows, roots, seeds, deepest, wished = send(
-            self._device,
+        columns = (
             [s.table_row for s in drafting],
             [len(s.tokens) - 1 for s in drafting],
             [s.sampling.params.seed for s in drafting],
@@ -202,7 +203,7 @@ class DraftStage:
             [most if s.max_nodes is None else min(s.max_nodes, most) for s in drafting],
         )
         temperatures = send_floats(self._device, [s.sampling.params.temperature for s in drafting])
-        return _Numbers(rows, roots, seeds, deepest, wished, temperatures)
+        return _Numbers(*send_lines(self._device, columns), temperatures)
 
     def _grow(self, drafting: Items[Sequence], numbers: "_Numbers") -> Candidates:
         asked = len(drafting)

@@ -53,5 +53,5 @@ def test_claims_are_counted_alike(tree: DraftTree, seed: int) -> None:
             kind.count_claims(table, held, 0.9, tree, claimed, buckets, committed, num_known)
     for part in ("came_true", "expected", "rates"):
         assert torch.allclose(getattr(tables[0], part), getattr(tables[1], part))
-    assert torch.allclose(*bins)
+    assert torch.allclose(bins[0], bins[1])
     assert (bins[1][2].sum() > 10.1 * 0.9**3) == bool(tree.num_nodes.any())
