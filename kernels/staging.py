@@ -17,7 +17,7 @@ def send(device: torch.device, *columns: Numbers) -> tuple[Tensor, ...]:
     return together.split_with_sizes([len(column) for column in columns])
 
 
-def send_lines(device: torch.device, columns: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def send_lines(device: torch.device, *columns: Sequence[int]) -> tuple[Tensor, ...]:
     """The same for lists of equal length."""
     return _sent(device, np.array(columns, dtype=np.int64)).unbind()
 

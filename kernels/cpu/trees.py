@@ -29,7 +29,7 @@ class Trees(ctypes.Structure):
 
 def empty_tree(batch: int, width: int) -> DraftTree:
     """One to be written."""
-    tokens, parents, depths = (torch.empty(batch, width, dtype=torch.int64) for _ in range(3))
+    tokens, parents, depths = torch.empty(3, batch, width, dtype=torch.int64).unbind()
     return DraftTree(tokens, parents, depths, torch.empty(batch, width), torch.empty(batch, dtype=torch.int64))
 
 

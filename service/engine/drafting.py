@@ -195,7 +195,8 @@ class DraftStage:
         return trees.first(candidates.batch, max(rows, default=0)), sizes, rows
 
     def _numbers(self, drafting: Items[Sequence], most: int) -> "_Numbers":
-        columns = (
+        rows, roots, seeds, deepest, wished = send_lines(
+            self._device,
             [s.table_row for s in drafting],
             [len(s.tokens) - 1 for s in drafting],
             [s.sampling.params.seed for s in drafting],
@@ -203,7 +204,7 @@ class DraftStage:
             [most if s.max_nodes is None else min(s.max_nodes, most) for s in drafting],
         )
         temperatures = send_floats(self._device, [s.sampling.params.temperature for s in drafting])
-        return _Numbers(*send_lines(self._device, columns), temperatures)
+        return _Numbers(rows, roots, seeds, deepest, wished, temperatures)
 
     def _grow(self, drafting: Items[Sequence], numbers: "_Numbers") -> Candidates:
         asked = len(drafting)

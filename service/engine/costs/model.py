@@ -133,7 +133,7 @@ class OnlineCosts:
         self._known: dict[tuple[int, float, int], float] = {}  # of forwards, until more is learnt
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
-        """Corrected seconds of forwards of so many rows, which must rise. # [n] -> [n]"""
+        """Corrected seconds of forwards of so many rows, at least one, which must rise. # [n] -> [n]"""
         table = along(self._table.rows, self._curve(context, sequences), rows)
         # What more rows were seen to take, fewer cannot exceed, even if nobody has run them lately.
         return rising(table * np.exp(self._day + self._shape(sequences).at(rows)))
@@ -182,18 +182,18 @@ class _Shape:
 
     def at(self, rows: FloatArray) -> FloatArray:
         """# [n] -> [n]"""
-        logs: FloatArray = np.interp(np.log2(np.maximum(rows, 1.0)), _POINTS, self.logs)
+        logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
         return logs
 
     def at_one(self, rows: int) -> float:
         near = _near(rows)
-        return near.mean(self.logs.item(near.point), self.logs.item(near.point + 1))
+        return float(near.mean(self.logs.item(near.point), self.logs.item(near.point + 1)))
 
     def correct(self, rows: int, surprise: float) -> float:
         """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
         near = _near(rows)
         shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
-        variance = near.mean(shared.item(near.point), shared.item(near.point + 1))
+        variance = float(near.mean(shared.item(near.point), shared.item(near.point + 1)))
         gain = shared * (1.0 / (variance + _NOISE**2))
         self._learnt += np.multiply.outer(gain, shared)
         self._learnt *= 1.0 - _FORGETTING
