@@ -187,13 +187,13 @@ class _Shape:
 
     def at_one(self, rows: int) -> float:
         near = _near(rows)
-        return float(near.mean(self.logs.item(near.point), self.logs.item(near.point + 1)))
+        return near.mean(float(self.logs[near.point]), float(self.logs[near.point + 1]))
 
     def correct(self, rows: int, surprise: float) -> float:
         """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
         near = _near(rows)
         shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
-        variance = float(near.mean(shared.item(near.point), shared.item(near.point + 1)))
+        variance = near.mean(float(shared[near.point]), float(shared[near.point + 1]))
         gain = shared * (1.0 / (variance + _NOISE**2))
         self._learnt += np.multiply.outer(gain, shared)
         self._learnt *= 1.0 - _FORGETTING
