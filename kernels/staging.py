@@ -29,4 +29,7 @@ def send_floats(device: torch.device, values: Numbers) -> Tensor:
 
 def _sent(device: torch.device, values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
     here = torch.from_numpy(values)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    if device.type == "cpu":
+        return here
+    pinned = torch.empty(here.shape, dtype=here.dtype, pin_memory=device.type == "cuda")
+    return pinned.copy_(here).to(device, non_blocking=True)
