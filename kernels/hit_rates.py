@@ -94,6 +94,40 @@ def judged_by(
     return torch.stack([accepted.sum(), lengths.sum()])
 
 
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """Count what became of verified nodes: in `counts` which claims came true of those that were tried, and in `bins`
+    [3, bins] float32, by survival, nodes, their survival and how many were accepted; what they hold weighs `bin_decay`
+    times less first. # claimed [batch, nodes] float32, buckets int64; committed, num_known as `fates`' last two"""
+    judged = fates(trees.tokens, trees.parents, trees.depths, committed, num_known)
+    count_fates(counts, bins, bin_decay, trees, claimed, buckets, judged)
+
+
+def count_fates(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    judged: Fates,
+) -> None:
+    """The same of nodes that have been judged."""
+    tried, accepted = judged
+    count_hits(counts, buckets, accepted, claimed * tried)
+    place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
+    values = torch.stack([trees.depths > 0, trees.survival, accepted]).view(3, -1)
+    bins.mul_(bin_decay).index_add_(1, place, values)
+
+
 class Corrected(NamedTuple):
     """What was claimed of nodes and what is made of it; all [batch, nodes]."""
 

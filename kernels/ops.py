@@ -18,19 +18,20 @@ from kernels.cpu import library
 from kernels.draft_loss import draft_objective
 from kernels.entries import add_entries, place_entries, take_entries
 from kernels.gumbel import gumbel_noise_of
-from kernels.hit_rates import correct_survival, count_hits, judge_proposed, keep_proposed
+from kernels.hit_rates import count_claims, count_hits, judge_proposed, keep_proposed
 from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
 from kernels.ngrams import add_ngrams, grow_ngrams
+from kernels.pruning import prune_trees
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, sample
 from kernels.settle import settle
 from kernels.tree_attention import plan_attention
-from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
+from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
@@ -59,7 +60,6 @@ class Ops:
     grow_ngrams = staticmethod(grow_ngrams)
     merge_trees = staticmethod(merge_trees)
     likeliest_nodes = staticmethod(likeliest_nodes)
-    select_nodes = staticmethod(select_nodes)
     ancestor_matrix = staticmethod(ancestor_matrix)
     fates = staticmethod(fates)
     add_entries = staticmethod(add_entries)
@@ -68,7 +68,8 @@ class Ops:
     count_hits = staticmethod(count_hits)
     keep_proposed = staticmethod(keep_proposed)
     judge_proposed = staticmethod(judge_proposed)
-    correct_survival = staticmethod(correct_survival)
+    count_claims = staticmethod(count_claims)
+    prune_trees = staticmethod(prune_trees)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
         """`others` take the places of references."""

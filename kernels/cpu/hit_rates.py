@@ -2,17 +2,16 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from kernels.cpu.library import address, function
 from kernels.cpu.trees import Trees
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed
+from kernels.hit_rates import HitCounts, Proposed
 from kernels.trees import DraftTree
 
 
 class _Hits(ctypes.Structure):
-    """`Hits` of trees.cpp."""
+    """`Hits` of pruning.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("prior_true", "prior_expected", "came_true", "expected", "rates")),
@@ -73,12 +72,19 @@ def judge_proposed(
     return came
 
 
-def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
     """As the reference."""
-    nodes = [value.contiguous() for value in (candidates.parents, candidates.depths, candidates.survival)]
-    corrected, conditional = torch.empty_like(nodes[2]), torch.empty_like(nodes[2])
-    buckets, sizes = torch.empty_like(nodes[1]), candidates.tokens.shape
-    call = function("correct_survival", "pppnnppnnfppp")
-    given = *map(address, nodes), *sizes, deepest.data_ptr(), rates.data_ptr(), DEPTHS, CLAIMS, CEILING
-    call(*given, corrected.data_ptr(), conditional.data_ptr(), buckets.data_ptr())
-    return Corrected(corrected, conditional, buckets)
+    rest = claimed.contiguous(), buckets.contiguous(), committed.contiguous(), num_known.contiguous()
+    ours, claims, texts, known = map(address, rest)
+    call, tables = function("count_claims", "ppnfpnpppnp"), (bins.data_ptr(), bins.shape[1], bin_decay)
+    given = ctypes.byref(Trees.of(trees)), trees.batch, ours, claims, texts, committed.shape[1], known
+    call(ctypes.byref(_Hits.of(counts)), *tables, *given)

@@ -72,19 +72,6 @@ void merge_trees(const Trees* raw, int64_t batch, bool merges, const Trees* merg
     }
 }
 
-void select_nodes(const Trees* candidates, int64_t batch, const int64_t* num_keep, const Trees* tree, int64_t* chosen) {
-    for (int64_t b = 0; b < batch; b++, chosen += tree->width) {
-        const Trees from = candidates->line(b);
-        Numbers nodes(*from.num_nodes);
-        for (int64_t i = 0; i < *from.num_nodes; i++) nodes[i] = i;
-        std::stable_sort(nodes.begin(), nodes.end(),
-                         [&](int64_t i, int64_t j) { return from.survival[i] > from.survival[j]; });
-        nodes.resize(std::min(num_keep[b], *from.num_nodes));
-        std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t i, int64_t j) { return from.depths[i] < from.depths[j]; });
-        cut(from, nodes, nullptr, tree->line(b), chosen);
-    }
-}
-
 void fates(const int64_t* tokens, const int64_t* parents, const int64_t* depths, int64_t batch, int64_t width,
            const int64_t* committed, int64_t longest, const int64_t* counts, bool* tried, bool* came_true) {
     for (int64_t b = 0; b < batch; b++, committed += longest) {
@@ -106,92 +93,5 @@ void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool*
                 memcpy(above, above - (i - parents[i]) * nodes, size_t(nodes));
             above[i] = true;
         }
-}
-
-// Counted labels, and the rates that follow, for `buckets` buckets.
-struct Hits {
-    const float *prior_true, *prior_expected;
-    float *came_true, *expected, *rates;
-    int64_t buckets;
-    float decay, low, high;
-
-    void fade() const {
-        for (int64_t i = 0; i < buckets; i++) came_true[i] *= decay, expected[i] *= decay;
-    }
-    void add(int64_t bucket, float true_ones, float expected_ones) const {
-        came_true[bucket] += true_ones, expected[bucket] += expected_ones;
-    }
-    void estimate() const {
-        for (int64_t i = 0; i < buckets; i++) {
-            float rate = (prior_true[i] + came_true[i]) / (prior_expected[i] + expected[i]);
-            rates[i] = std::min(std::max(rate, low), high);
-        }
-    }
-};
-
-void count_hits(const Hits* hits, const int64_t* bucket, const float* came_true, const float* expected, int64_t count) {
-    hits->fade();
-    for (int64_t i = 0; i < count; i++) hits->add(bucket[i], came_true[i], expected[i]);
-    hits->estimate();
-}
-
-// The newest tree of each row, [rows, width] each.
-struct Proposed {
-    int64_t *tokens, *parents, *depths;
-    float* predicted;
-    int64_t *buckets, width;
-};
-
-void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, const Trees* trees, const int64_t* chosen,
-                   const float* predicted, const int64_t* buckets, int64_t count) {
-    for (int64_t b = 0; b < batch; b++, chosen += trees->width, predicted += count) {
-        const Trees tree = trees->line(b);
-        const int64_t first = rows[b] * log->width;
-        std::copy_n(tree.tokens, tree.width, log->tokens + first);
-        std::copy_n(tree.parents, tree.width, log->parents + first);
-        std::copy_n(tree.depths, tree.width, log->depths + first);
-        std::fill(log->depths + first + tree.width, log->depths + first + log->width, 0);
-        for (int64_t i = 0; i < tree.width; i++) {
-            log->predicted[first + i] = predicted[chosen[i]];
-            log->buckets[first + i] = buckets[chosen[i]];
-        }
-    }
-}
-
-void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
-                    int64_t longest, const int64_t* lengths, int64_t further, int64_t* came) {
-    std::vector<char> tried(log->width), came_true(log->width);
-    came[0] = came[1] = 0;
-    hits->fade();
-    for (int64_t b = 0; b < batch; b++, tokens += longest) {
-        const int64_t first = rows[b] * log->width;
-        fates(log->tokens + first, log->parents + first, log->depths + first, 1, log->width, tokens, longest, lengths + b,
-              (bool*)tried.data(), (bool*)came_true.data());
-        for (int64_t i = 0; i < log->width; i++) {
-            if (!tried[i]) continue;  // and then it has not come true
-            hits->add(log->buckets[first + i], came_true[i], log->predicted[first + i]);
-            came[0] += came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
-        }
-        came[1] += lengths[b];
-    }
-    for (int64_t b = 0; b < batch; b++) std::fill_n(log->depths + rows[b] * log->width, log->width, 0);
-    hits->estimate();
-}
-
-void correct_survival(const int64_t* parents, const int64_t* depths, const float* survival, int64_t batch, int64_t nodes,
-                      const int64_t* deepest, const float* rates, int64_t depth_bins, int64_t claims, float ceiling,
-                      float* corrected, float* conditional, int64_t* bucket) {
-    for (int64_t b = 0; b < batch; b++) {
-        for (int64_t i = 0; i < nodes; i++) {
-            const int64_t parent = parents[i], depth = std::max<int64_t>(depths[i] - 1, 0);
-            const float above = parent < 0 ? 1.0f : std::max(survival[parent], 1e-9f);
-            conditional[i] = depths[i] > deepest[b] ? 0.0f : std::min(survival[i] / above, 1.0f);
-            const bool claimed = conditional[i] > 0;  // not if it is no number
-            const int64_t claim = claimed ? std::min(int64_t(conditional[i] * float(claims - 1)), claims - 1) : 0;
-            bucket[i] = std::min(depth, depth_bins - 1) * claims + claim;
-            corrected[i] = std::min(conditional[i] * rates[bucket[i]], ceiling) * (parent < 0 ? 1.0f : corrected[parent]);
-        }
-        parents += nodes, depths += nodes, survival += nodes, corrected += nodes, conditional += nodes, bucket += nodes;
-    }
 }
 }

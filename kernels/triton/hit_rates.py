@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed, judged_by
+from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed, count_fates, judged_by
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 from kernels.triton.trees import fates, lanes
@@ -20,6 +20,21 @@ def judge_proposed(
 ) -> Tensor:
     """As the reference's `judge_proposed`, whose walk is one launch."""
     return judged_by(fates, log, counts, rows, tokens, lengths, further)
+
+
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """As the reference's, nodes judged in one launch."""
+    judged = fates(trees.tokens, trees.parents, trees.depths, committed, num_known)
+    count_fates(counts, bins, bin_decay, trees, claimed, buckets, judged)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:

@@ -241,7 +241,7 @@ class Engine:
         if self._ledger is not None:
             self._ledger.elapse(stats.seconds)
         undisturbed = self._learning is None or self._learning.stepped(stats)
-        stats = self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
+        self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
         return StepReport(outputs, finished, stats)
 
     def _emit(self, sequence: Sequence, line: int, result: StepResult) -> list[SequenceOutput]:
