@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.lattice import Lattice
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.registry import needs_of
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
+from kernels.lattice import Lattice
 from service.assembly import Assembly
 from service.engine import build
 

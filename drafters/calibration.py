@@ -5,9 +5,9 @@ prior. Legend: batch, nodes as in drafters/tree.py."""
 import torch
 from torch import Tensor
 
-from drafters.tree import Candidates, DraftTree
+from drafters.tree import DraftTree
 from kernels import ops
-from kernels.hit_rates import CLAIMS, DEPTHS, Corrected, HitCounts
+from kernels.hit_rates import CLAIMS, DEPTHS, HitCounts
 
 MIN_SURVIVAL = 1 / 400  # below it candidates never pay: a row costs 1/380 of a step where it costs least (8B, H200)
 
@@ -60,18 +60,16 @@ class SurvivalCalibration:
         self._bins = torch.zeros(3, _BINS, device=device)  # nodes, their survival, how many were accepted
         self._ops = ops.on(even.device)
 
-    def correct(self, candidates: Candidates, deepest: Tensor) -> Corrected:
-        """As `correct_survival`. # deepest [batch] int64"""
-        return self._ops.correct_survival(candidates, deepest, self._table.rates)
+    @property
+    def rates(self) -> Tensor:
+        """What claims are multiplied by, for `correct_survival`. # [DEPTHS * CLAIMS]"""
+        return self._table.rates
 
-    def learn(self, claimed: Tensor, buckets: Tensor, tree: DraftTree, tokens: Tensor, counts: Tensor) -> None:
-        """Take in what the target said of verified nodes. # claimed, buckets [batch, nodes] as of `Corrected`, in the
-        order of the tree's nodes; tokens [batch, longest], counts [batch] as of `Committed`"""
-        tried, accepted = self._ops.fates(tree.tokens, tree.parents, tree.depths, tokens, counts)
-        self._table.observe(buckets, accepted, claimed * tried)
-        place = (tree.survival * _BINS).long().clamp(max=_BINS - 1).flatten()
-        values = torch.stack([tree.depths > 0, tree.survival, accepted]).view(3, -1)
-        self._bins.mul_(_BIN_DECAY).index_add_(1, place, values)
+    def learn(self, trees: DraftTree, claimed: Tensor, buckets: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Take in what the target said of verified nodes. # claimed, buckets [batch, nodes] as of `Pruned`; tokens
+        [batch, longest], counts [batch] as of `Committed`"""
+        known = trees, claimed, buckets, tokens, counts
+        self._ops.count_claims(self._table.counts, self._bins, _BIN_DECAY, *known)
 
     def renew(self) -> None:
         """The drafter has changed: what was learnt of the old one counts for less."""

@@ -1,6 +1,6 @@
 """Coupled drafting: at T > 0 tokens are ranked by log q / T + g, with the noise g of the very position that the target
 will sample with, so that a drafter close to the target proposes the token that the noise will select.
-Legend: batch, starts, block as in drafters/lattice.py; draft_vocab = tokens that can be drafted."""
+Legend: batch, starts, block as in kernels/lattice.py; draft_vocab = tokens that can be drafted."""
 
 from typing import NamedTuple
 

@@ -1,19 +1,16 @@
 """Ranks of drafted tokens, and how far what is predicted of them can be trusted, learned from every committed token."""
 
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from drafters.calibration import HitTable
-from drafters.proposals import Field, ProposalLog
 from drafters.protocol import DraftingSizes, RankOutcomes
-from drafters.tree import ROOT, Candidates
+from drafters.tree import Candidates
 from kernels import ops
-from kernels.hit_rates import CEILING
-
-CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
-"""Class of ranks 1..10; the last class, beyond, is 3."""
+from kernels.hit_rates import Proposed
+from kernels.lattice import CLASS_OF_RANK, LEAST, members_of_classes
 
 CLASS_NAMES = ("1", "2-4", "5-10")
 """Ranks of the classes that hold candidates."""
@@ -22,29 +19,13 @@ _PRIOR = 30.0  # predicted hits that the trust in a prediction weighs
 _DECAY = 0.998  # per step: memory of about 500 steps
 _LIMITS = (0.2, 3.0)
 _CLASSES = len(CLASS_NAMES)  # those that can be drafted
-_LEAST = 1e-9
-_FIELDS = "tokens", "parents", "depths", "predicted", "buckets"  # of a node
-
-
-@cache
-def _members(device: torch.device) -> Tensor:
-    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
-    return torch.nn.functional.one_hot(torch.tensor(CLASS_OF_RANK, device=device), _CLASSES + 1).float()
-
-
-def spread(classes: Tensor, draft: Tensor) -> Tensor:
-    """Probabilities of classes over their ranks, by draft probability. # [..., 4], [..., rank] -> [..., rank]"""
-    members = _members(draft.device)
-    mass = (draft @ members).clamp(min=_LEAST)
-    shares: Tensor = draft * ((classes / mass) @ members.T)
-    return shares
 
 
 def class_logits(logprobs: Tensor) -> Tensor:
     """What a drafter's own distribution says of the classes. # [..., rank] float32 -> [..., 4]"""
-    mass = logprobs.exp() @ _members(logprobs.device)
+    mass = logprobs.exp() @ members_of_classes(logprobs.device)
     beyond = 1.0 - mass.sum(-1, keepdim=True)
-    return torch.cat([mass[..., :_CLASSES], beyond], dim=-1).clamp(min=_LEAST).log()
+    return torch.cat([mass[..., :_CLASSES], beyond], dim=-1).clamp(min=LEAST).log()
 
 
 class RankCalibration:
@@ -58,45 +39,32 @@ class RankCalibration:
         first = positions + torch.tensor(CLASS_OF_RANK, device=sizes.device)  # [block, rank]
         self.first_further = block_size * _CLASSES  # the least bucket of blocks after a tree's first
         self._buckets = torch.stack([first, first + self.first_further])
-        nodes = (sizes.max_nodes,)
-        fields = {
-            "tokens": Field(nodes, 0),
-            "parents": Field(nodes, ROOT),
-            "depths": Field(nodes, 0, forgotten=True),
-            "predicted": Field(nodes, 0.0),
-            "buckets": Field(nodes, 0),
-        }
-        self._trees = ProposalLog(sizes, fields)
+        # Behind the rows of sequences stands one of nobody's, which pads batches.
+        ids = torch.zeros(4, sizes.max_sequences + 1, sizes.max_nodes, dtype=torch.int64, device=sizes.device)
+        self._trees = Proposed(ids[0], ids[1], ids[2], torch.zeros_like(ids[0], dtype=torch.float32), ids[3])
         self._ops = ops.on(even.device)
-        self.forget = self._trees.forget
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """What is committed next must not be taken for the fate of old trees."""
+        self._trees.depths[list(rows)] = 0
 
     def buckets(self, block: int) -> Tensor:
         """Bucket of each node of the block-th forward. # -> [block, rank] int64"""
         return self._buckets[min(block, 1)]
 
-    def correct(self, conditional: Tensor, block: int) -> Tensor:
-        """Conditional probabilities after what was learned. # [..., block, rank] float32"""
-        corrected: Tensor = conditional * self._table.rates[self.buckets(block)]
-        return corrected.clamp(max=CEILING)
+    def trust(self, block: int) -> Tensor:
+        """What conditional probabilities of the block-th forward are to be multiplied by. # -> [block, rank] float32"""
+        return self._table.rates[self.buckets(block)]
 
-    def keep(self, rows: Tensor, tree: Candidates, predicted: Tensor, buckets: Tensor) -> None:
-        """These rows' trees, with what was predicted of each node and its bucket. # both [batch, nodes]"""
-        nodes = {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths}
-        self._trees.keep(rows, predicted=predicted, buckets=buckets, **nodes)
+    def keep(self, rows: Tensor, tree: Candidates, chosen: Tensor, predicted: Tensor, buckets: Tensor) -> None:
+        """These rows' trees, whose nodes were `chosen` among those that were predicted, each of its bucket.
+        # chosen as of `merge_trees`; predicted [batch, all nodes]; buckets [all nodes]"""
+        self._ops.keep_proposed(self._trees, rows, tree, chosen, predicted, buckets)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Learn from what was committed behind the trees kept; says how many accepted tokens came from blocks after a
         tree's first, and how many there are. # rows, counts [batch]; tokens [batch, depth + 1] -> [2] int64"""
-        proposed, parents, depths, predicted, buckets = self._trees.of(rows, *_FIELDS)
-        tried, true = self._ops.fates(proposed, parents, depths, tokens, counts)
-        self.observe(buckets, predicted, true, tried)
-        further = true & (buckets >= self.first_further) & (depths < counts[:, None])
-        self.forget(rows)
-        return torch.stack([further.sum(), counts.sum()])
-
-    def observe(self, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
-        """Learn from nodes whose parent came true. # all [batch, nodes]; predicted uncorrected"""
-        self._table.observe(buckets, true & tried, predicted * tried)
+        return self._ops.judge_proposed(self._trees, self._table.counts, rows, tokens, counts, self.first_further)
 
     def outcomes(self) -> RankOutcomes:
         """By class of the rank: recent tokens predicted, and those that came true."""

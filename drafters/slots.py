@@ -11,22 +11,22 @@ class HeldSlots:
     what was never run there must not be read."""
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
-        self._held = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.table = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def forget(self, slots: Tensor) -> None:
         """These slots hold other positions from now on, whose entries are still to be run. # [...] int64"""
-        self._held.index_fill_(0, slots.flatten(), False)
+        self.table.index_fill_(0, slots.flatten(), False)
 
     def forget_all(self) -> None:
-        self._held.zero_()
+        self.table.zero_()
 
     def hold(self, slots: Tensor) -> None:
         """Their entries are run in the forward that follows at once. # [...] int64"""
-        self._held.index_fill_(0, slots.flatten(), True)
+        self.table.index_fill_(0, slots.flatten(), True)
 
     def holds(self, slots: Tensor) -> Tensor:
         """Whose entries can be read. # [...] int64 -> [...] bool"""
-        return self._held[slots]
+        return self.table[slots]
 
 
 def taken_slots(slots: Tensor, counts: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from kernels.tree_attention import MAX_DEPTH as MAX_DEPTH
 from kernels.tree_attention import MAX_NODES as MAX_NODES
 from kernels.trees import ROOT as ROOT
 from kernels.trees import DraftTree as DraftTree
-from kernels.trees import falling
 
 Candidates = DraftTree
 
@@ -44,17 +43,3 @@ def joined_trees(one: Candidates, other: Candidates) -> Candidates:
         torch.cat(parts, dim=1) for parts in zip(one[:4], (other.tokens, below, *other[2:4]), strict=True)
     )
     return DraftTree(tokens, parents, depths, survival, one.num_nodes + other.num_nodes)
-
-
-def survival_order(candidates: Candidates, limits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """All sequences' candidates sorted together, likeliest first, at most limits[b] of sequence b; survival is
-    multiplied by weights, what one token of each sequence counts. # limits, weights [batch]
-    -> survival [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1 beyond those that exist"""
-    nodes = candidates.tokens.shape[1]
-    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
-    ranks = torch.arange(nodes, device=survival.device)
-    allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
-    together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)
-    exists = together.values >= 0
-    owners = torch.where(exists, together.indices // max(nodes, 1), -1)
-    return together.values * exists, owners

@@ -2,6 +2,7 @@
 Legend: batch, nodes as in kernels/trees.py; buckets = kinds of evidence; conditional = survival given that the parent
 survives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.trees import DraftTree, accumulated
+from kernels.trees import DraftTree, Fates, accumulated, fates
 
 CEILING = 0.98  # below 1: survival must fall strictly along a path
 DEPTHS = 8  # deeper nodes count as of this depth
@@ -42,6 +43,89 @@ def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: 
     counts.came_true.mul_(counts.decay).index_add_(0, flat, came_true.float().flatten())
     counts.expected.mul_(counts.decay).index_add_(0, flat, expected.float().flatten())
     counts.estimate()
+
+
+class Proposed(NamedTuple):
+    """The newest tree of each row of the engine's table, until the text says what became of it; all [rows, nodes]."""
+
+    tokens: Tensor  # int64
+    parents: Tensor  # int64
+    depths: Tensor  # int64, 0 = padding
+    predicted: Tensor  # float32, conditional probability
+    buckets: Tensor  # int64
+
+
+def keep_proposed(
+    log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
+) -> None:
+    """These rows propose a tree now, whose nodes were `chosen` among those that were predicted.
+    # rows [batch]; chosen [batch, nodes of the tree] int64; predicted [batch, all nodes] float32; buckets [all nodes]
+    """
+    values = tree.tokens, tree.parents, tree.depths, predicted.gather(1, chosen), buckets[chosen]
+    for table, value in zip(log, values, strict=True):
+        table[:, : value.shape[1]].index_copy_(0, rows, value)
+    log.depths[:, tree.width :].index_fill_(0, rows, 0)
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, further: int
+) -> Tensor:
+    """Count what the text made of the nodes that these rows proposed, which are forgotten, each with its predicted
+    probability; says how many nodes of buckets from `further` on were accepted, and how many tokens were committed.
+    # rows, lengths [batch]; tokens [batch, longest] int64, the text behind the root -> [2] int64"""
+    return judged_by(fates, log, counts, rows, tokens, lengths, further)
+
+
+def judged_by(
+    walk: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates],
+    log: Proposed,
+    counts: HitCounts,
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    further: int,
+) -> Tensor:
+    """`judge_proposed` with this implementation of `fates`."""
+    proposed = Proposed(*(table.index_select(0, rows) for table in log))
+    tried, true = walk(proposed.tokens, proposed.parents, proposed.depths, tokens, lengths)
+    count_hits(counts, proposed.buckets, true & tried, proposed.predicted * tried)
+    accepted = true & (proposed.buckets >= further) & (proposed.depths < lengths[:, None])
+    log.depths.index_fill_(0, rows, 0)
+    return torch.stack([accepted.sum(), lengths.sum()])
+
+
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """Count what became of verified nodes: in `counts` which claims came true of those that were tried, and in `bins`
+    [3, bins] float32, by survival, nodes, their survival and how many were accepted; what they hold weighs `bin_decay`
+    times less first. # claimed [batch, nodes] float32, buckets int64; committed, num_known as `fates`' last two"""
+    judged = fates(trees.tokens, trees.parents, trees.depths, committed, num_known)
+    count_fates(counts, bins, bin_decay, trees, claimed, buckets, judged)
+
+
+def count_fates(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    judged: Fates,
+) -> None:
+    """The same of nodes that have been judged."""
+    tried, accepted = judged
+    count_hits(counts, buckets, accepted, claimed * tried)
+    place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
+    values = torch.stack([trees.depths > 0, trees.survival, accepted]).view(3, -1)
+    bins.mul_(bin_decay).index_add_(1, place, values)
 
 
 class Corrected(NamedTuple):

@@ -14,22 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.accept import accept
-from kernels.commit_slots import commit_slots
 from kernels.cpu import library
 from kernels.draft_loss import draft_objective
+from kernels.entries import add_entries, place_entries, take_entries
 from kernels.gumbel import gumbel_noise_of
-from kernels.hit_rates import correct_survival, count_hits
+from kernels.hit_rates import count_claims, count_hits, judge_proposed, keep_proposed
+from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
 from kernels.lookup import find_matches, merge_copies
 from kernels.memory import add_text, grow_joint_tree, learn_committed
 from kernels.ngrams import add_ngrams, grow_ngrams
+from kernels.pruning import prune_trees
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
+from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, sample
+from kernels.settle import settle
 from kernels.tree_attention import plan_attention
-from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees, select_nodes
+from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees
 
 __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "kernel_set", "on", "twin"]
 
@@ -43,12 +46,14 @@ class Ops:
     rotary_store = staticmethod(rotary_store)
     silu_mul = staticmethod(silu_mul)
     plan_layers = staticmethod(plan_layers)
+    lay_out_rows = staticmethod(lay_out_rows)
     plan_attention = staticmethod(plan_attention)
     choose_likeliest = staticmethod(choose_likeliest)
     sample = staticmethod(sample)
-    accept = staticmethod(accept)
-    commit_slots = staticmethod(commit_slots)
+    settle = staticmethod(settle)
     rank_features = staticmethod(rank_features)
+    spread_classes = staticmethod(spread_classes)
+    grow_lattice = staticmethod(grow_lattice)
     draft_objective = staticmethod(draft_objective)
     find_matches = staticmethod(find_matches)
     merge_copies = staticmethod(merge_copies)
@@ -59,11 +64,16 @@ class Ops:
     learn_committed = staticmethod(learn_committed)
     merge_trees = staticmethod(merge_trees)
     likeliest_nodes = staticmethod(likeliest_nodes)
-    select_nodes = staticmethod(select_nodes)
     ancestor_matrix = staticmethod(ancestor_matrix)
     fates = staticmethod(fates)
+    add_entries = staticmethod(add_entries)
+    take_entries = staticmethod(take_entries)
+    place_entries = staticmethod(place_entries)
     count_hits = staticmethod(count_hits)
-    correct_survival = staticmethod(correct_survival)
+    keep_proposed = staticmethod(keep_proposed)
+    judge_proposed = staticmethod(judge_proposed)
+    count_claims = staticmethod(count_claims)
+    prune_trees = staticmethod(prune_trees)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
         """`others` take the places of references."""

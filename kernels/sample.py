@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     """The token of each row."""
 
     tokens: Tensor  # [rows] int64
-    bad_rows: Tensor  # [rows] bool: no finite score to choose by (NaN, overflow, or every token forbidden); token is 0
+    bad_rows: Tensor  # [rows] int64, 1: no finite score to choose by (NaN, overflow, every token forbidden); token is 0
 
 
 class Filters(NamedTuple):
@@ -71,7 +71,7 @@ def choose_likeliest(scores: Tensor) -> Choice:
     # scores [rows, vocab], any float dtype
     best = scores.max(dim=-1)  # finds a NaN, if there is one
     bad_rows = ~best.values.isfinite()
-    return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows)
+    return Choice(best.indices.masked_fill(bad_rows, 0), bad_rows.long())
 
 
 def _drawn(

@@ -41,6 +41,8 @@ class DraftTree(NamedTuple):
 
     def first(self, batch: int, width: int | None = None) -> "DraftTree":
         """The first trees, and of each so many nodes, as views."""
+        if batch == self.batch and width in (None, self.width):
+            return self
         tokens, parents, depths, survival = (value[:batch, :width] for value in self[:4])
         return DraftTree(tokens, parents, depths, survival, self.num_nodes[:batch])
 

@@ -40,7 +40,7 @@ class InjectedForward(BlockForward):
     def _inject(self, waiting: Waiting) -> Tensor:
         """The conditions of what waits, which are there for attention from now on. # -> [batch, count, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
-        cos, sin = self._network.shape.rotary(waiting.positions.clamp(min=0).flatten(), self._network.dtype)
+        cos, sin = self._rotary(waiting.positions.clamp(min=0).flatten())
         places = RowPlaces(cos, sin, self._pool.places(waiting.slots).flatten().contiguous(), _Nobody())
         self._network.inject(context, places, self._pool.storage)
         return context.view(*waiting.tokens.shape, -1)

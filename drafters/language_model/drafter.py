@@ -19,12 +19,12 @@ from drafters.gating import ForwardGates
 from drafters.language_model.forward import TreeForward
 from drafters.language_model.model import LanguageModel
 from drafters.language_model.texts import Keys, Texts
-from drafters.lattice import Lattice, Origin
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.ranks import RankCalibration
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
 from kernels.hit_rates import CEILING
+from kernels.lattice import Lattice, Origin, Picked
 from kernels.rank_features import TOP
 from kernels.tree_attention import MAX_DEPTH
 
@@ -41,6 +41,7 @@ class _Level(NamedTuple):
     """What one forward proposes: tokens below the nodes that went on."""
 
     lattice: Lattice
+    picked: Picked  # nodes that go on
     predicted: Tensor  # [batch, nodes], conditional probabilities before correction
 
 
@@ -104,7 +105,7 @@ class LanguageModelDrafter(Drafter):
         levels = [self._level(logits, Origin.root(len(rows), rows.device), noise, 0)]
         first = 0  # row of the level before among those of its tree
         for number in range(1, self._depth):
-            picked = levels[-1].lattice.pick(self._beam)
+            picked = levels[-1].picked
             if not self._gates.ask(number - 1, picked.origin.survival):
                 break
             above = nodes.num_rows
@@ -140,25 +141,22 @@ class LanguageModelDrafter(Drafter):
         known = logits[:, :, None, : len(self._ids)]  # [batch, beam, 1, vocab]
         features, tokens = self._ops.rank_features(here.scores(known, torch.ones_like(origin.depth)[..., None]))
         predicted = features[..., :TOP].exp().clamp(max=CEILING)  # [batch, beam, 1, rank]
-        corrected = self._calibration.correct(predicted, number)
-        before = 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
-        lattice = Lattice(origin, tokens, corrected, before)
+        trust, before = self._calibration.trust(number), 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
+        lattice, picked = self._ops.grow_lattice(origin, tokens, predicted, trust, before, MIN_SURVIVAL, self._beam)
         self._witness(lattice, known, self._ids)
-        return _Level(lattice, predicted.flatten(1))
+        return _Level(lattice, picked, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
         """The likeliest nodes of all levels; keeps what is needed to learn from them."""
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
-        likely = survival * (survival >= MIN_SURVIVAL)
-        raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
-        tree, chosen = self._ops.likeliest_nodes(raw, self._max_nodes)
+        tree, chosen = self._ops.likeliest_nodes(DraftTree(tokens, parents, depths, survival, rows), self._max_nodes)
         predicted = torch.cat([level.predicted for level in levels], dim=1)
         buckets = torch.cat(
             [
                 self._calibration.buckets(number).flatten().repeat(level.predicted.shape[1] // TOP)
                 for number, level in enumerate(levels)
             ]
-        ).expand(len(rows), -1)
-        self._calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        )
+        self._calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree

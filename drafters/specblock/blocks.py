@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.calibration import MIN_SURVIVAL
 from drafters.coupling import TreeNoise
-from drafters.lattice import Chain, Lattice, Origin, Picked
+from drafters.lattice import Chain
 from drafters.protocol import DraftingSizes, Noise
 from drafters.ranks import RankCalibration
 from drafters.slots import taken_slots
@@ -25,6 +25,7 @@ from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.tree import DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
+from kernels.lattice import Origin, Picked
 
 NOWHERE = -1
 COUNTS = (4, 16, WAITING)
@@ -69,13 +70,14 @@ class Ground(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """One forward's nodes, all [batch, nodes]; parents count across forwards."""
+    """One forward's nodes, [batch, nodes]; parents count across forwards."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     survival: Tensor
     predicted: Tensor  # conditional probabilities before correction
+    buckets: Tensor  # [nodes] int64, of the calibration
 
 
 class Further(NamedTuple):
@@ -137,14 +139,12 @@ class Blocks:
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run entries without drafting."""
-        self.pool.hold(waiting.slots)
         self._forward.ingest(rows, waiting)
 
     def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
         """Run what waits, and the block at the newest entry."""
-        anchored = self.state.num_waiting(keys.rows) > 0  # not a text whose last token alone is still to be read
         waiting = self.state.take(keys.rows, sizes.waiting)
-        self.pool.hold(waiting.slots)
+        anchored = waiting.positions[:, -1] >= 0  # not a text whose last token alone is still to be read
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
         depth = self._weights.blocks * self._network.config.block_size
         ground = Ground(keys, TreeNoise.of(noise, depth, self._network.d2t))
@@ -165,25 +165,22 @@ class Blocks:
 
     def _tree(self, rows: Tensor, grown: Sequence[Nodes]) -> DraftTree:
         """One tree of all blocks' nodes; keeps what is needed to learn from it."""
-        parts = zip(*grown, strict=True)
-        tokens, parents, depths, survival, predicted = (torch.cat(part, dim=1) for part in parts)
-        likely = survival * (survival >= MIN_SURVIVAL)
-        raw = DraftTree(tokens, parents, depths, likely, (likely > 0).sum(1))
+        tokens, parents, depths, survival, predicted, buckets = grown[0]
+        if len(grown) > 1:
+            values = (torch.cat(part, dim=-1) for part in zip(*grown, strict=True))
+            tokens, parents, depths, survival, predicted, buckets = values
         merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
-        tree, chosen = merge(raw, self._max_nodes)
-        buckets = torch.cat([self._buckets(number, nodes) for number, nodes in enumerate(grown)], dim=1)
-        self.calibration.keep(rows, tree, predicted.gather(1, chosen), buckets.gather(1, chosen))
+        tree, chosen = merge(DraftTree(tokens, parents, depths, survival, rows), self._max_nodes)
+        self.calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree
 
     def _take_in(
         self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.append` and
-        `wait`. # -> [2] as of `learn`"""
-        came = self.calibration.learn(rows, tokens, counts)
-        self.pool.forget(self.state.append(rows, positions, counts, slots))
-        self.state.wait(rows, counts, features, tokens)
-        return came
+        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.wait`.
+        # -> [2] as of `learn`"""
+        self.state.wait(rows, positions, counts, slots, features, tokens)
+        return self.calibration.learn(rows, tokens, counts)
 
     def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
         """The same of what no block will see. # -> [2] as of `learn`"""
@@ -198,29 +195,23 @@ class Blocks:
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(self._network, self._read(states), origin.depth[..., None] + 1 + ahead, ground.noise)
         predicted = self._policy(proposal.chances)
-        corrected = self.calibration.correct(predicted, number)
+        is_last, paths = number + 1 == self._weights.blocks, self._network.config.traits.paths
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
-        offered, paths = (origin, proposal.tokens, corrected, first_number), self._network.config.traits.paths
-        lattice = Lattice(*offered)
+        offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
+        starts = 0 if is_last else self._weights.starts
+        lattice, picked = self._ops.grow_lattice(*offered, first_number, MIN_SURVIVAL, starts)
         self._witness(lattice, proposal.logits, self._network.d2t)
+        buckets = self.calibration.buckets(number).flatten()
         if paths > 1:
-            nodes = Nodes(*Chain(*offered, paths=paths).nodes(), predicted.expand(-1, paths, -1, -1).flatten(1))
+            grown = Chain(*offered, MIN_SURVIVAL, paths=paths).nodes()
+            nodes = Nodes(*grown, predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
             return Block(nodes, ()), proposal.logits
-        nodes = Nodes(*lattice.nodes(), predicted.flatten(1))
-        if number + 1 == self._weights.blocks:
-            return Block(nodes, ()), proposal.logits
-        further = Further(lattice.pick(self._weights.starts), states, live)
-        return Block(nodes, (further,)), proposal.logits
+        nodes = Nodes(*lattice.nodes(), predicted.flatten(1), buckets.repeat(states.shape[1]))
+        return Block(nodes, () if is_last else (Further(picked, states, live),)), proposal.logits
 
     def _read(self, states: Tensor) -> Tensor:
         """What the heads read of them. # [..., hidden and more] -> [..., hidden]"""
         return states[..., : self._network.config.hidden_size].contiguous()
-
-    def _buckets(self, number: int, nodes: Nodes) -> Tensor:
-        """Calibration buckets of a block's nodes. # -> [batch, nodes] int64"""
-        buckets = self.calibration.buckets(number).flatten()
-        batch, width = nodes.tokens.shape
-        return buckets.repeat(width // buckets.shape[0]).expand(batch, -1)
 
 
 def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, tuple[Nodes, ...]]:

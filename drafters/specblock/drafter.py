@@ -87,8 +87,10 @@ class SpecBlockDrafter(Drafter):
         self._make_room(HostMetadata((read.row,), (read.start,)), ROOM, positions.device)
         rows = torch.tensor([read.row], device=positions.device)
         counts = torch.full_like(rows, positions.shape[0])
-        self._state.append(rows, positions[:1], counts, read.slots[None, kept])
-        waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], read.slots[None, kept])
+        slots = read.slots[None, kept]
+        self._state.append(rows, positions[:1], counts, slots)
+        self._pool.hold(slots)
+        waiting = Waiting(read.features[None, kept], read.tokens[None, kept], positions[None], slots)
         self._blocks.ingest(rows, waiting)
 
     @torch.inference_mode()

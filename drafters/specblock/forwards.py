@@ -5,12 +5,12 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from drafters.dflash.serving import InjectedForward
-from drafters.lattice import Picked
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState, Waiting
 from drafters.specblock.serving import BlockForward, Nodes
 from drafters.treeflash.serving import ConditionedForward
+from kernels.lattice import Picked
 
 Live = Nodes | Tensor
 """What further blocks of a tree need of those before, beside states."""

@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from drafters.ranks import spread
 from drafters.specblock.heads import BlockChances
+from kernels import ops
 from kernels.hit_rates import CEILING
 from kernels.rank_features import TOP
 
@@ -20,7 +20,7 @@ _UNIFORM_WIDTH = 4
 
 def best_first(chances: BlockChances) -> Tensor:
     """Every rank that the rank head believes in: class probabilities spread over their ranks by draft probability."""
-    return spread(chances.classes, chances.draft).clamp(max=CEILING)
+    return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)
 
 
 def ranked(widths: tuple[int, ...]) -> Policy:
@@ -31,15 +31,15 @@ def ranked(widths: tuple[int, ...]) -> Policy:
         return torch.tensor(widths, device=device)
 
     def policy(chances: BlockChances) -> Tensor:
-        width = table(chances.draft.device)[chances.classes.argmax(-1)]
-        return best_first(chances) * (torch.arange(TOP, device=chances.draft.device) < width[..., None])
+        width = table(chances.classes.device)[chances.classes.argmax(-1)]
+        return best_first(chances) * (torch.arange(TOP, device=chances.classes.device) < width[..., None])
 
     return policy
 
 
 def uniform(chances: BlockChances) -> Tensor:
     """The first few ranks everywhere."""
-    return chances.draft.clamp(max=CEILING) * (torch.arange(TOP, device=chances.draft.device) < _UNIFORM_WIDTH)
+    return chances.draft.clamp(max=CEILING) * (torch.arange(TOP, device=chances.classes.device) < _UNIFORM_WIDTH)
 
 
 POLICIES: dict[str, Policy] = {

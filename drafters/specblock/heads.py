@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from drafters.coupling import TreeNoise
-from drafters.ranks import CLASS_OF_RANK
 from drafters.specblock.network import ServingNetwork
 from kernels import ops
+from kernels.lattice import CLASS_OF_RANK
+from kernels.rank_features import TOP
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChances:
     """What the heads say of each position of a block."""
 
-    draft: Tensor  # [..., block, rank] draft probability of ranks 1..10
-    classes: Tensor  # [..., block, 4] probability of each rank class
+    features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
+    classes: Tensor  # [..., block, 4] logits of the rank classes
+
+    @property
+    def draft(self) -> Tensor:
+        """Draft probability of ranks 1..10. # [..., block, rank]"""
+        return self.features[..., :TOP].exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,7 @@ def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: Tree
     """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
     logits = network.head(states)
     features, ids = rank_features(noise.scores(logits, depths))
-    classes = network.rank_logits(states, features).softmax(-1)
-    chances = BlockChances(draft=features[..., : ids.shape[-1]].exp(), classes=classes)
+    chances = BlockChances(features, network.rank_logits(states, features))
     return Proposal(network.d2t[ids], chances, logits)
 
 

@@ -3,15 +3,17 @@ what is still to be run. An entry needs a position's target features and the tok
 Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
-from drafters.slots import HeldSlots, taken_slots
+from drafters.slots import HeldSlots
 from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH
+from kernels import ops
+from kernels.entries import EntryTables, Placed, places_of
+from kernels.entries import Waiting as Waiting
 from kernels.tree_attention import NULL_SLOT
 
 WAITING = MAX_DEPTH + 1
@@ -36,24 +38,15 @@ class EntryPool:
         self.storage = torch.zeros(shape, dtype=dtype, device=network.device)
         held = HeldSlots(num_slots, network.device)
         self.forget, self.forget_all, self.hold, self.holds = held.forget, held.forget_all, held.hold, held.holds
+        self.held = held.table
 
     def places(self, slots: Tensor) -> Tensor:
         """Where the entries of some slots lie. # [...] -> [..., entries] int64"""
-        return slots[..., None] * self.entries + torch.arange(self.entries, device=slots.device)
+        return places_of(slots, self.entries)
 
     def scratch(self, batch: int, first: int, count: int) -> Tensor:
         """Where entries of trees lie, from the first-th on. # -> [batch, count] int64"""
         return self._scratch[:batch, first : first + count]
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Entries to run, right-aligned: the last column is the newest position, the anchor of the next block."""
-
-    features: Tensor  # [batch, count, taps * hidden]
-    tokens: Tensor  # [batch, count] int64, the token after each position
-    positions: Tensor  # [batch, count] int64, below 0 for padding
-    slots: Tensor  # [batch, count] int64, NULL_SLOT for padding
 
 
 class EntryState:
@@ -65,84 +58,70 @@ class EntryState:
         self.nobody, rows = sizes.max_sequences, sizes.max_sequences + 1
         max_length, device = sizes.max_length, sizes.device
         self._pool = pool
-        # Places in the pool of entries that are run, or will be before others see them. # [rows, positions, entries]
-        self._places = torch.zeros(rows, max_length + 1, pool.entries, dtype=torch.int64, device=device)
-        self._known = torch.zeros(rows, dtype=torch.int64, device=device)  # positions in the table
-        self._end = torch.zeros(rows, dtype=torch.int64, device=device)  # one past the newest position
-        self._waiting = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._features = torch.zeros(rows, ROOM + 1, width, dtype=dtype, device=device)
-        self._tokens = torch.zeros(rows, ROOM + 1, dtype=torch.int64, device=device)
-        self._columns = torch.arange(ROOM, device=device)
+        self.max_length = max_length
+        known, ends, waiting = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._tables = EntryTables(
+            torch.zeros(rows, max_length + 1, pool.entries, dtype=torch.int64, device=device),
+            known,
+            ends,
+            waiting,
+            torch.zeros(rows, ROOM + 1, width, dtype=dtype, device=device),
+            torch.zeros(rows, ROOM + 1, dtype=torch.int64, device=device),
+            pool.held,
+        )
+        self._ops = ops.on(known.device)
 
     @property
     def table(self) -> Tensor:
         """Entries of each row, one behind the other: their places in the pool. # [rows, (max_length + 1) * entries]"""
-        return self._places.flatten(1)
+        return self._tables.places.flatten(1)
 
     def known(self, rows: Tensor) -> Tensor:
         """How many there are."""
-        return self._known[rows] * self._pool.entries
+        return self._tables.known[rows] * self._pool.entries
 
     def start(self, rows: list[int]) -> None:
         """Forget everything about these rows."""
-        self._known[rows] = 0
-        self._end[rows] = 0
-        self._waiting[rows] = 0
+        tables = self._tables
+        tables.known[rows] = tables.ends[rows] = tables.waiting[rows] = 0
 
     def adopt(self, row: int, slots: Tensor) -> None:
         """Begin a row behind positions that lie in these slots already; those that were never run are left out.
         # slots [cached] int64"""
-        readable = self._pool.holds(slots)
-        column = (readable.cumsum(0) - 1).where(readable, self._places.shape[1] - 1)
-        self._places[row, column] = self._pool.places(slots)
-        self._known[row] = readable.sum()
-        self._end[row] = slots.shape[0]
+        readable, tables = self._pool.holds(slots), self._tables
+        column = (readable.cumsum(0) - 1).where(readable, tables.places.shape[1] - 1)
+        tables.places[row, column] = self._pool.places(slots)
+        tables.known[row] = readable.sum()
+        tables.ends[row] = slots.shape[0]
 
-    def num_waiting(self, rows: Tensor) -> Tensor:
-        return self._waiting[rows]
+    def append(self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """Positions starts..starts + counts - 1 are committed, and run otherwise; what their slots held is forgotten.
+        # rows, starts, counts [batch] int64; slots [batch, count] int64, padded with any"""
+        self._ops.add_entries(self._tables, rows, starts, counts, slots, None, None)
 
-    def append(self, rows: Tensor, start: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """Positions start..start + counts - 1 are committed; returns their slots, NULL_SLOT for padding.
-        # rows, start, counts [batch] int64; slots [batch, count] int64, padded with any -> [batch, count] int64"""
-        follows = self._end[rows] == start  # otherwise nothing is known of what stands before
-        known = self._known[rows] * follows
-        offsets = torch.arange(slots.shape[1], device=rows.device)
-        columns = (known[:, None] + offsets).where(offsets < counts[:, None], self._places.shape[1] - 1)
-        taken = taken_slots(slots, counts)
-        self._places[rows[:, None], columns] = self._pool.places(taken)
-        self._known.index_copy_(0, rows, known + counts)
-        self._waiting.index_copy_(0, rows, self._waiting[rows] * follows)
-        self._end.index_copy_(0, rows, start + counts)
-        return taken
-
-    def wait(self, rows: Tensor, counts: Tensor, features: Tensor, tokens: Tensor) -> None:
-        """Queue the entries of the positions just appended; there must be room for them.
+    def wait(
+        self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
+    ) -> None:
+        """The same, and their entries wait to be run; there must be room for them.
         # features [batch, count, taps * hidden]; tokens [batch, count] int64, the token after each position"""
-        offsets = torch.arange(tokens.shape[1], device=rows.device)
-        place = (self._waiting[rows, None] + offsets).where(offsets < counts[:, None], ROOM)
-        self._features[rows[:, None], place] = features.to(self._features.dtype)
-        self._tokens[rows[:, None], place] = tokens
-        self._waiting.index_add_(0, rows, counts)
+        self._ops.add_entries(self._tables, rows, starts, counts, slots, features, tokens)
 
     def padding(self, batch: int) -> tuple[Tensor, ...]:
         """Rows, starts, counts, slots, features and tokens of nobody's entries, as many as a step can commit."""
-        features = self._features.new_zeros(batch, WAITING, self._features.shape[2])
-        tokens = self._tokens.new_zeros(batch, WAITING)
+        tables = self._tables
+        features = tables.features.new_zeros(batch, WAITING, tables.features.shape[2])
+        tokens = tables.tokens.new_zeros(batch, WAITING)
         start = tokens.new_zeros(batch)
         return start + self.nobody, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens
 
     def take(self, rows: Tensor, most: int) -> Waiting:
-        """The waiting entries of these rows, at most so many of each, which stop waiting. # -> [batch, most]"""
-        counts = self._waiting[rows]
-        column = self._columns[:most] - (most - counts[:, None])  # [batch, most], negative for padding
-        present = column >= 0
-        column = column.clamp(min=0)
-        positions = torch.where(present, self._end[rows, None] - counts[:, None] + column, -1)
-        lines = rows[:, None]
-        newest = (self._known[lines] - counts[:, None] + column).clamp(min=0)
-        slots = (self._places[lines, newest, 0] // self._pool.entries).masked_fill(~present, NULL_SLOT)
-        self._waiting.index_fill_(0, rows, 0)
-        return Waiting(self._features[lines, column], self._tokens[lines, column], positions, slots)
+        """The waiting entries of these rows, at most so many of each, which are run at once. # -> [batch, most]"""
+        return self._ops.take_entries(self._tables, rows, most)
+
+    def placed(self, rows: Tensor, waiting: Waiting, size: int) -> Placed:
+        """Where these entries are run, and at the newest of them a block of `size` entries, or none of size 0."""
+        scratch = self._pool.scratch(len(rows), 0, max(0, size - self._pool.entries))
+        return self._ops.place_entries(self._tables, rows, waiting.positions, waiting.slots, scratch, size)
 
 
 class Backlog:

@@ -6,18 +6,18 @@ Legend: batch = drafting sequences, entries = pool entries of a position, block 
 one forward, count = entries that wait, nodes = of all forwards of a tree so far.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.lattice import Picked
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState, Waiting
-from kernels.decoder_layer import RowPlaces
+from kernels.decoder_layer import RotaryTable, RowPlaces
+from kernels.lattice import Picked
 from kernels.tree_attention import AttentionRows
 
 
@@ -57,6 +57,9 @@ class BlockForward:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
         self._size, self._held = network.config.forward_size, network.config.held
+        rotary = partial(network.shape.rotary, dtype=network.dtype)
+        # Blocks go on behind the deepest node.
+        self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
@@ -64,35 +67,22 @@ class BlockForward:
             return
         (batch, count), entries = waiting.tokens.shape, self._pool.entries
         layout = _layout(batch, count * entries, entries, 0, 0, 0, waiting.tokens.device)
-        end = self._state.known(rows) - 1
-        none = end.new_zeros(batch, 0)
-        nodes = Nodes(rows, end, none, none, none[..., None].bool())
-        places = self._pool.places(waiting.slots).flatten(1)
-        at = self._committed(end, count * entries)
-        positions = self._positions(waiting)[:, :, :entries].flatten(1)
+        placed = self._state.placed(rows, waiting, 0)
+        nodes = Nodes(rows, placed.end, placed.live, placed.live, placed.live[..., None].bool())
         inputs = self._inputs(waiting)[:, :, :entries].flatten(0, 2).contiguous()
-        self._network.store(
-            inputs, layout.previous, self._row_places(layout, nodes, at, positions, places), self._pool.storage
-        )
+        row_places = self._row_places(layout, nodes, placed.at, placed.positions, placed.slots)
+        self._network.store(inputs, layout.previous, row_places, self._pool.storage)
 
     def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Nodes]:
         """Run waiting entries and the block at the newest of them. # rows [batch] -> [batch, 1, block, hidden]"""
         (batch, count), entries, size = waiting.tokens.shape, self._pool.entries, self._size
         before = (count - 1) * entries
         layout = _layout(batch, before, entries, size, 1, 0, waiting.tokens.device)
-
-        def run(values: Tensor) -> Tensor:
-            """Of the entries of all that wait, those that are run. # [batch, count, block, ...]"""
-            return torch.cat([values[:, :-1, :entries].flatten(1, 2), values[:, -1]], dim=1)
-
-        stored = self._pool.places(waiting.slots)  # [batch, count, entries]
-        live = torch.cat([stored[:, -1], self._pool.scratch(batch, 0, size - entries)], dim=1)
-        end = (self._state.known(rows) - entries - 1).clamp(min=-1)
-        nodes = Nodes(rows, end, live, layout.depths, layout.inside)
-        at = torch.cat([self._committed(end, before), end[:, None] + layout.depths], dim=1)
-        places = torch.cat([stored[:, :-1].flatten(1), live], dim=1)
-        row_places = self._row_places(layout, nodes, at, run(self._positions(waiting)), places)
-        inputs = run(self._inputs(waiting)).flatten(0, 1)
+        placed = self._state.placed(rows, waiting, size)
+        nodes = Nodes(rows, placed.end, placed.live, layout.depths, layout.inside)
+        row_places = self._row_places(layout, nodes, placed.at, placed.positions, placed.slots)
+        blocks = self._inputs(waiting)
+        inputs = torch.cat([blocks[:, :-1, :entries].flatten(1, 2), blocks[:, -1]], dim=1).flatten(0, 1)
         states = self._network.states(inputs, layout.previous, row_places, self._pool.storage)
         return states.view(batch, 1, before + size, -1)[:, :, before:], nodes
 
@@ -136,16 +126,6 @@ class BlockForward:
         blocks = self._network.blocks(context, self._embed(waiting.tokens.flatten()))
         return blocks.view(*waiting.tokens.shape, self._size, -1)
 
-    def _positions(self, waiting: Waiting) -> Tensor:
-        """Of all entries of what waits. # -> [batch, count, block]"""
-        ahead = torch.arange(1, self._size + 1, device=waiting.positions.device)
-        return waiting.positions.clamp(min=0)[:, :, None] + ahead
-
-    def _committed(self, end: Tensor, count: int) -> Tensor:
-        """Places in their lines of the last so many entries; where there are fewer, padding rows see some of others'.
-        # end [batch] -> [batch, count]"""
-        return (end[:, None] + torch.arange(1 - count, 1, device=end.device)).clamp(min=0)
-
     def _row_places(self, layout: _Layout, nodes: Nodes, at: Tensor, positions: Tensor, slots: Tensor) -> RowPlaces:
         """at, positions, slots [batch, rows of a sequence]: places in the line of entries, rotary positions, and where
         keys and values go"""
@@ -164,7 +144,7 @@ class BlockForward:
         plan = network.ops.plan_attention(
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
-        cos, sin = shape.rotary(positions.flatten(), network.dtype)
+        cos, sin = self._rotary(positions.flatten())
         return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # of one row each it is a view
 
 

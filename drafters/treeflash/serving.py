@@ -3,11 +3,11 @@ Legend: batch, starts as in drafters/specblock/serving.py; rows = positions the 
 
 from torch import Tensor
 
-from drafters.lattice import Picked
 from drafters.specblock.model import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import Waiting
 from drafters.specblock.serving import BlockForward
+from kernels.lattice import Picked
 
 
 class ConditionedForward:

@@ -2,16 +2,16 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from kernels.cpu.library import address, function
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts
+from kernels.cpu.trees import Trees
+from kernels.hit_rates import HitCounts, Proposed
 from kernels.trees import DraftTree
 
 
 class _Hits(ctypes.Structure):
-    """`Hits` of trees.cpp."""
+    """`Hits` of pruning.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("prior_true", "prior_expected", "came_true", "expected", "rates")),
@@ -19,21 +19,72 @@ class _Hits(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("decay", "low", "high")),
     ]
 
+    @staticmethod
+    def of(counts: HitCounts) -> "_Hits":
+        tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
+        return _Hits(*map(address, tables), len(counts.rates), counts.decay, counts.low, counts.high)
+
+
+class _Proposed(ctypes.Structure):
+    """`Proposed` of trees.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in Proposed._fields), ("width", ctypes.c_int64)]
+
+    @staticmethod
+    def of(log: Proposed) -> "_Proposed":
+        return _Proposed(*map(address, log), log.tokens.shape[1])
+
 
 def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
     """As the reference."""
-    tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    hits = _Hits(*map(address, tables), len(counts.rates), counts.decay, counts.low, counts.high)
     labels = buckets.contiguous(), came_true.float().contiguous(), expected.float().contiguous()
-    function("count_hits", "ppppn")(ctypes.byref(hits), *map(address, labels), buckets.numel())
+    function("count_hits", "ppppn")(ctypes.byref(_Hits.of(counts)), *map(address, labels), buckets.numel())
 
 
-def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
+def keep_proposed(
+    log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
+) -> None:
     """As the reference."""
-    nodes = [value.contiguous() for value in (candidates.parents, candidates.depths, candidates.survival)]
-    corrected, conditional = torch.empty_like(nodes[2]), torch.empty_like(nodes[2])
-    buckets, sizes = torch.empty_like(nodes[1]), candidates.tokens.shape
-    call = function("correct_survival", "pppnnppnnfppp")
-    given = *map(address, nodes), *sizes, deepest.data_ptr(), rates.data_ptr(), DEPTHS, CLAIMS, CEILING
-    call(*given, corrected.data_ptr(), conditional.data_ptr(), buckets.data_ptr())
-    return Corrected(corrected, conditional, buckets)
+    rows, chosen, predicted, buckets = (value.contiguous() for value in (rows, chosen, predicted, buckets))
+    given = rows.data_ptr(), tree.batch, ctypes.byref(Trees.of(tree))
+    call, known = function("keep_proposed", "ppnppppn"), ctypes.byref(_Proposed.of(log))
+    call(known, *given, chosen.data_ptr(), predicted.data_ptr(), buckets.data_ptr(), buckets.numel())
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, further: int
+) -> Tensor:
+    """As the reference."""
+    rows, tokens, lengths = (value.contiguous() for value in (rows, tokens, lengths))
+    came = rows.new_empty(2)
+    known = ctypes.byref(_Proposed.of(log)), ctypes.byref(_Hits.of(counts))
+    call = function("judge_proposed", "pppnpnpnp")
+    call(
+        *known,
+        rows.data_ptr(),
+        *tokens.shape[:1],
+        tokens.data_ptr(),
+        tokens.shape[1],
+        lengths.data_ptr(),
+        further,
+        came.data_ptr(),
+    )
+    return came
+
+
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """As the reference."""
+    rest = claimed.contiguous(), buckets.contiguous(), committed.contiguous(), num_known.contiguous()
+    ours, claims, texts, known = map(address, rest)
+    call, tables = function("count_claims", "ppnfpnpppnp"), (bins.data_ptr(), bins.shape[1], bin_decay)
+    given = ctypes.byref(Trees.of(trees)), trees.batch, ours, claims, texts, committed.shape[1], known
+    call(ctypes.byref(_Hits.of(counts)), *tables, *given)

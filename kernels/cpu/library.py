@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+from array import array
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,6 +82,11 @@ def function(name: str, kinds: str, dtype: torch.dtype | None = None) -> Any:
 def address(tensor: Tensor | None) -> int | None:
     """Of its first element, which the others must follow without gaps."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def addresses(tensors: Iterable[Tensor]) -> "array[int]":
+    """The same of several, as a structure in C has them, for as long as this is kept."""
+    return array("Q", [tensor.data_ptr() for tensor in tensors])
 
 
 def halves(pool: Tensor) -> tuple[int, int]:

@@ -67,7 +67,7 @@ Best best_of(int64_t vocab, Score score) {  // score(i): of LANES tokens from i 
 }
 
 template <class T>
-void choose_row(const T* scores, const int32_t* key, float temperature, int64_t vocab, int64_t* token, bool* bad) {
+void choose_row(const T* scores, const int32_t* key, float temperature, int64_t vocab, int64_t* token, int64_t* bad) {
     // what is behind the end never wins
     Best found = best_of(vocab, [&](int64_t i) { return load_end(scores + i, vocab - i, -INFINITY); });
     *bad = found.nan || std::isinf(found.score);
@@ -84,7 +84,7 @@ void choose_row(const T* scores, const int32_t* key, float temperature, int64_t 
 
 template <class T>
 void choose(const T* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab, int64_t* tokens,
-            bool* bad, int threads) {
+            int64_t* bad, int threads) {
 #pragma omp parallel for schedule(static) num_threads(rows > 1 && rows * vocab > FEW ? threads : 1)
     for (int64_t row = 0; row < rows; row++)
         choose_row(scores + row * vocab, keys ? keys + 2 * row : nullptr, temperatures ? temperatures[row] : 0.0f, vocab,
@@ -95,11 +95,11 @@ void choose(const T* scores, const int32_t* keys, const float* temperatures, int
 
 extern "C" {
 void choose_bf16(const bf16* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab,
-                 int64_t* tokens, bool* bad, int threads) {
+                 int64_t* tokens, int64_t* bad, int threads) {
     choose(scores, keys, temperatures, rows, vocab, tokens, bad, threads);
 }
 void choose_float(const float* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab,
-                  int64_t* tokens, bool* bad, int threads) {
+                  int64_t* tokens, int64_t* bad, int threads) {
     choose(scores, keys, temperatures, rows, vocab, tokens, bad, threads);
 }
 void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count, int threads) {

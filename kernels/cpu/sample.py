@@ -32,8 +32,7 @@ def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
 
 def _choose(scores: Tensor, keys: Tensor | None, temperatures: Tensor | None) -> Choice:
     scores, (rows, vocab) = scores.contiguous(), scores.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    bad_rows = torch.empty(rows, dtype=torch.bool)
+    tokens, bad_rows = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
     call, threads = function("choose", "pppnnppi", scores.dtype), torch.get_num_threads()
     given = scores.data_ptr(), address(keys), address(temperatures)
     call(*given, rows, vocab, tokens.data_ptr(), bad_rows.data_ptr(), threads)

@@ -72,19 +72,6 @@ void merge_trees(const Trees* raw, int64_t batch, bool merges, const Trees* merg
     }
 }
 
-void select_nodes(const Trees* candidates, int64_t batch, const int64_t* num_keep, const Trees* tree, int64_t* chosen) {
-    for (int64_t b = 0; b < batch; b++, chosen += tree->width) {
-        const Trees from = candidates->line(b);
-        Numbers nodes(*from.num_nodes);
-        for (int64_t i = 0; i < *from.num_nodes; i++) nodes[i] = i;
-        std::stable_sort(nodes.begin(), nodes.end(),
-                         [&](int64_t i, int64_t j) { return from.survival[i] > from.survival[j]; });
-        nodes.resize(std::min(num_keep[b], *from.num_nodes));
-        std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t i, int64_t j) { return from.depths[i] < from.depths[j]; });
-        cut(from, nodes, nullptr, tree->line(b), chosen);
-    }
-}
-
 void fates(const int64_t* tokens, const int64_t* parents, const int64_t* depths, int64_t batch, int64_t width,
            const int64_t* committed, int64_t longest, const int64_t* counts, bool* tried, bool* came_true) {
     for (int64_t b = 0; b < batch; b++, committed += longest) {
@@ -106,71 +93,5 @@ void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool*
                 memcpy(above, above - (i - parents[i]) * nodes, size_t(nodes));
             above[i] = true;
         }
-}
-
-void accept(const int64_t* tokens, const int64_t* parents, const int64_t* num_nodes, int64_t batch, int64_t nodes,
-            const int64_t* targets, int64_t depth, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
-    for (int64_t b = 0; b < batch; b++, path += depth) {
-        int64_t last = ROOT, count = 0;
-        for (int64_t i = 0; i < num_nodes[b] && count < depth; i++)  // children stand behind their parents
-            if (parents[i] == last && tokens[i] == targets[last + 1]) path[count++] = last = i;
-        std::fill(path + count, path + depth, ROOT);
-        num_accepted[b] = count, bonus[b] = targets[last + 1];
-        tokens += nodes, parents += nodes, targets += nodes + 1;
-    }
-}
-
-void commit_slots(const int64_t* path, const int64_t* num_accepted, const int64_t* num_nodes, int64_t batch, int64_t depth,
-                  const int64_t* node_slots, int64_t nodes, const int64_t* lines, const int64_t* extend_end, int64_t* table,
-                  int64_t table_width, int64_t* path_slots, int64_t* freed) {
-    int64_t count = 0;
-    for (int64_t b = 0; b < batch; b++) {
-        const int64_t accepted = num_accepted[b];
-        for (int64_t k = 0; k < accepted; k++)
-            table[lines[b] * table_width + extend_end[b] + 1 + k] = path_slots[k] = node_slots[path[k]];
-        std::fill(path_slots + accepted, path_slots + depth, 0);
-        for (int64_t i = 0, k = 0; i < num_nodes[b]; i++)  // a path's nodes stand in order
-            if (k < accepted && path[k] == i)
-                k++;
-            else
-                freed[count++] = node_slots[i];
-        path += depth, path_slots += depth, node_slots += nodes;
-    }
-    std::fill(freed + count, freed + batch * nodes, 0);
-}
-
-// Counted labels, and the rates that follow, for `buckets` buckets.
-struct Hits {
-    const float *prior_true, *prior_expected;
-    float *came_true, *expected, *rates;
-    int64_t buckets;
-    float decay, low, high;
-};
-
-void count_hits(const Hits* hits, const int64_t* bucket, const float* came_true, const float* expected, int64_t count) {
-    for (int64_t i = 0; i < hits->buckets; i++) hits->came_true[i] *= hits->decay, hits->expected[i] *= hits->decay;
-    for (int64_t i = 0; i < count; i++)
-        hits->came_true[bucket[i]] += came_true[i], hits->expected[bucket[i]] += expected[i];
-    for (int64_t i = 0; i < hits->buckets; i++) {
-        float rate = (hits->prior_true[i] + hits->came_true[i]) / (hits->prior_expected[i] + hits->expected[i]);
-        hits->rates[i] = std::min(std::max(rate, hits->low), hits->high);
-    }
-}
-
-void correct_survival(const int64_t* parents, const int64_t* depths, const float* survival, int64_t batch, int64_t nodes,
-                      const int64_t* deepest, const float* rates, int64_t depth_bins, int64_t claims, float ceiling,
-                      float* corrected, float* conditional, int64_t* bucket) {
-    for (int64_t b = 0; b < batch; b++) {
-        for (int64_t i = 0; i < nodes; i++) {
-            const int64_t parent = parents[i], depth = std::max<int64_t>(depths[i] - 1, 0);
-            const float above = parent < 0 ? 1.0f : std::max(survival[parent], 1e-9f);
-            conditional[i] = depths[i] > deepest[b] ? 0.0f : std::min(survival[i] / above, 1.0f);
-            const bool claimed = conditional[i] > 0;  // not if it is no number
-            const int64_t claim = claimed ? std::min(int64_t(conditional[i] * float(claims - 1)), claims - 1) : 0;
-            bucket[i] = std::min(depth, depth_bins - 1) * claims + claim;
-            corrected[i] = std::min(conditional[i] * rates[bucket[i]], ceiling) * (parent < 0 ? 1.0f : corrected[parent]);
-        }
-        parents += nodes, depths += nodes, survival += nodes, corrected += nodes, conditional += nodes, bucket += nodes;
-    }
 }
 }

@@ -29,7 +29,7 @@ class Trees(ctypes.Structure):
 
 def empty_tree(batch: int, width: int) -> DraftTree:
     """One to be written."""
-    tokens, parents, depths = (torch.empty(batch, width, dtype=torch.int64) for _ in range(3))
+    tokens, parents, depths = torch.empty(3, batch, width, dtype=torch.int64).unbind()
     return DraftTree(tokens, parents, depths, torch.empty(batch, width), torch.empty(batch, dtype=torch.int64))
 
 
@@ -41,16 +41,6 @@ def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
 def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
     """As the reference."""
     return _cut(raw, max_nodes, merges=False)
-
-
-def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-    """As the reference."""
-    tree = empty_tree(candidates.batch, min(width, candidates.width))
-    chosen = torch.empty_like(tree.tokens)
-    num_keep = num_keep.contiguous()
-    given = ctypes.byref(Trees.of(candidates)), candidates.batch, num_keep.data_ptr()
-    function("select_nodes", "pnppp")(*given, ctypes.byref(Trees.of(tree)), chosen.data_ptr())
-    return tree, chosen
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:

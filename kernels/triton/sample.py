@@ -35,7 +35,7 @@ def sample(
     bad_rows = ~highest.isfinite()
     inputs = (logits, highest, seeds, positions, temperatures)
     tokens = _best_of_all(*inputs) if filters is None else _best_of_kept(*inputs, filters)
-    return Choice(tokens.masked_fill(bad_rows, 0), bad_rows)
+    return Choice(tokens.masked_fill(bad_rows, 0), bad_rows.long())
 
 
 def _best_of_all(logits: Tensor, highest: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ PRODUCTS, ATTENTION, LAYER, CHOICE, DRAFTING, REST = PARTS = (
 )
 _PART_OF: Mapping[str, str] = {
     **dict.fromkeys(("add_rms_norm", "rotary_store", "silu_mul"), LAYER),
-    **dict.fromkeys(("accept", "commit_slots"), CHOICE),
+    "settle": CHOICE,
 }
 _DRAFTING_CALLS = ("start", "grow", "read", "commit", "finish")
 

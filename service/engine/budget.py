@@ -14,20 +14,16 @@ T(B) is what a plain step of these B sequences takes; prompt rows of the same st
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.regret import TRIAL_STEPS, GainPosterior, RegretLedger, StepAccount
-from drafters.tree import Candidates, survival_order
-from kernels.staging import send_floats
-from kernels.trees import falling
+from drafters.tree import MAX_NODES
 from service.engine.costs.model import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts
 from service.engine.gains import DraftGains, TextGain
 from service.engine.sequence import Sequence as Running
@@ -91,6 +87,10 @@ class Load:
         return np.array(self.widths, dtype=np.float64) * self.num_drafting
 
 
+SIZES = 3
+"""Numbers of a tree in a `Budget`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A step's decision."""
@@ -100,7 +100,7 @@ class Budget:
     widths: tuple[int, ...]  # rows of nodes of each line of the step's trees
     drafted: bool  # whether the drafter was asked
     followed: bool  # whether it is to take in prompts and answers
-    sizes: Tensor | None = None  # [drafting, 3] int64, nodes wanted, verified, and candidates; None: no trees
+    sizes: Tensor | None = None  # [drafting, SIZES] int64, nodes wanted, verified, and candidates; None: no trees
     nodes: tuple[int, ...] = ()  # verified of each line
 
     @property
@@ -129,63 +129,13 @@ def pace_weights(sequences: Sequence[Running], pace_seconds: float, now: float, 
     return torch.tensor([weight(sequence) for sequence in sequences], device=device)
 
 
-def allocate_nodes(candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-    """Nodes per sequence for the most expected tokens per second. # -> [batch] int64
-
-    limits [batch] int64, at most so many of each, below 0 for a line that is no sequence; seconds
-    [batch * nodes + 1] float32 of a step with 0, 1, ... nodes, infinite for more than there is room for; weights
-    [batch] float32, what one token of each counts.
-    """
-    worth, owners = survival_order(candidates, limits, weights)
-    is_sequence = limits >= 0
-    expected = (weights * is_sequence).sum() + torch.cat([worth.new_zeros(1), worth.cumsum(0)])
-    best = (expected / seconds).argmax()
-    if candidates.batch > 1:
-        owners = torch.where(best > is_sequence.sum(), _best_of_each_first(owners, candidates.batch), owners)
-    is_chosen = (torch.arange(owners.shape[0], device=owners.device) < best) & (owners >= 0)
-    return torch.zeros_like(limits).scatter_add_(0, owners.clamp(min=0), is_chosen.to(limits.dtype))
-
-
-def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
-    """The order again, but each sequence's best node before anybody's second: nobody goes without a tree for being a
-    little less sure than all others. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
-    places = torch.arange(owners.shape[0], device=owners.device)
-    lines = torch.where(owners < 0, batch, owners)
-    first = places.new_full((batch + 1,), owners.shape[0]).scatter_reduce_(0, lines, places, "amin")
-    is_best = (first[lines] == places) & (owners >= 0)
-    return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]
-
-
-def allocate_width(candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor) -> Tensor:
-    """Nodes per sequence where the rows of all trees are laid out for the same number of nodes: those of the width with
-    the most expected tokens per second. # -> [batch] int64
-
-    seconds [choices] float32 of a step whose trees have rows for `widths` [choices] int64 nodes each, infinite for more
-    than there is room for; the others as of `allocate_nodes`.
-    """
-    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
-    ranks = torch.arange(candidates.width, device=widths.device)
-    counted = survival * (ranks < torch.minimum(limits, candidates.num_nodes)[:, None])
-    totals = torch.cat([counted.new_zeros(len(counted), 1), counted.cumsum(1)], 1)  # [batch, nodes + 1]
-    expected = (weights * (limits >= 0)).sum() + totals[:, widths.clamp(max=candidates.width)].sum(0)
-    best = (expected / seconds).argmax(keepdim=True)
-    return torch.minimum(limits, widths.gather(0, best)).clamp(min=0)
-
-
-Share = Callable[[Candidates, Tensor, Tensor, Tensor], Tensor]
-"""As `allocate_nodes`, or as `allocate_width` of some widths."""
-
-
-class Wish(NamedTuple):
-    """How many nodes a step is to verify."""
-
-    nodes: Tensor  # [batch] int64, those that pay
-    reason: str
-    most: Tensor  # [batch] int64, nodes worth verifying in rows that run in any case
+_NO_PRICES = np.empty(0)
 
 
 class BudgetPolicy(ABC):
-    """Chooses each sequence's number of nodes, at most limits[b] of them."""
+    """Says how many nodes of each sequence are verified: so many at most, or what a step with so many takes."""
+
+    is_priced = False  # whether `price` has prices
 
     def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
         """For which of these texts to ask the drafter in a step of so many sequences, in which a text may begin."""
@@ -199,9 +149,14 @@ class BudgetPolicy(ABC):
     def follows(self, load: Load) -> bool:
         """Whether the drafter is to take in what this step reads and commits: if not, it is not asked for long."""
 
-    @abstractmethod
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
-        """Nodes per sequence, and why; `share` is the allocation for `load.widths`, eager or as a CUDA graph."""
+    def most(self, load: Load) -> int:
+        """Most nodes of each tree."""
+        return MAX_NODES
+
+    def price(self, load: Load, num_candidates: int) -> FloatArray:
+        """Seconds of each step to choose among, as of `Load.node_rows`, infinite for more nodes than there is room for;
+        none where all nodes are verified that are wished for. # -> [choices]"""
+        return _NO_PRICES
 
     def renew(self) -> None:  # noqa: B027
         """Other weights draft from now on."""
@@ -234,21 +189,12 @@ class FixedBudget(BudgetPolicy):
         self._nodes_from = sorted(table.items())
 
     def refusal(self, load: Load) -> str | None:
-        return None if self._nodes(load) else "fixed"
+        return None if self.most(load) else "fixed"
 
     def follows(self, load: Load) -> bool:
         return any(nodes for _, nodes in self._nodes_from)
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
-        nodes = self._nodes(load)
-        keep = limits.clamp(max=nodes)
-        there_is_room = nodes * keep.shape[0] <= load.max_nodes
-        if there_is_room or int(keep.sum()) <= load.max_nodes:  # planned transfer: where slots are short
-            return Wish(keep, "fixed", keep)
-        fewer = keep.clamp(max=load.max_nodes // max(1, keep.shape[0]))
-        return Wish(fewer, "slots", fewer)
-
-    def _nodes(self, load: Load) -> int:
+    def most(self, load: Load) -> int:
         return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_drafting)][-1]
 
 
@@ -259,6 +205,8 @@ class CostBudget(BudgetPolicy):
     what whole steps gained against plain ones of the same sequences (service/engine/gains.py). Plain ones are a
     baseline: one is taken where its doubt is the larger part of the doubt in a gain that may be none.
     """
+
+    is_priced = True
 
     def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger) -> None:
         """`ledger`: of the server; others may have accounts in it."""
@@ -292,9 +240,15 @@ class CostBudget(BudgetPolicy):
     def follows(self, load: Load) -> bool:
         return any(self.asks((*load.decoding, *load.reading), load.num_sequences, begins=load.begins))
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
-        weights = candidates.survival.new_ones(limits.shape) if load.weights is None else load.weights
-        return Wish(share(candidates, limits, self._seconds(load, candidates), weights), "cost", limits)
+    def price(self, load: Load, num_candidates: int) -> FloatArray:
+        """Without what the step's prompt rows take."""
+        nodes = load.node_rows(num_candidates)
+        verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
+        drafting = self._drafts.draft_seconds(max(1, load.num_asked)) if load.asks_drafter else 0.0
+        seconds: FloatArray = verify + (drafting + self._plain_seconds(load) - verify[0])
+        if nodes[-1] > load.max_nodes:
+            seconds[nodes > load.max_nodes] = np.inf
+        return seconds
 
     def renew(self) -> None:
         """What the old weights gained says little of the new ones."""
@@ -315,12 +269,13 @@ class CostBudget(BudgetPolicy):
 
     def outlook(self, load: Load) -> DraftingOutlook:
         gains = [self.gains.of(load.num_sequences, text.kind) for text in (*load.decoding, *load.reading)]
+        accounts = self._accounts.values()
         return DraftingOutlook(
             sequences=1 << (load.num_sequences.bit_length() - 1),
-            gain=fmean(gain.mean for gain in gains),
-            gain_sd=fmean(gain.sd for gain in gains),
-            balance_seconds=fsum(account.balance_seconds for account in self._accounts.values()),
-            lost_seconds=fsum(account.lost_seconds for account in self._accounts.values()),
+            gain=sum([gain.mean for gain in gains]) / len(gains),
+            gain_sd=sum([gain.sd for gain in gains]) / len(gains),
+            balance_seconds=sum([account.balance_seconds for account in accounts]),
+            lost_seconds=sum([account.lost_seconds for account in accounts]),
         )
 
     def state(self) -> Any:
@@ -342,22 +297,13 @@ class CostBudget(BudgetPolicy):
     def _settle_account(self, kind: str, gained_seconds: float) -> None:
         self._account(kind).settle(gained_seconds, self._single_seconds)
 
-    def _seconds(self, load: Load, candidates: Candidates) -> Tensor:
-        """Seconds of each step to choose among, without what its prompt rows take. # -> [choices] float32"""
-        nodes = load.node_rows(candidates.tokens.numel())
-        verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
-        drafting = self._drafts.draft_seconds(max(1, load.num_asked)) if load.asks_drafter else 0.0
-        seconds = drafting + self._plain_seconds(load) + (verify - verify[0])
-        seconds[nodes > load.max_nodes] = np.inf
-        return send_floats(candidates.tokens.device, seconds)
-
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
         return self._forward_seconds(load) * self._forwards(load).mean
 
     def _forward_seconds(self, load: Load) -> float:
         batch = max(1, load.num_drafting)
-        return float(self._costs.verify_seconds(np.array([float(batch)]), load.context, batch)[0])
+        return self._costs.forward_seconds(batch, load.context, batch)
 
     def _forwards(self, load: Load) -> GainPosterior:
         """What a plain step takes, in forwards of the drafting sequences alone as they are predicted."""
@@ -371,8 +317,7 @@ class CostBudget(BudgetPolicy):
         self.gains.elapse(load.decoding, load.num_sequences)
         # One that follows a step with drafts finds their rows in the caches.
         if self._was_plain and budget.is_plain:
-            rows = np.array([load.num_rows], dtype=np.float64)
-            whole = float(self._costs.verify_seconds(rows, load.context, load.num_sequences)[0])
+            whole = self._costs.forward_seconds(load.num_rows, load.context, load.num_sequences)
             # Of the verify the share of those who draft: a difference would have the error of all that was read.
             others = stats.seconds - stats.verify_seconds - stats.follow_seconds
             self._forwards(load).observe(stats.verify_seconds / whole + others / self._forward_seconds(load))
@@ -380,8 +325,9 @@ class CostBudget(BudgetPolicy):
     def _settle(self, budget: Budget, stats: StepStats) -> None:
         """Enter what a step gained: the plain ones that its accepted tokens save, less what it took beyond one."""
         load = budget.load
-        rows = np.array([load.num_rows, budget.num_rows], dtype=np.float64)
-        without, predicted = map(float, self._costs.verify_seconds(rows, load.context, load.num_sequences))
+        context, sequences = load.context, load.num_sequences
+        predicted = self._costs.forward_seconds(budget.num_rows, context, sequences)
+        without = min(predicted, self._costs.forward_seconds(load.num_rows, context, sequences))
         forward, forwards = self._forward_seconds(load), self._forwards(load)
         plain, prompts = forward * forwards.mean, without - forward
         drafting = self._drafts.learn(load.num_asked, stats.draft_seconds)
@@ -401,10 +347,10 @@ class CostBudget(BudgetPolicy):
             asked,
             gains,
             [count - less / one for count, less in zip(accepted, saved, strict=True)],
-            load.num_sequences,
+            sequences,
             all_asked=not others,
         )
-        self.gains.elapse(others, load.num_sequences)
+        self.gains.elapse(others, sequences)
         forwards.elapse()
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, HostMetadata, Read, Scores
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, VerifyResult
+from kernels.settle import Verified
 from kernels.staging import send
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows, RowLayout, flatten
 from service.engine.scheduler import Scheduled
 from service.engine.target import TargetOutput
-from service.engine.verify import Verified
 
 
 def lay_out(
@@ -25,16 +25,13 @@ def lay_out(
     nodes: Items[int] | None = None,
     layout: RowLayout = flatten,
 ) -> ForwardRows:
-    """Rows of the step in fresh slots; extend rows are committed at once, for nothing can reject them.
+    """Rows of the step in fresh slots; those of extend rows are in the table.
 
     `nodes` counts each tree's rows, for those who know; otherwise the device is asked.
     """
     counts: Items[int] = tree.num_nodes.tolist() if nodes is None else nodes  # planned transfer: not while serving
     num_rows = sum(extend.num_rows for extend in extends) + sum(counts)
-    rows = layout(extends, tree, slots.allocate(num_rows), counts)
-    on_extend = slice(rows.num_extend_rows)
-    table.write(rows.extend_table_rows, rows.attention.positions[on_extend], rows.slots[on_extend])
-    return rows
+    return layout(extends, tree, slots.allocate(num_rows), table.slots, counts)
 
 
 def committed_of(
@@ -56,7 +53,7 @@ def committed_of(
         tokens=verified.tokens,
         counts=verified.counts,
         tree=tree.first(verified.tokens.shape[0]),
-        result=verified.result,
+        result=VerifyResult(*verified[:4]),
         features=None if features is None else features[verified.path_rows],
         scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
         last_logits=partial(_last_logits, output.logits, verified),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
-from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, RankOutcomes, StepTimes
+from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, StepTimes
 from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture
-from kernels.staging import send, send_floats
+from kernels.staging import send_floats, send_lines
 from service.engine.budget import Budget, BudgetPolicy, Load, pace_weights
 from service.engine.grammar import constrained, with_known
 from service.engine.scheduler import Batch
@@ -56,12 +56,14 @@ class DraftStage:
             capture=captured,
             max_batch=max_sequences,
             width=self._width,
+            is_priced=policy.is_priced,
             device=device,
         )
         self._version = drafter.version
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
         self._no_trees = cache(partial(DraftTree.empty, device=device))  # nobody changes them
+        self._even = cache(partial(torch.ones, device=device))  # weights where all tokens count alike
 
     def start(self, sequences: Items[Sequence]) -> None:
         """Tell the drafter of sequences that begin, or begin again, to run."""
@@ -105,58 +107,58 @@ class DraftStage:
         is_forced = refusal == "suspended" and any(s.sampling.grammar or s.known_tokens for s in drafting)
         candidates = self._no_trees(len(drafting))
         if refusal is None or is_forced:
-            numbers = self._numbers(drafting)
+            numbers = self._numbers(drafting, min(self._max_budget, self._policy.most(load)))
             grown = candidates if is_forced else self._grow(drafting[: load.num_asked], numbers)
             candidates = self._with_what_is_known(drafting, _pad_lines(grown, len(drafting)))
         if refusal is not None and not candidates.width:
-            return self._no_trees(lines), Budget(load, refusal, (0,) * lines, False, followed)
-        load = replace(load, asks_drafter=not is_forced)
-        candidates, limits = self._pruning.correct(candidates, numbers.deepest, numbers.wished)
-        wish = self._policy.choose(candidates, limits, load, self._pruning.share)
-        kept, widths = self._width.lay_out(wish, load.max_nodes)
-        tree, sizes = self._pruning.keep(kept, wish.nodes, max(widths, default=0))
+            none = (0,) * lines
+            return self._no_trees(lines), Budget(load, refusal, none, drafted=False, followed=followed, nodes=none)
+        reason = "cost" if self._policy.is_priced else "fixed"
+        if is_forced:
+            load = replace(load, asks_drafter=False)
+        tree, sizes, widths = self._prune(candidates, load, numbers.deepest, numbers.wished)
+        if sum(widths) > load.max_nodes:  # prices know what there is room for, other wishes do not
+            fewer = numbers.wished.clamp(max=load.max_nodes // len(drafting))
+            tree, sizes, widths = self._prune(candidates, load, numbers.deepest, fewer)
+            reason = "slots"
         widths += [0] * (lines - len(widths))
-        reason = wish.reason if refusal is None else "forced"
-        decided = Budget(load, reason, tuple(widths), drafted=refusal is None, followed=followed)
-        return _pad_lines(tree, lines), replace(decided, sizes=sizes)
+        reason = "forced" if is_forced else reason
+        decided = Budget(load, reason, tuple(widths), drafted=not is_forced, followed=followed, sizes=sizes)
+        return _pad_lines(tree, lines), decided
 
     def settle(self, budget: Budget, sizes: Items[Items[int]]) -> Budget:
         """The decision, now that the host knows its trees. # sizes [completing, 3] as of the budget's"""
+        load = budget.load
         if budget.sizes is None:
-            return replace(budget, nodes=budget.widths)
-        wanted, nodes, worth = zip(*sizes[: budget.load.num_drafting], strict=True)
+            return budget
+        wanted, nodes, worth = zip(*sizes[: load.num_drafting], strict=True)
         self._width.learn(wanted)
-        reason = budget.reason
+        reason, widths = budget.reason, budget.widths
         if reason == "cost" and not any(nodes):
             reason = "does_not_pay" if any(worth) else "no_candidates"
-        return replace(budget, nodes=nodes + (0,) * (len(budget.widths) - len(nodes)), reason=reason)
+        nodes += (0,) * (len(widths) - len(nodes))
+        return Budget(load, reason, widths, budget.drafted, budget.followed, budget.sizes, nodes)
 
-    def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> StepStats:
-        """Take in what became of the step's trees; returns its report with what had been predicted, and what
-        drafter and calibration say of themselves. `timed`: whether the step's times say what steps take.
+    def learn(self, budget: Budget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
+        """Take in what became of the step's trees, and fill in its report: what had been predicted, and what drafter
+        and calibration say of themselves. `timed`: whether the step's times say what steps take.
 
         Lines of what was committed are the completing sequences, of which the drafting ones stand first.
         """
+        load = budget.load
         if committed.tree.width:
-            drafting = budget.load.num_drafting
-            self._pruning.learn(committed.tokens[:drafting], committed.counts[:drafting])
+            self._pruning.learn(committed.tokens[: load.num_drafting], committed.counts[: load.num_drafting])
         if timed:
-            load = budget.load
             reads_prompts = load.num_rows != load.num_drafting
             self._drafter.timed(StepTimes(stats.seconds, stats.follow_seconds, reads_prompts=reads_prompts))
+            stats.predicted_verify_seconds = self._policy.learn(budget, stats)
+        stats.drafting = self._policy.outlook(load)
+        stats.drafted_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
         self._num_learnt += 1
-        is_due = self._num_learnt % _REPORT_EVERY == 0
-        ranks = self._drafter.rank_outcomes() if is_due else RankOutcomes()
-        new_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
-        return replace(
-            stats,
-            predicted_verify_seconds=self._policy.learn(budget, stats) if timed else None,
-            drafting=self._policy.outlook(budget.load),
-            drafted_blocks=new_blocks,
-            survival_error=self._calibration.error() if is_due else None,
-            rank_predicted=ranks.predicted,
-            rank_right=ranks.right,
-        )
+        if self._num_learnt % _REPORT_EVERY == 0:
+            stats.survival_error = self._calibration.error()
+            ranks = self._drafter.rank_outcomes()
+            stats.rank_predicted, stats.rank_right = ranks.predicted, ranks.right
 
     def _load(self, batch: Batch, num_free_slots: int) -> Load:
         pace, num_extend_rows = self._pace_seconds, batch.num_extend_rows
@@ -181,9 +183,19 @@ class DraftStage:
             for part in (self._drafter, self._calibration, self._policy):
                 part.renew()
 
-    def _numbers(self, drafting: Items[Sequence]) -> "_Numbers":
-        most = self._max_budget
-        rows, roots, seeds, deepest, wished = send(
+    def _prune(
+        self, candidates: Candidates, load: Load, deepest: Tensor, wished: Tensor
+    ) -> tuple[DraftTree, Tensor, list[int]]:
+        """Trees, their sizes as of `Pruned`, and the rows for nodes that each gets."""
+        seconds = send_floats(self._device, self._policy.price(load, candidates.tokens.numel()))
+        weights = self._even(candidates.batch) if load.weights is None else load.weights
+        width = self._width.lay_out(candidates, load.max_nodes)
+        trees, sizes = self._pruning.prune(candidates, deepest, wished, seconds, weights, width)
+        rows = self._width.rows(sizes, width)
+        return trees.first(candidates.batch, max(rows, default=0)), sizes, rows
+
+    def _numbers(self, drafting: Items[Sequence], most: int) -> "_Numbers":
+        rows, roots, seeds, deepest, wished = send_lines(
             self._device,
             [s.table_row for s in drafting],
             [len(s.tokens) - 1 for s in drafting],

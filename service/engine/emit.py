@@ -10,17 +10,15 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
+from kernels.settle import Verified
 from service.engine.budget import Budget
 from service.engine.prompt_scores import shown
 from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
 from service.engine.sequence import Finish, Sequence
-from service.engine.verify import Verified
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
 
@@ -37,17 +35,13 @@ class StepResult(NamedTuple):
     failed: list[bool]  # by line, whether there was no finite score to choose a token by
 
 
-def read_result(verified: Verified, sizes: Tensor | None) -> tuple[list[list[int]], list[bool], list[list[int]]]:
-    """Asks the device, once: this is what the host waits for in every step. # sizes [drafting, any] int64, of trees
-    # -> by completing sequence: tokens, whether it failed (both as in `StepResult`), sizes"""
-    emitted = verified.emitted
-    batch, width = emitted.shape
-    if sizes is not None:
-        sizes = pad(sizes, (0, 0, 0, batch - len(sizes))) if batch > len(sizes) else sizes
-        emitted = torch.cat([emitted, sizes], dim=1)
-    lines: list[list[int]] = emitted.tolist()  # planned transfer
-    tokens = [[token for token in line[1:width] if token >= 0] for line in lines]
-    return tokens, [bool(line[0]) for line in lines], [line[width:] for line in lines]
+def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
+    """Asks the device, once: this is what the host waits for in every step.
+    # -> by completing sequence: tokens, whether it failed (both as in `StepResult`), sizes of trees"""
+    lines: list[list[int]] = verified.emitted.tolist()  # planned transfer
+    first = verified.emitted.shape[1] - verified.tokens.shape[1]
+    tokens = [[token for token in line[first:] if token >= 0] for line in lines]
+    return tokens, [bool(line[0]) for line in lines], [line[1:first] for line in lines]
 
 
 class EmitStage:

@@ -207,13 +207,13 @@ class Engine:
         if output.scored is not None:
             note_scores(scored, output.scored)
         clock.lap("verify")
-        verified = self._verify_stage.verify(batch.completing, rows, tree, output.logits, output.sampler)
+        verified = self._verify_stage.verify(batch.completing, rows, tree, output.logits, output.sampler, budget.sizes)
         wants = self.drafter.wants_scores
         committed = committed_of(verified, tree, output, wants_scores=wants, host=batch.host, follow=budget.followed)
         clock.lap("other")
         self._teach(batch, rows, output.features, committed)
         clock.lap("follow")
-        tokens, failed, sizes = read_result(verified, budget.sizes)
+        tokens, failed, sizes = read_result(verified)
         budget = self._draft_stage.settle(budget, sizes)
         return StepResult(tree, budget, verified, committed, output.logits, tokens, failed)
 
@@ -241,7 +241,7 @@ class Engine:
         if self._ledger is not None:
             self._ledger.elapse(stats.seconds)
         undisturbed = self._learning is None or self._learning.stepped(stats)
-        stats = self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
+        self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
         return StepReport(outputs, finished, stats)
 
     def _emit(self, sequence: Sequence, line: int, result: StepResult) -> list[SequenceOutput]:

@@ -91,7 +91,7 @@ class SlotPool:
         """`count` free slots. # -> [count] int64"""
         assert count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
         self.num_free -= count
-        return self._stack[self.num_free : self.num_free + count].clone()
+        return self._stack.narrow_copy(0, self.num_free, count)
 
     def free(self, slots: Tensor) -> None:
         """Take slots back. # [count] int64"""
@@ -126,7 +126,3 @@ class SlotTable:
         self.slots[row, :length] = NULL_SLOT
         self._free_rows.append(row)
         return slots
-
-    def write(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Record slots of positions that are certain to be committed. # all [count] int64"""
-        self.slots[rows, positions] = slots

@@ -41,19 +41,14 @@ class Sampler:
 
 
 def _choose_likeliest(logits: Tensor) -> Choice:
-    return _as_numbers(ops.on(logits.device).choose_likeliest(logits))
+    return ops.on(logits.device).choose_likeliest(logits)
 
 
 def _sample(
     seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
 ) -> Choice:
     kept = Filters(*filters) if filters else None
-    return _as_numbers(ops.on(logits.device).sample(logits, seeds, positions, temperatures, kept))
-
-
-def _as_numbers(choice: Choice) -> Choice:
-    """Bad rows as int64 too: what is of one type is copied on by one call."""
-    return choice._replace(bad_rows=choice.bad_rows.long())
+    return ops.on(logits.device).sample(logits, seeds, positions, temperatures, kept)
 
 
 def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
@@ -67,8 +62,8 @@ def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, 
 
 
 def _leading(choice: Choice, rows: int) -> Choice:
-    """The leading rows."""
-    return Choice(*(result[:rows] for result in choice))
+    """The leading rows, where there are others."""
+    return choice if choice.tokens.shape[0] == rows else Choice(*(result[:rows] for result in choice))
 
 
 EAGER_SAMPLER = Sampler()

@@ -25,7 +25,7 @@ class DraftingOutlook:
     lost_seconds: float  # by steps that lost, since the start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepStats:
     """One engine step, all sequences together."""
 

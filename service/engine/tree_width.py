@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from drafters.tree import Candidates
-from service.engine.budget import Wish, allocate_nodes, allocate_width
 
 WIDTHS = (7, 15, 31, 63, 127)
 """With the root a power of two, for which kernels have tiles."""
@@ -21,13 +20,15 @@ def widths_up_to(max_nodes: int) -> tuple[int, ...]:
 class TreeWidth(Protocol):
     choices: tuple[int, ...] | None
     """Nodes of each tree that rows can be laid out for, rising from 0; None: any number."""
+    on_device: Tensor | None
+    """The same for `prune_trees`. # [choices] int64"""
 
-    def allocate(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        """Nodes per sequence with the most expected tokens per second. # seconds of a step of each choice -> [batch]"""
+    def lay_out(self, candidates: Candidates, free: int) -> int:
+        """Most nodes of each tree, for which there are at most `free` rows in all."""
         ...
 
-    def lay_out(self, wish: Wish, free: int) -> tuple[Tensor, list[int]]:
-        """Nodes of each tree to verify, and rows for nodes that each gets, in all at most `free`. # -> [batch] int64"""
+    def rows(self, sizes: Tensor, width: int) -> list[int]:
+        """Rows for nodes that each tree gets. # sizes [batch, 3] as of `Pruned`; width from `lay_out`"""
         ...
 
     def learn(self, num_nodes: Sequence[int]) -> None:
@@ -38,14 +39,13 @@ class TreeWidth(Protocol):
 class ExactWidth(TreeWidth):
     """As many rows as each tree has nodes: the host knows them at once."""
 
-    choices = None
+    choices = on_device = None
 
-    def allocate(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        return allocate_nodes(candidates, limits, seconds, weights)
+    def lay_out(self, candidates: Candidates, free: int) -> int:
+        return candidates.width
 
-    def lay_out(self, wish: Wish, free: int) -> tuple[Tensor, list[int]]:
-        nodes: list[int] = wish.nodes.tolist()  # planned transfer: how large the step will be
-        return wish.nodes, nodes
+    def rows(self, sizes: Tensor, width: int) -> list[int]:
+        return [kept for _, kept, _ in sizes.tolist()]  # planned transfer: how large the step will be
 
 
 class FixedWidth(TreeWidth):
@@ -57,17 +57,16 @@ class FixedWidth(TreeWidth):
 
     def __init__(self, max_nodes: int, device: str | torch.device = "cpu") -> None:
         self.choices = (0, *widths_up_to(max_nodes))
-        self._on_device = torch.tensor(self.choices, device=device)
+        self.on_device = torch.tensor(self.choices, device=device)
         self._wanted = max_nodes
 
-    def allocate(self, candidates: Candidates, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-        return allocate_width(candidates, limits, seconds, weights, self._on_device)
-
-    def lay_out(self, wish: Wish, free: int) -> tuple[Tensor, list[int]]:
-        batch = wish.nodes.shape[0]
-        fitting = [width for width in self.choices[1:] if width * batch <= free]
+    def lay_out(self, candidates: Candidates, free: int) -> int:
+        fitting = [width for width in self.choices[1:] if width * candidates.batch <= free]
         enough = [width for width in fitting if width >= self._wanted]
-        return wish.most, [min(enough, default=max(fitting, default=0))] * batch
+        return min(enough, default=max(fitting, default=0))
+
+    def rows(self, sizes: Tensor, width: int) -> list[int]:
+        return [width] * sizes.shape[0]
 
     def learn(self, num_nodes: Sequence[int]) -> None:
         self._wanted = max(num_nodes, default=0)

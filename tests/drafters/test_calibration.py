@@ -5,6 +5,7 @@ from hypothesis import given
 
 from drafters.calibration import HitTable, SurvivalCalibration
 from drafters.tree import MAX_DEPTH, DraftTree
+from kernels.hit_rates import correct_survival
 from tests.drafters.trees import draft_trees
 
 torch.set_num_threads(1)
@@ -19,7 +20,9 @@ def chains(batch: int, claims: list[float]) -> DraftTree:
 
 
 def corrected_by(calibration: SurvivalCalibration, tree: DraftTree) -> DraftTree:
-    return tree._replace(survival=calibration.correct(tree, torch.full_like(tree.num_nodes, MAX_DEPTH)).survival)
+    return tree._replace(
+        survival=correct_survival(tree, torch.full_like(tree.num_nodes, MAX_DEPTH), calibration.rates).survival
+    )
 
 
 def play(
@@ -29,12 +32,12 @@ def play(
     tree = claimed = chains(8, claims)
     wrong = len(claims)  # what no node says
     for _ in range(steps):
-        survival, conditional, buckets = calibration.correct(claimed, torch.full((8,), MAX_DEPTH))
+        survival, conditional, buckets = correct_survival(claimed, torch.full((8,), MAX_DEPTH), calibration.rates)
         tree = claimed._replace(survival=survival)
         accepted = (torch.rand(8, len(truth), generator=generator) < torch.tensor(truth)).cumprod(1).sum(1)
         places = torch.arange(wrong + 1)
         calibration.learn(
-            conditional, buckets, tree, torch.where(places < accepted[:, None], places, wrong), accepted + 1
+            tree, conditional, buckets, torch.where(places < accepted[:, None], places, wrong), accepted + 1
         )
     return tree
 
@@ -99,7 +102,7 @@ def test_corrected_survival_still_falls_along_every_path(tree: DraftTree) -> Non
 
 
 def test_nothing_survives_below_what_can_be_emitted() -> None:
-    corrected = SurvivalCalibration().correct(chains(1, [0.9, 0.8, 0.7]), torch.tensor([2]))
+    corrected = correct_survival(chains(1, [0.9, 0.8, 0.7]), torch.tensor([2]), SurvivalCalibration().rates)
     assert corrected.survival[0, 1] > 0
     assert corrected.survival[0, 2] == 0
 

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import published
-from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
 from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import DrafterError, weights_of
@@ -17,6 +16,7 @@ from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward
+from kernels.lattice import Origin, Picked
 from service.engine.weights import LoadedModel
 from tests.published_forms import (
     deep_target,
@@ -50,8 +50,7 @@ def said(
     pool = EntryPool(network, count + 1, lines=1, live=8)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=64, max_nodes=0), pool, width, torch.float32)
     rows, counts = torch.tensor([0]), torch.tensor([count])
-    state.append(rows, torch.tensor([0]), counts, slots)
-    state.wait(rows, counts, features[None, :count], tokens[None, 1 : count + 1])
+    state.wait(rows, torch.tensor([0]), counts, slots, features[None, :count], tokens[None, 1 : count + 1])
     table = loaded.parts.embedding
     forward = BlockForward(network, lambda ids: table[ids], pool, state)
     states, nodes = forward.first(rows, state.take(rows, count))

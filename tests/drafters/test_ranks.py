@@ -1,10 +1,12 @@
 """What a tree said is judged once, by the text that came; and what is learned of the rank head."""
 
 import torch
+from torch import Tensor
 
 from drafters.protocol import DraftingSizes
-from drafters.ranks import CLASS_NAMES, CLASS_OF_RANK, RankCalibration
+from drafters.ranks import CLASS_NAMES, RankCalibration
 from drafters.tree import DraftTree
+from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
 
 ROWS = torch.tensor([1])
@@ -15,14 +17,18 @@ def grown() -> RankCalibration:
     """Row 1 has heard of the chain 5, 6, 7, whose last node is of a later block, and of 9 beside it."""
     calibration = RankCalibration(2, SIZES)
     tree = DraftTree.of(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 1, -1]]))
-    buckets = torch.tensor([[0, 0, calibration.first_further, 1]])
-    calibration.keep(ROWS, tree, torch.full((1, 4), 0.5), buckets)
+    buckets = torch.tensor([0, 0, calibration.first_further, 1])
+    calibration.keep(ROWS, tree, torch.arange(4)[None], torch.full((1, 4), 0.5), buckets)
     return calibration
 
 
 def learnt(calibration: RankCalibration, tokens: list[int]) -> list[int]:
     told: list[int] = calibration.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
     return told
+
+
+def observe(calibration: RankCalibration, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
+    calibration._table.observe(buckets, true & tried, predicted * tried)
 
 
 def test_accepted_tokens_of_later_blocks_are_counted() -> None:
@@ -50,8 +56,7 @@ def test_a_row_that_ends_is_forgotten() -> None:
 
 
 def test_no_rank_is_corrected_before_anything_is_known() -> None:
-    conditional = torch.rand(2, 3, 4, TOP) * 0.9
-    assert RankCalibration(4, SIZES).correct(conditional, 0).equal(conditional)
+    assert RankCalibration(4, SIZES).trust(0).equal(torch.ones(4, TOP))
 
 
 def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
@@ -61,12 +66,12 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     predicted = torch.full((1, 50), 0.8)
     for _ in range(200):
         true = torch.rand(1, 50, generator=generator) < 0.4
-        calibration.observe(buckets, predicted, true, torch.ones_like(true))
-    corrected = calibration.correct(torch.full((4, TOP), 0.8), 0)
-    assert abs(corrected[0, 0] - 0.4) < 0.02
-    assert corrected[1, 0] == 0.8  # another position
-    assert corrected[0, 1] == 0.8  # another class
-    assert calibration.correct(torch.full((4, TOP), 0.8), 1)[0, 0] == 0.8  # a later block
+        observe(calibration, buckets, predicted, true, torch.ones_like(true))
+    trust = calibration.trust(0)
+    assert abs(trust[0, 0] - 0.5) < 0.02
+    assert trust[1, 0] == 1.0  # another position
+    assert trust[0, 1] == 1.0  # another class
+    assert calibration.trust(1)[0, 0] == 1.0  # a later block
 
 
 def test_untried_nodes_teach_nothing() -> None:
@@ -74,16 +79,8 @@ def test_untried_nodes_teach_nothing() -> None:
     nodes = torch.zeros(1, 8, dtype=torch.int64)
     never = torch.zeros(1, 8, dtype=torch.bool)
     for _ in range(100):
-        calibration.observe(nodes, torch.full((1, 8), 0.9), never, never)
-    assert calibration.correct(torch.full((2, TOP), 0.5), 0).eq(0.5).all()
-
-
-def test_rates_stay_below_certainty() -> None:
-    calibration = RankCalibration(2, SIZES)
-    nodes, always = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
-    for _ in range(100):
-        calibration.observe(nodes, torch.full((1, 8), 0.3), always, always)
-    assert calibration.correct(torch.full((2, TOP), 0.9), 0).max() < 1
+        observe(calibration, nodes, torch.full((1, 8), 0.9), never, never)
+    assert calibration.trust(0).eq(1.0).all()
 
 
 def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
@@ -92,7 +89,7 @@ def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
     buckets = torch.stack([calibration.buckets(0)[1, ranks], calibration.buckets(1)[0, ranks]])
     true = torch.tensor([[True, False, True, False, False], [False, True, False, False, False]])
     tried = torch.tensor([[True, True, True, True, False], [True, True, True, True, True]])
-    calibration.observe(buckets, torch.full((2, 5), 0.25), true, tried)
+    observe(calibration, buckets, torch.full((2, 5), 0.25), true, tried)
     outcomes = calibration.outcomes()
     assert outcomes.predicted == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
     assert outcomes.right == {"1": 1.0, "2-4": 2.0, "5-10": 0.0}

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.sample import Choice
+from kernels.settle import Verified
 from service.assembly import Assembly
 from service.bench.lossless import Case, Extras, LosslessResult, Way, check
 from service.engine import emit as emit_module
 from service.engine import sampling
-from service.engine import verify as verify_module
 from service.engine.kv_pool import SlotPool
 from service.engine.sampler import Sampler
 from service.engine.sampling import SamplingState, SamplingTable, Transform
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
-from service.engine.verify import Verified
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -48,10 +48,11 @@ def test_without_a_bug_the_same_cases_pass(assembly: Assembly, extras: Extras) -
 
 def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last accepted position of a sequence keeps the slot of a rejected node, and its own is freed instead."""
-    true_settled = verify_module._settled
+    on_cpu = ops.on(torch.device("cpu"))
+    true_settle = on_cpu.settle
 
-    def settled(table: Tensor, *step: Any) -> Verified:
-        verified = true_settled(table, *step)
+    def settle(table: Tensor, *step: Any) -> Verified:
+        verified = true_settle(table, *step)
         accepted, freed = verified.num_accepted, verified.freed
         if freed.any() and accepted.any():
             victim = int(accepted.argmax())
@@ -60,7 +61,7 @@ def keep_a_rejected_slot(monkeypatch: pytest.MonkeyPatch) -> None:
             table[place], freed[0] = wrong, right
         return verified
 
-    monkeypatch.setattr(verify_module, "_settled", settled)
+    monkeypatch.setattr(on_cpu, "settle", settle)
 
 
 def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

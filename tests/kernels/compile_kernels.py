@@ -21,6 +21,9 @@ from kernels.ops import OPS, Ops, has_twin, twin
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
+from kernels.triton.accept import accept
+from kernels.triton.commit_slots import commit_slots
+from kernels.triton.hit_rates import correct_survival
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -99,11 +102,11 @@ def launch_everything(dtype: torch.dtype) -> None:
         DEVICE.sample(logits, zeros, zeros, zeros.float(), filters)
     DEVICE.rank_features(logits)
     tree = torch.zeros(2, MAX_NODES, dtype=torch.int64)
-    accepted = DEVICE.accept(tree, tree - 1, zeros, torch.zeros(2, MAX_NODES + 1, dtype=torch.int64))
-    DEVICE.commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
+    accepted = accept(tree, tree - 1, zeros, torch.zeros(2, MAX_NODES + 1, dtype=torch.int64))
+    commit_slots(accepted.path, zeros, zeros, tree, zeros, zeros, tree)
     DEVICE.fates(tree, tree - 1, tree, tree[:, :65], zeros)
     DEVICE.ancestor_matrix(tree - 1)
-    DEVICE.correct_survival(DraftTree(tree, tree - 1, tree, tree.float(), zeros), zeros, torch.ones(64))
+    correct_survival(DraftTree(tree, tree - 1, tree, tree.float(), zeros), zeros, torch.ones(64))
     states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
     DEVICE.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
 

@@ -4,14 +4,17 @@ Tables live on the host, in numpy: a prediction is a few microseconds there and 
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+Value = TypeVar("Value", float, FloatArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +32,18 @@ class CostTable:
 
     def curve(self, context: float, sequences: int) -> FloatArray:
         """Seconds at the row points. # -> [row points]"""
+        return self.at_context(context, self.by_context(sequences))
+
+    def by_context(self, sequences: int) -> FloatArray:
+        """Seconds at the points. # -> [context points, row points]"""
         # What is extended beyond the last point can fall, in the end below zero.
-        by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
-        rising: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
-        return rising
+        by_context: FloatArray = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
+        return by_context
+
+    def at_context(self, context: float, by_context: FloatArray) -> FloatArray:
+        """The same at one context. # -> [row points]"""
+        curve: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        return curve
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
@@ -43,9 +54,9 @@ def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
 
 
 def along(points: FloatArray, curve: FloatArray, values: FloatArray) -> FloatArray:
-    """The curve at these values. # points, curve [points], values [n] -> [n]"""
+    """The curve at these values, which must rise. # points, curve [points], values [n] -> [n]"""
     inside: FloatArray = np.interp(values, points, curve)
-    if points.shape[0] == 1:
+    if points.shape[0] == 1 or values[-1] <= points[-1]:
         return inside
     slope = float((curve[-1] - curve[-2]) / (points[-1] - points[-2]))
     beyond: FloatArray = np.maximum(0.0, values - points[-1])
@@ -57,10 +68,15 @@ def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray
     if points.shape[0] == 1:
         only: FloatArray = values[0]
         return only
-    above = min(max(int(np.searchsorted(points, value)), 1), points.shape[0] - 1)
-    share = max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
+    above, share = _place(points, value)
     between: FloatArray = values[above - 1] * (1 - share) + values[above] * share
     return between
+
+
+def _place(points: FloatArray | list[float], value: float) -> tuple[int, float]:
+    """The point above, and the share of the way to it from the one before: beyond the last one more than 1."""
+    above = min(max(bisect_left(points, value), 1), len(points) - 1)
+    return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,29 +124,48 @@ class OnlineCosts:
     """
 
     def __init__(self, table: CostTable) -> None:
-        self._rows = table.rows
-        self._curve = lru_cache(maxsize=2)(table.curve)  # a step asks several times for the same
+        self._table, self._rows = table, table.rows.tolist()  # planned transfer: numpy, on the host
+        self._by_context = cache(table.by_context)
+        self._curve = lru_cache(maxsize=2)(self._find_curve)  # a step asks several times for the same
         self._day = 0.0
         self._shapes: dict[int, _Shape] = {}
         self._newest = _Shape(np.zeros_like(_POINTS))
+        self._known: dict[tuple[int, float, int], float] = {}  # of forwards, until more is learnt
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
-        """Corrected seconds of forwards of so many rows, which must rise. # [n] -> [n]"""
-        shape = self._shapes.get(sequences.bit_length(), self._newest)
-        table = along(self._rows, self._curve(context, sequences), rows)
+        """Corrected seconds of forwards of so many rows, at least one, which must rise. # [n] -> [n]"""
+        table = along(self._table.rows, self._curve(context, sequences), rows)
         # What more rows were seen to take, fewer cannot exceed, even if nobody has run them lately.
-        return rising(table * np.exp(self._day + shape.at(rows)))
+        return rising(table * np.exp(self._day + self._shape(sequences).at(rows)))
+
+    def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
+        """The same of one forward."""
+        key = rows, context, sequences
+        found = self._known.get(key)
+        if found is None:
+            curve = self._curve(context, sequences)
+            above, share = _place(self._rows, rows) if len(curve) > 1 else (0, 1.0)
+            table = float(curve[above - 1]) * (1.0 - share) + float(curve[above]) * share
+            found = self._known[key] = table * math.exp(self._day + self._shape(sequences).at_one(rows))
+        return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
         """Take in what a forward took; returns what had been predicted."""
-        predicted = float(self.verify_seconds(np.array([float(rows)]), context, sequences)[0])
+        predicted = self.forward_seconds(rows, context, sequences)
+        self._known.clear()
         if seconds <= 0.0 or predicted <= 0.0:
             return predicted
         surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
         # A size of batch begins with the shape of the last one.
-        self._newest = self._shapes.setdefault(sequences.bit_length(), _Shape(self._newest.logs))
+        self._newest = self._shapes.setdefault(sequences.bit_length(), self._shape(sequences))
         self._day += _DAY_RATE * surprise * self._newest.correct(rows, surprise)
         return predicted
+
+    def _find_curve(self, context: float, sequences: int) -> FloatArray:
+        return self._table.at_context(context, self._by_context(sequences))
+
+    def _shape(self, sequences: int) -> "_Shape":
+        return self._shapes.get(sequences.bit_length()) or _Shape(self._newest.logs)
 
 
 class _Shape:
@@ -143,25 +178,51 @@ class _Shape:
 
     def __init__(self, logs: FloatArray) -> None:
         self.logs = logs.copy()  # [points]
-        self._covariance = _PRIOR.copy()  # [points, points]
+        self._learnt = np.zeros_like(_PRIOR)  # [points, points], by which it is surer than the prior: less covariance
 
     def at(self, rows: FloatArray) -> FloatArray:
         """# [n] -> [n]"""
-        logs: FloatArray = np.interp(np.log2(np.maximum(rows, 1.0)), _POINTS, self.logs)
+        logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
         return logs
+
+    def at_one(self, rows: int) -> float:
+        near = _near(rows)
+        return near.mean(float(self.logs[near.point]), float(self.logs[near.point + 1]))
 
     def correct(self, rows: int, surprise: float) -> float:
         """Take in by how much a forward of so many rows was off; returns what share of it had been known of them."""
-        place = min(math.log2(max(rows, 1)), _POINTS[-1])  # more rows count as the most that are kept
-        near = np.maximum(0.0, 1.0 - _PER_OCTAVE * np.abs(_POINTS - place))
-        shared = self._covariance @ near
-        variance = float(near @ shared)
-        known = 1.0 - variance / float(near @ _PRIOR @ near)
-        gain = shared / (variance + _NOISE**2)
-        self.logs += gain * surprise
-        learnt = self._covariance - np.outer(gain, shared)
-        self._covariance = (1.0 - _FORGETTING) * learnt + _FORGETTING * _PRIOR
-        return known
+        near = _near(rows)
+        shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
+        variance = near.mean(float(shared[near.point]), float(shared[near.point + 1]))
+        gain = shared * (1.0 / (variance + _NOISE**2))
+        self._learnt += np.multiply.outer(gain, shared)
+        self._learnt *= 1.0 - _FORGETTING
+        gain *= surprise
+        self.logs += gain
+        return 1.0 - variance / near.variance
+
+
+class _Near(NamedTuple):
+    """Where a number of rows lies between two points."""
+
+    point: int  # the one before
+    share: float  # of the way to the next one
+    prior: FloatArray  # [points] covariance with what lies there, and its variance, before anything is learnt
+    variance: float
+
+    def mean(self, before: Value, after: Value) -> Value:
+        """Interpolated."""
+        return before * (1.0 - self.share) + after * self.share
+
+
+@lru_cache(maxsize=4096)
+def _near(rows: int) -> _Near:
+    place = min(math.log2(max(rows, 1)), float(_POINTS[-1]))  # more rows count as the most that are kept
+    above, share = _place(_POINTS, place)
+    weights = np.zeros_like(_POINTS)
+    weights[above - 1 : above + 1] = 1.0 - share, share
+    prior = _PRIOR @ weights
+    return _Near(above - 1, share, prior, float(weights @ prior))
 
 
 _DRAFT_RATE = 0.1
@@ -176,7 +237,8 @@ class OnlineDraftCosts:
         self._seconds: dict[int, float] = {}
 
     def draft_seconds(self, batch: int) -> float:
-        return self._seconds.get(batch.bit_length(), self._costs.draft_seconds(batch))
+        known = self._seconds.get(batch.bit_length())
+        return self._costs.draft_seconds(batch) if known is None else known
 
     def learn(self, batch: int, seconds: float) -> float:
         """Take in what drafting took; returns the same without what a hiccup added."""

@@ -4,10 +4,10 @@ import torch
 
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
-from drafters.ranks import CLASS_OF_RANK
 from drafters.specblock.growth import POLICIES, best_first
 from drafters.specblock.heads import BlockChances, propose, rank_class, rank_features
 from kernels import ops
+from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
 from tests.drafters.specblock.parts import DRAFT_VOCAB, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
@@ -50,7 +50,7 @@ def test_classes_of_ranks() -> None:
 def test_chances_of_a_class_are_spread_by_draft_probability() -> None:
     draft = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.02, 0.02, 0.02])
     classes = torch.tensor([0.5, 0.3, 0.1, 0.1])
-    chances = best_first(BlockChances(draft, classes))
+    chances = best_first(BlockChances(draft.log(), classes.log()))
     assert torch.allclose(chances[0], torch.tensor(0.5))
     assert torch.allclose(chances[1:4], torch.tensor([0.15, 0.075, 0.075]))
     assert torch.allclose(chances[4:].sum(), torch.tensor(0.1))
@@ -59,8 +59,9 @@ def test_chances_of_a_class_are_spread_by_draft_probability() -> None:
 def test_no_policy_is_ever_certain_or_negative() -> None:
     generator = torch.Generator().manual_seed(1)
     draft = torch.rand(50, 4, TOP, generator=generator).sort(-1, descending=True).values
-    chances = BlockChances(draft / draft.sum(-1, keepdim=True), torch.rand(50, 4, 4, generator=generator).softmax(-1))
-    sure = BlockChances(torch.eye(TOP)[0].expand(1, 4, TOP), torch.eye(4)[0].expand(1, 4, 4))
+    logprobs, logits = (draft / draft.sum(-1, keepdim=True)).log(), torch.rand(50, 4, 4, generator=generator)
+    chances = BlockChances(logprobs, logits)
+    sure = BlockChances(torch.eye(TOP)[0].expand(1, 4, TOP).log(), torch.eye(4)[0].expand(1, 4, 4) * 100)
     for policy in POLICIES.values():
         for conditional in (policy(chances), policy(sure)):
             assert (conditional >= 0).all()
@@ -70,7 +71,7 @@ def test_no_policy_is_ever_certain_or_negative() -> None:
 def test_widths_follow_the_likeliest_class() -> None:
     draft = torch.full((4, TOP), 0.1)
     classes = torch.eye(4)[:, None].expand(4, 1, 4) * 0.9 + 0.025
-    chances = BlockChances(draft[:, None], classes)
+    chances = BlockChances(draft[:, None].log(), classes.log())
     widths = {name: (POLICIES[name](chances) > 0).sum(-1)[:, 0].tolist() for name in ("rank", "rank_narrow", "uniform")}
     assert widths == {"rank": [2, 4, 10, 0], "rank_narrow": [2, 4, 6, 4], "uniform": [4, 4, 4, 4]}
 

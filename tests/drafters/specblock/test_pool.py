@@ -27,9 +27,8 @@ def commit(entries: EntryState, row: int, start: int, count: int) -> None:
     """Positions start.. in slots 100 + position, followed by tokens 200 + position."""
     rows, counts = torch.tensor([row]), torch.tensor([count])
     positions = start + torch.arange(count)[None]
-    entries.append(rows, torch.tensor([start]), counts, 100 + positions)
     features = positions[:, :, None].float().expand(-1, -1, WIDTH)
-    entries.wait(rows, counts, features, 200 + positions)
+    entries.wait(rows, torch.tensor([start]), counts, 100 + positions, features, 200 + positions)
 
 
 def rows(*numbers: int) -> Tensor:
@@ -67,7 +66,7 @@ def test_waiting_entries_come_right_aligned() -> None:
     assert waiting.tokens[0, 2] == 200
     assert waiting.slots.tolist() == [[NULL_SLOT, NULL_SLOT, 100], [100, 101, 102]]
     assert waiting.features[1, :, 0].tolist() == [0, 1, 2]
-    assert entries.num_waiting(rows(0, 1)).tolist() == [0, 0]
+    assert entries.take(rows(0, 1), 1).positions.tolist() == [[-1], [-1]]
 
 
 def test_as_many_can_wait_as_one_step_commits() -> None:
@@ -80,9 +79,9 @@ def test_padding_reaches_nobody() -> None:
     entries = state()
     slots, tokens = torch.tensor([[100, 7, 8], [200, 201, 202]]), torch.tensor([[1, -1, -1], [2, 3, 4]])
     counts = torch.tensor([1, 3])
-    taken = entries.append(rows(0, 2), torch.tensor([0, 4]), counts, slots)
-    entries.wait(rows(0, 2), counts, torch.zeros(2, 3, WIDTH), tokens)
-    assert taken.tolist() == [[100, NULL_SLOT, NULL_SLOT], [200, 201, 202]]
+    entries._pool.hold(torch.tensor([7, 8]))
+    entries.wait(rows(0, 2), torch.tensor([0, 4]), counts, slots, torch.zeros(2, 3, WIDTH), tokens)
+    assert entries._pool.holds(torch.tensor([7, 8])).all()
     commit(entries, 0, 1, 2)
     waiting = entries.take(rows(0, 2), 3)
     assert waiting.tokens.tolist() == [[1, 201, 202], [2, 3, 4]]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.lattice import Origin, Picked
 from drafters.protocol import DraftingSizes
 from drafters.specblock.forwards import Live, forward_of
 from drafters.specblock.model import InputLayer, SpecBlock
@@ -14,6 +13,7 @@ from drafters.specblock.pool import EntryPool, EntryState
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
+from kernels.lattice import Origin, Picked
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
 torch.set_num_threads(1)
@@ -55,8 +55,8 @@ class Serving:
         places = (self.end[:, None] + torch.arange(wide)).clamp(max=LENGTH - 2)
         lines = torch.arange(2)[:, None]
         number = torch.tensor(counts)
-        self.state.append(ROWS, self.end, number, self.text.slots[lines, places])
-        self.state.wait(ROWS, number, self.text.features[lines, places], self.text.tokens[lines, places + 1])
+        features, tokens = self.text.features[lines, places], self.text.tokens[lines, places + 1]
+        self.state.wait(ROWS, self.end, number, self.text.slots[lines, places], features, tokens)
         self.end = self.end + number
 
     def first(self) -> tuple[Tensor, Live]:

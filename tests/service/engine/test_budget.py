@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree
-from service.engine.budget import REASONS, BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
+from kernels.pruning import allocate_nodes
+from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
 from service.engine.costs.model import FREE, CostTable, DraftCosts
 from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
@@ -61,6 +63,14 @@ def by_cost(costs: CostTable) -> CostBudget:
     return CostBudget(costs, FREE, RegretLedger())
 
 
+def nodes_of(policy: BudgetPolicy, candidates: Candidates, limits: Tensor, load: Load) -> list[int]:
+    """Nodes of each sequence by the policy's prices."""
+    seconds = torch.tensor(policy.price(load, candidates.tokens.numel()), dtype=torch.float32)
+    weights = torch.ones(candidates.batch) if load.weights is None else load.weights
+    nodes: list[int] = allocate_nodes(candidates, limits, seconds, weights).tolist()
+    return nodes
+
+
 def load_of(batch: int, *, prompt_rows: int = 0, max_nodes: int = 100) -> Load:
     return Load(
         batch + prompt_rows,
@@ -78,7 +88,7 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
     survival, costs = random_survival(rng, batch), staircase(rng)
     limits = [rng.randrange(9) for _ in range(batch)]
     load = load_of(batch, prompt_rows=rng.choice([0, 0, 10]), max_nodes=rng.choice([0, 3, 100]))
-    keep: list[int] = by_cost(costs).choose(candidates_of(survival), torch.tensor(limits), load)[0].tolist()
+    keep = nodes_of(by_cost(costs), candidates_of(survival), torch.tensor(limits), load)
     best = best_rate(survival, limits, costs, load)
     together = sorted((s for line, most in zip(survival, limits, strict=True) for s in line[:most]), reverse=True)
     assert rate(together[: sum(keep)], batch, costs, load) == pytest.approx(best, rel=1e-5)
@@ -96,9 +106,8 @@ def flat(seconds_per_row: float) -> CostTable:
 def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
     survival = [[0.9, 0.5, 0.1], [0.3]]
     limits = torch.tensor([9, 9])
-    assert by_cost(flat(0.0)).choose(candidates_of(survival), limits, load_of(2))[0].tolist() == [3, 1]
-    dear = by_cost(flat(1000.0)).choose(candidates_of(survival), limits, load_of(2))
-    assert (dear[0].tolist(), dear[1]) == ([0, 0], "cost")
+    assert nodes_of(by_cost(flat(0.0)), candidates_of(survival), limits, load_of(2)) == [3, 1]
+    assert nodes_of(by_cost(flat(1000.0)), candidates_of(survival), limits, load_of(2)) == [0, 0]
 
 
 def test_the_budget_falls_with_load() -> None:
@@ -108,8 +117,8 @@ def test_the_budget_falls_with_load() -> None:
     found = []
     for batch in (1, 2, 4, 8, 16, 64):
         load = load_of(batch, max_nodes=1000)
-        nodes = by_cost(costs).choose(candidates_of([line] * batch), torch.full((batch,), 9), load).nodes
-        found.append(float(nodes.float().mean()))
+        nodes = nodes_of(by_cost(costs), candidates_of([line] * batch), torch.full((batch,), 9), load)
+        found.append(sum(nodes) / batch)
     assert found[0] == 6.0
     assert found == sorted(found, reverse=True)
     assert found[-1] <= 1.0
@@ -118,20 +127,20 @@ def test_the_budget_falls_with_load() -> None:
 def test_nobody_goes_without_a_tree_where_there_is_room_for_all() -> None:
     survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
     costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
-    nodes = by_cost(costs).choose(candidates_of(survival), torch.full((4,), 9), load_of(4)).nodes
-    assert nodes.tolist() == [3, 1, 0, 1]  # and not [4, 1, 0, 0]
+    candidates, limits = candidates_of(survival), torch.full((4,), 9)
+    assert nodes_of(by_cost(costs), candidates, limits, load_of(4)) == [3, 1, 0, 1]  # and not [4, 1, 0, 0]
     lone = by_cost(table([1.0, 5.0, 6.0, 100.0], [1.0, 1.0, 50.0, 5000.0]))
-    few = lone.choose(candidates_of(survival), torch.full((4,), 9), load_of(4)).nodes
-    assert few.tolist() == [1, 0, 0, 0]  # fewer nodes than sequences: the likeliest
+    few = nodes_of(lone, candidates, limits, load_of(4))
+    assert few == [1, 0, 0, 0]  # fewer nodes than sequences: the likeliest
 
 
 def test_a_late_sequence_gets_more() -> None:
     candidates = candidates_of([[0.6, 0.5, 0.4], [0.6, 0.5, 0.4]])
     costs = table([1.0, 4.0, 5.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
     limits, even = torch.tensor([9, 9]), load_of(2)
-    assert by_cost(costs).choose(candidates, limits, even)[0].tolist() == [1, 1]
+    assert nodes_of(by_cost(costs), candidates, limits, even) == [1, 1]
     late = Load(2, 50.0, 100, num_drafting=2, num_sequences=2, weights=torch.tensor([1.0, 3.0]))
-    assert by_cost(costs).choose(candidates, limits, late)[0].tolist() == [0, 2]
+    assert nodes_of(by_cost(costs), candidates, limits, late) == [0, 2]
 
 
 @pytest.mark.parametrize(("asks_drafter", "nodes"), [(True, 1), (False, 0)])
@@ -140,41 +149,21 @@ def test_time_that_goes_into_drafting_counts_where_it_does(asks_drafter: bool, n
     drafts = DraftCosts(batches=np.ones(1), seconds=np.array([3.0]))
     policy = CostBudget(table([1.0, 2.0], [1.0, 2.5]), drafts, RegretLedger())
     load = replace(load_of(1), asks_drafter=asks_drafter)
-    assert policy.choose(candidates_of([[0.9]]), torch.tensor([1]), load)[0].tolist() == [nodes]
+    assert nodes_of(policy, candidates_of([[0.9]]), torch.tensor([1]), load) == [nodes]
 
 
-POLICIES: dict[str, BudgetPolicy] = {
-    "cost": by_cost(flat(0.0)),
-    "fixed": FixedBudget(8),
-    "table": FixedBudget({1: 8}),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_without_candidates_nothing_is_kept(name: str, batch: int) -> None:
-    policy = POLICIES[name]
+def test_without_candidates_nothing_is_kept(batch: int) -> None:
     load = Load(batch + 1, context=0.0, max_nodes=10, num_drafting=batch, num_sequences=batch + 1)
-    nodes, reason, _ = policy.choose(DraftTree.empty(batch), torch.zeros(batch, dtype=torch.int64), load)
-    assert nodes.tolist() == [0] * batch
-    assert reason in REASONS
-
-
-@pytest.mark.parametrize(
-    ("max_nodes", "keep", "reason"),
-    [(50, [2, 1, 2], "fixed"), (5, [2, 1, 2], "fixed"), (4, [1, 1, 1], "slots"), (0, [0, 0, 0], "slots")],
-)
-def test_a_fixed_budget_obeys_limits_and_slots(max_nodes: int, keep: list[int], reason: str) -> None:
-    candidates = candidates_of([[0.9, 0.8, 0.7], [0.5], [0.4, 0.3, 0.2]])
-    found, told, most = FixedBudget(2).choose(candidates, torch.tensor([3, 1, 2]), Load(3, 10.0, max_nodes))
-    assert (found.tolist(), most.tolist(), told) == (keep, keep, reason)
+    none = torch.zeros(batch, dtype=torch.int64)
+    assert nodes_of(by_cost(flat(0.0)), DraftTree.empty(batch), none, load) == [0] * batch
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])
 def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
     policy = FixedBudget({1: 3, 3: 1, 8: 0})
-    candidates = candidates_of([[0.9, 0.8, 0.7, 0.6]] * batch)
-    assert policy.choose(candidates, torch.full((batch,), 4), load_of(batch))[0].tolist() == [nodes] * batch
+    assert policy.most(load_of(batch)) == nodes
+    assert not policy.price(load_of(batch), 4 * batch).size
     assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
 
 

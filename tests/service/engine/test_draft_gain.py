@@ -10,10 +10,12 @@ import torch
 from drafters.calibration import SurvivalCalibration
 from drafters.regret import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
+from kernels.hit_rates import correct_survival
 from service.engine.budget import Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
 from service.engine.gains import TextGain
 from tests.service.engine.harness import step_stats
+from tests.service.engine.test_budget import nodes_of
 
 torch.set_num_threads(1)
 
@@ -136,15 +138,15 @@ class World:
         places = torch.arange(DEPTH).expand(lines, -1)
         survival = torch.full(places.shape, self.claims).cumprod(1)
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((lines,), DEPTH))
-        corrected, claimed, buckets = self.calibration.correct(raw, torch.full((lines,), DEPTH))
+        corrected, claimed, buckets = correct_survival(raw, torch.full((lines,), DEPTH), self.calibration.rates)
         candidates = raw._replace(survival=corrected)
-        chosen = self.policy.choose(candidates, torch.full((lines,), DEPTH), load).nodes
-        keep: list[int] = chosen.tolist()
+        keep = nodes_of(self.policy, candidates, torch.full((lines,), DEPTH), load)
+        chosen = torch.tensor(keep)
         lengths = torch.tensor([min(count, self._survived(truth)) for count in keep])
         kept = places < chosen[:, None]
         tree = DraftTree(places, places - 1, (places + 1) * kept, candidates.survival * kept, chosen)
         text = torch.arange(DEPTH + 1).where(torch.arange(DEPTH + 1) < lengths[:, None], DEPTH)
-        self.calibration.learn(claimed, buckets, tree, text, lengths + 1)
+        self.calibration.learn(tree, claimed, buckets, text, lengths + 1)
         found: list[int] = lengths.tolist()
         return keep, found
 

@@ -4,13 +4,14 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load, Share, Wish, allocate_nodes
+from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load
 from service.engine.costs.model import FREE, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, SpeculationParams
@@ -114,6 +115,17 @@ def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
     assert sizes(reading=1) == [0]
 
 
+@pytest.mark.parametrize(
+    ("free", "keep", "reason"),
+    [(50, [2, 1, 2], "fixed"), (5, [2, 1, 2], "fixed"), (4, [1, 1, 1], "slots")],
+)
+def test_a_fixed_budget_obeys_slots(free: int, keep: list[int], reason: str) -> None:
+    stage = DraftStage(Recorder(), FixedBudget(2), max_budget=5, device=CPU)
+    batch = batch_of(*(decoding(row, speculation=SpeculationParams(max_budget=3 - row % 2 * 2)) for row in range(3)))
+    tree, budget = stage.build(batch, 3 + free)
+    assert (tree.num_nodes.tolist(), list(budget.widths), budget.reason) == (keep, keep, reason)
+
+
 def test_what_pads_trees_keeps_their_promises() -> None:
     stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
     tree, _ = stage.build(batch_of(decoding(0), reading=2), 100)
@@ -166,7 +178,6 @@ class Watcher(BudgetPolicy):
         self.reason: str | None = None
         self.loads: list[Load] = []
         self.outcomes: list[tuple[Budget, StepStats]] = []
-        self.survival: list[float] = []
         self.renewals = 0
 
     def refusal(self, load: Load) -> str | None:
@@ -176,9 +187,8 @@ class Watcher(BudgetPolicy):
     def follows(self, load: Load) -> bool:
         return self.reason is None
 
-    def choose(self, candidates: Candidates, limits: Tensor, load: Load, share: Share = allocate_nodes) -> Wish:
-        self.survival = candidates.survival[0].tolist()
-        return FixedBudget(2).choose(candidates, limits, load)
+    def most(self, load: Load) -> int:
+        return 2
 
     def renew(self) -> None:
         self.renewals += 1
@@ -205,7 +215,7 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
     tree, budget = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
-    stats = stage.learn(budget, committed(tree, 1), step_stats(nodes=4, accepted=2))
+    stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     ((told, taken),) = watcher.outcomes
@@ -236,12 +246,11 @@ def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
 
 
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
-    stage, _, watcher = watched()
-    stats = step_stats()
+    stage, _, _ = watched()
     for _ in range(64):
         tree, budget = stage.build(batch_of(decoding(0)), 100)
-        stats = stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
-    assert watcher.survival[0] < 0.2  # 0.9 claimed, never right
+        stage.learn(budget, committed(tree, 0), stats := step_stats(nodes=2))
+    assert tree.survival[0, 0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
     assert stats.survival_error > 0
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (1, {"1": 2.0}, {"1": 1.0})
@@ -252,10 +261,10 @@ def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     for _ in range(64):
         tree, budget = stage.build(batch_of(decoding(0)), 100)
         stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
-    before = watcher.survival[0]
+    before = float(tree.survival[0, 0])
     recorder.version = 1
-    stage.build(batch_of(decoding(0)), 100)
-    assert watcher.survival[0] > 1.5 * before
+    tree, _ = stage.build(batch_of(decoding(0)), 100)
+    assert tree.survival[0, 0] > 1.5 * before
     assert watcher.renewals == 1
 
 

@@ -10,11 +10,11 @@ import torch
 from drafters.protocol import Committed
 from drafters.registry import NoDrafter
 from drafters.tree import DraftTree
+from kernels.settle import Verified
 from service.engine.budget import Budget, Load
 from service.engine.emit import EmitStage, StepResult, absorb, read_result
 from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
-from service.engine.verify import Verified
 from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
 from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts
@@ -72,6 +72,7 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False, drafts
         num_accepted=torch.tensor([count]),
         bonus=emitted[:, -1],
         target_tokens=nowhere,
+        tokens=emitted,
         emitted=torch.tensor([[failed, *tokens]]),
         counts=torch.tensor([count + 1]),
         path_logits=torch.arange(count + 1)[None],
@@ -82,7 +83,7 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False, drafts
         freed=nowhere[0],
     )
     removed: list[Sequence] = []
-    lines, have_failed, _ = read_result(verified, None)
+    lines, have_failed, _ = read_result(verified)
     budget = Budget(Load(1, 4.0, 100, num_drafting=int(drafts)), "fixed", (count,), True, True, nodes=(count,))
     tree, logits = DraftTree.empty(1), torch.zeros(count + 1, 320)
     committed = cast(Committed, None)  # which concerns the drafter

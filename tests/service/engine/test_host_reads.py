@@ -22,7 +22,7 @@ from tests.tiny_models import VOCAB_SIZE, random_prompts
 torch.set_num_threads(1)
 
 TOKENS = "service.engine.emit:read_result tolist"
-TREE_SIZES = "service.engine.tree_width:lay_out tolist"
+TREE_SIZES = "service.engine.tree_width:rows tolist"
 ON_THE_HOST = (
     "kernels.cpu.",
     "kernels.tree_attention:",

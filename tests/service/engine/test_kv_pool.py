@@ -104,8 +104,8 @@ def test_a_line_remembers_slots_until_it_is_released() -> None:
     table = SlotTable(2, 10, CPU)
     row, other = table.take_row(), table.take_row()
     assert table.num_free_rows == 0
-    table.write(torch.tensor([row] * 3), torch.tensor([0, 1, 2]), torch.tensor([5, 6, 4]))
-    table.write(torch.tensor([other]), torch.tensor([0]), torch.tensor([9]))
+    table.slots[row, :3] = torch.tensor([5, 6, 4])
+    table.slots[other, 0] = 9
     assert table.release_row(row, 3).tolist() == [5, 6, 4]
     assert (table.slots[row] == NULL_SLOT).all()
     assert table.take_row() == row

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
-from kernels import ops
+from kernels.accept import accept
 from kernels.graph_runner import Capture
 from service.engine.tree_pruning import TreePruning
 from service.engine.tree_width import FixedWidth
@@ -42,54 +42,41 @@ def committed(tree: DraftTree, generator: torch.Generator) -> tuple[Tensor, Tens
     agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.5
     for line, node in (tree.valid & agrees).nonzero().tolist():
         after[line, tree.parents[line, node] + 1] = tree.tokens[line, node]
-    found = ops.on(tree.tokens.device).accept(tree.tokens, tree.parents, tree.num_nodes, after)
+    found = accept(tree.tokens, tree.parents, tree.num_nodes, after)
     accepted = tree.tokens.gather(1, found.path.clamp(min=0)).masked_fill(found.path < 0, -1)
     return torch.cat([accepted, torch.full((tree.batch, 1), -1)], 1), found.num_accepted + 1
-
-
-def same(one: DraftTree, other: DraftTree) -> bool:
-    """But for padding."""
-    width = min(one.width, other.width)
-    return all(
-        torch.equal(*pair) for pair in zip(one.first(one.batch, width), other.first(other.batch, width), strict=True)
-    )
 
 
 class Steps:
     """A way of pruning, with a calibration of its own."""
 
-    def __init__(self, capture: Capture | None) -> None:
-        self.calibration = SurvivalCalibration()
-        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=FixedWidth(WIDTH))
+    def __init__(self, capture: Capture | None, *, is_priced: bool = True) -> None:
+        self.calibration, self.is_priced, width = SurvivalCalibration(), is_priced, FixedWidth(WIDTH)
+        self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=width, is_priced=is_priced)
 
-    def step(self, seed: int) -> tuple[DraftTree, DraftTree]:
-        """Candidates of chance pruned to sizes of chance, and learnt from. # -> corrected, kept"""
+    def step(self, seed: int) -> tuple[DraftTree, list[list[int]]]:
+        """Candidates of chance pruned to sizes of chance, and learnt from. # -> kept, sizes"""
         generator = torch.Generator().manual_seed(seed)
         batch, width = (int(torch.randint(1, most + 1, (), generator=generator)) for most in (BATCH + 1, WIDTH + 1))
         raw = random_trees(batch, width, generator)
         deepest, wished = (torch.randint(most, (batch,), generator=generator) for most in (MAX_DEPTH, 2 * WIDTH))
-        corrected, limits = self.pruning.correct(raw, deepest, wished)
-        limits = limits.clone()
-        assert torch.equal(limits, torch.minimum(wished, (corrected.survival > 0).sum(1)))
         rises = torch.rand(3, generator=generator)
         seconds = torch.cat([torch.ones(1), 1.0 + rises.cumsum(0) * 0.5])
         seconds[1 + seed % 4 :] = float("inf")
-        num_keep = self.pruning.share(corrected, limits, seconds, 0.5 + torch.rand(batch, generator=generator))
-        assert (num_keep <= limits).all()
-        corrected = DraftTree(*(value.clone() for value in corrected))
-        width = (7, 15, WIDTH)[seed % 3]  # of some trees not all nodes fit
-        wanted, num_keep = num_keep.tolist(), (num_keep, limits)[seed % 2]
-        tree, sizes = self.pruning.keep(num_keep, torch.tensor(wanted), width)
-        assert sizes[:, 0].tolist() == wanted
-        assert sizes[:, 1].tolist() == num_keep.clamp(max=width).tolist()
-        assert torch.equal(sizes[:, 2], (corrected.survival > 0).sum(1))
-        kept = DraftTree(*(value.clone() for value in tree)).first(batch, corrected.width)  # without padding
-        assert torch.equal(kept.num_nodes, num_keep.clamp(max=width))
-        if kept.width:
-            self.pruning.learn(*committed(kept, generator))
+        seconds = seconds if self.is_priced else seconds[:0]
+        weights = 0.5 + torch.rand(batch, generator=generator)
+        most = (7, 15, WIDTH)[seed % 3]  # of some trees not all nodes fit
+        trees, sizes = self.pruning.prune(raw, deepest, wished, seconds, weights, most)
+        wanted, kept, worth = sizes.unbind(1)
+        assert (wanted <= torch.minimum(wished, worth)).all()
+        assert torch.equal(kept, torch.minimum(wished, worth).clamp(max=most))
+        tree = DraftTree(*(value.clone() for value in trees.first(batch, min(most, width))))  # without padding
+        assert torch.equal(tree.num_nodes, kept)
+        if tree.width:
+            self.pruning.learn(*committed(tree, generator))
         if seed % 7 == 0:
             self.calibration.renew()
-        return corrected, kept
+        return tree, sizes.tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -99,20 +86,22 @@ def _captured_ops() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def both() -> tuple[Steps, Steps]:
-    return Steps(None), Steps(record)
-
-
-def test_captured_pruning_keeps_and_learns_the_same(both: tuple[Steps, Steps]) -> None:
-    eager, captured = both
+@pytest.mark.parametrize("is_priced", [True, False])
+def test_captured_pruning_keeps_and_learns_the_same(is_priced: bool) -> None:
+    eager, captured = (Steps(capture, is_priced=is_priced) for capture in (None, record))
     for seed in range(150):
-        (corrected, kept), (corrected_too, kept_too) = eager.step(seed), captured.step(seed)
+        (kept, sizes), (kept_too, sizes_too) = eager.step(seed), captured.step(seed)
         assert_valid_tree(kept_too)
-        assert same(kept, kept_too)
-        assert torch.equal(corrected.survival, corrected_too.survival)
-        assert torch.equal(corrected.num_nodes, corrected_too.num_nodes)
+        assert all(map(torch.equal, kept, kept_too))
+        assert sizes == sizes_too
     assert eager.calibration.error() == captured.calibration.error() > 0
+
+
+def prune(pruning: TreePruning, raw: DraftTree, width: int) -> DraftTree:
+    """All nodes that fit."""
+    batch = raw.batch
+    most = torch.full((batch,), MAX_DEPTH), torch.full((batch,), WIDTH + 1)
+    return pruning.prune(raw, *most, torch.ones(4), torch.ones(batch), width)[0]
 
 
 def test_more_than_was_captured_is_pruned_as_it_is() -> None:
@@ -120,23 +109,18 @@ def test_more_than_was_captured_is_pruned_as_it_is() -> None:
     generator = torch.Generator().manual_seed(0)
     for batch, width in ((BATCH + 1, WIDTH), (2, WIDTH + 1), (2, 0)):
         raw = random_trees(batch, width, generator)
-        corrected, _ = captured.pruning.correct(raw, torch.full((batch,), MAX_DEPTH), torch.full((batch,), WIDTH))
-        assert corrected.tokens.shape == (batch, width)
-        tree, _ = captured.pruning.keep(corrected.num_nodes, corrected.num_nodes, width)
+        tree = prune(captured.pruning, raw, width).first(batch, width)
+        assert tree.tokens.shape == (batch, width)
         assert tree.num_nodes.tolist() == raw.num_nodes.tolist()
 
 
-def test_captured_candidates_are_padded_with_roots_children() -> None:
-    pruning, raw = Steps(record).pruning, random_trees(2, 9, torch.Generator().manual_seed(1))
-    pruning.correct(raw, torch.full((2,), MAX_DEPTH), torch.full((2,), WIDTH))
-    parents = pruning._corrected.trees.parents
-    assert parents.shape == (2, WIDTH)
-    assert (parents[:, 9:] == ROOT).all()
+def test_captured_trees_are_padded_with_roots_children() -> None:
+    trees = prune(Steps(record).pruning, random_trees(2, 9, torch.Generator().manual_seed(1)), WIDTH)
+    assert trees.parents.shape == (2, WIDTH)
+    assert (trees.parents[:, 9:] == ROOT).all()
 
 
 def test_a_captured_capture_learns_nothing_before_it_is_asked() -> None:
     fresh, captured = SurvivalCalibration(), Steps(record).calibration
-    raw = random_trees(3, 9, torch.Generator().manual_seed(1))
-    deepest = torch.full((3,), MAX_DEPTH)
-    assert torch.equal(fresh.correct(raw, deepest).survival, captured.correct(raw, deepest).survival)
+    assert torch.equal(fresh.rates, captured.rates)
     assert captured.error() == 0.0

@@ -8,7 +8,8 @@ import torch
 from drafters.protocol import DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.regret import RegretLedger
-from service.engine.budget import CostBudget, FixedBudget, Load, Wish, allocate_width
+from kernels.pruning import allocate_width
+from service.engine.budget import CostBudget, FixedBudget, Load
 from service.engine.costs.model import FREE
 from service.engine.engine import EngineLimits
 from service.engine.requests import SamplingParams
@@ -29,34 +30,29 @@ def test_with_the_root_widths_are_powers_of_two_up_to_the_most_nodes() -> None:
     assert widths_up_to(0) == ()
 
 
-def wish(wanted: list[int], most: list[int]) -> Wish:
-    return Wish(torch.tensor(wanted), "cost", torch.tensor(most))
-
-
 def test_exact_widths_are_the_trees() -> None:
-    kept, rows = ExactWidth().lay_out(wish([3, 0, 20], [9, 9, 20]), free=100)
-    assert kept.tolist() == rows == [3, 0, 20]
+    sizes = torch.tensor([[9, 3, 9], [0, 0, 9], [20, 20, 20]])
+    assert ExactWidth().lay_out(candidates_of([[0.5] * 4] * 3), free=2) == 4
+    assert ExactWidth().rows(sizes, 20) == [3, 0, 20]
 
 
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
-    width = FixedWidth(48)
-    asked = wish([1, 2], [30, 48])  # what is wanted now is not looked at
-    assert width.lay_out(asked, free=1000)[1] == [48, 48]
+    width, candidates = FixedWidth(48), candidates_of([[0.5], [0.5]])
+    assert width.lay_out(candidates, free=1000) == 48
     for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31)):
         width.learn([0, wanted])
-        kept, rows = width.lay_out(asked, free=1000)
-        assert rows == [given, given]
-        assert kept.tolist() == [30, 48], "rows that run in any case hold the nodes that fit"
+        assert width.lay_out(candidates, free=1000) == given
+        assert width.rows(torch.zeros(2, 3), given) == [given, given]
 
 
 def test_after_a_step_that_wanted_no_nodes_there_is_room_for_some() -> None:
     width = FixedWidth(48)
     width.learn([0, 0])
-    assert width.lay_out(wish([1, 2], [1, 2]), free=1000)[1] == [7, 7]
+    assert width.lay_out(candidates_of([[0.5], [0.5]]), free=1000) == 7
 
 
 def test_a_fixed_width_fits_into_the_free_slots() -> None:
-    assert FixedWidth(48).lay_out(wish([1, 2], [1, 2]), free=40)[1] == [15, 15]
+    assert FixedWidth(48).lay_out(candidates_of([[0.5], [0.5]]), free=40) == 15
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(14, True), (13, False)])
@@ -124,8 +120,8 @@ def test_one_sequence_does_not_widen_the_rows_of_all() -> None:
     width = FixedWidth(31)
     load = Load(batch, 50.0, 10_000, num_drafting=batch, num_sequences=batch, widths=width.choices)
     policy = CostBudget(costs, FREE, RegretLedger())
-    wanted = policy.choose(candidates_of(survival), torch.full((batch,), 31), load, width.allocate)
-    width.learn(wanted.nodes.tolist())
-    rows = width.lay_out(wanted, load.max_nodes)[1]
-    assert rows == [7] * batch
-    assert batch + sum(rows) == 128, "the rows that were priced are those that run"
+    candidates, limits, ones = candidates_of(survival), torch.full((batch,), 31), torch.ones(batch)
+    seconds = torch.tensor(policy.price(load, 31 * batch), dtype=torch.float32)
+    width.learn(allocate_width(candidates, limits, seconds, ones, width.on_device).tolist())
+    assert width.lay_out(candidates, load.max_nodes) == 7
+    assert batch * 8 == 128, "the rows that were priced are those that run"

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from kernels.gumbel import gumbel_noise_of
+from kernels.settle import Verified
 from service.engine.kv_pool import SlotTable
 from service.engine.requests import SamplingParams
 from service.engine.rows import ExtendRows, ForwardRows, flatten
 from service.engine.sequence import Sequence
-from service.engine.verify import Verified, VerifyStage
+from service.engine.verify import VerifyStage
 from tests.service.engine.harness import greedy
 from tests.service.engine.test_scheduler import sequence_of
 from tests.service.engine.test_target import tree_of
@@ -31,7 +32,8 @@ def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
     tree = tree_of(DRAFTED, PARENTS)
     padding = DraftTree(*(value.new_zeros(others, *value.shape[1:]) for value in tree))
     both = DraftTree.concatenated([tree, padding])
-    rows = flatten(extends, both, 1 + torch.arange(6 + 3 * others), both.num_nodes.tolist())
+    slots, table = 1 + torch.arange(6 + 3 * others), torch.zeros(16, 40, dtype=torch.int64)
+    rows = flatten(extends, both, slots, table, both.num_nodes.tolist())
     return [line for line, extend in zip(lines, extends, strict=True) if extend.completes], rows, both
 
 
@@ -60,8 +62,7 @@ def verify(choices: dict[int, int], *bad: int, others: int = 1) -> tuple[Verifie
 
 @pytest.mark.parametrize("others", [0, 1, 2, 3])
 def test_the_path_is_walked_as_far_as_the_target_agrees(others: int) -> None:
-    verified, _ = verify(ON_PATH, others=others)
-    result = verified.result
+    result, _ = verify(ON_PATH, others=others)
     assert result.path[0][result.path[0] >= 0].tolist() == [1, 3, 4]
     assert result.num_accepted.tolist() == [3, *[0] * (others // 2)]
     assert result.bonus.tolist() == [99, *[50] * (others // 2)]
@@ -80,7 +81,8 @@ def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verif
     lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
     extends = [ExtendRows(2, 7, [2], completes=True)]
     extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
-    rows = flatten(extends, DraftTree.empty(1 + others), 1 + torch.arange(1 + 3 * others), [0] * (1 + others))
+    slots, table = 1 + torch.arange(1 + 3 * others), torch.zeros(16, 40, dtype=torch.int64)
+    rows = flatten(extends, DraftTree.empty(1 + others), slots, table, [0] * (1 + others))
     logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
     logits[list(bad)] = torch.nan
     completing = [line for line, extend in zip(lines, extends, strict=True) if extend.completes]
@@ -96,17 +98,17 @@ def test_without_nodes_each_line_of_logits_is_one_bonus_token(others: int, tempe
     if temperature:
         positions = torch.tensor([8] + [3] * (batch - 1))
         scores = scores + gumbel_noise_of(torch.full((batch,), 7), positions, torch.arange(VOCAB))
-    assert verified.result.bonus.tolist() == scores.argmax(1).tolist()
-    assert verified.result.target_tokens.tolist() == scores.argmax(1)[:, None].tolist()
-    assert verified.result.path.shape == (batch, 0)
-    assert verified.result.num_accepted.tolist() == [0] * batch
+    assert verified.bonus.tolist() == scores.argmax(1).tolist()
+    assert verified.target_tokens.tolist() == scores.argmax(1)[:, None].tolist()
+    assert verified.path.shape == (batch, 0)
+    assert verified.num_accepted.tolist() == [0] * batch
     assert verified.path_logits.tolist() == [[line] for line in range(batch)]
 
 
 def test_without_nodes_no_score_after_the_root_fails_the_sequence() -> None:
     verified = plain(4, 1)
     assert verified.emitted[:, 0].tolist() == [False, True, False]
-    assert int(verified.result.bonus[1]) == 0
+    assert int(verified.bonus[1]) == 0
 
 
 @pytest.mark.parametrize("node", [-1, 1, 3, 4])
@@ -117,7 +119,7 @@ def test_no_score_on_the_path_fails_the_sequence(node: int) -> None:
 def test_no_score_beside_the_path_is_harmless() -> None:
     verified, _ = verify(ON_PATH, 0, 2, others=2)
     assert verified.emitted[:, 0].tolist() == [False, False]
-    assert verified.result.num_accepted.tolist() == [3, 0]
+    assert verified.num_accepted.tolist() == [3, 0]
 
 
 def test_positions_and_counts_rise_along_the_path() -> None:
@@ -127,7 +129,7 @@ def test_positions_and_counts_rise_along_the_path() -> None:
     sequences = [sequence_of(8, params)]
     logits = logits_for(rows, ON_PATH)
     logits[:, 60] = 10.0
-    target_tokens = stage().verify(sequences, rows, tree, logits).result.target_tokens
+    target_tokens = stage().verify(sequences, rows, tree, logits).target_tokens
     assert target_tokens.tolist() == [[12, 70, 14, 60, 60, 60]]
 
 
@@ -141,7 +143,7 @@ def test_a_new_sequence_in_an_old_ones_place_samples_its_own_way() -> None:
         params = SamplingParams(seed=0, max_tokens=50, temperature=0.0, logit_bias=((forbidden, -100.0),))
         sequence = sequence_of(8, params)
         addresses.add(id(sequence))
-        chosen = one.verify([sequence], rows, tree, logits).result.target_tokens[0]
+        chosen = one.verify([sequence], rows, tree, logits).target_tokens[0]
         assert int(chosen[0]) == (61 if forbidden == 12 else 12)
         assert int(chosen[2]) == (61 if forbidden == 14 else 14)
         del sequence
@@ -153,7 +155,7 @@ def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
     _, rows, tree = forward(0)
     params = SamplingParams(seed=77, max_tokens=50, temperature=1.0)
     logits = torch.zeros(rows.logit_rows.shape[0], VOCAB)
-    chosen = stage().verify([sequence_of(8, params)], rows, tree, logits).result.target_tokens[0]
+    chosen = stage().verify([sequence_of(8, params)], rows, tree, logits).target_tokens[0]
     positions = 8 + torch.tensor([0, 1, 1, 2, 2, 3])  # the root stands at 7, the nodes at depths 1, 1, 2, 2, 3
     noise = gumbel_noise_of(torch.full((6,), 77), positions, torch.arange(VOCAB))
     assert torch.equal(chosen, noise.argmax(1))

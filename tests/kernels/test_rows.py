@@ -1,14 +1,19 @@
-"""Flattening extends and trees into rows, against a plain walk over them."""
+"""Flattening extends and trees into rows, by the reference and compiled, against a plain walk over them."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 import torch
+from torch import Tensor
 
-from drafters.tree import DraftTree
-from kernels.tree_attention import NULL_SLOT
-from service.engine.rows import ExtendRows, ForwardRows, flatten
+from kernels.graph_runner import GraphRunner
+from kernels.ops import REFERENCE, Ops
+from kernels.rows import ExtendRows, ForwardRows
+from kernels.tree_attention import NULL_SLOT, AttentionRows
+from kernels.trees import DraftTree
+from service.engine.rows import placed
 from tests.kernels.attention_parts import random_parents
 
 torch.set_num_threads(1)
@@ -16,10 +21,10 @@ torch.set_num_threads(1)
 Row = tuple[int, int, int, int]  # sequence, position, node, token
 
 
-def random_step(rng: random.Random) -> tuple[list[ExtendRows], DraftTree]:
+def random_step(rng: random.Random, most: int = 5) -> tuple[list[ExtendRows], DraftTree]:
     """Chains of several kinds; only a single completing row has a tree below it."""
     extends, counts, start = [], [], 0
-    for line in rng.sample(range(9), rng.randrange(1, 6)):
+    for line in rng.sample(range(most + 4), rng.randint(1, most)):
         length = rng.choice([1, 1, 2, 17])
         extends.append(ExtendRows(line, start, rng.choices(range(100), k=length), completes=rng.random() < 0.7))
         counts.append(rng.choice([0, 1, 9]) if length == 1 and extends[-1].completes else 0)
@@ -58,22 +63,51 @@ def found_rows(rows: ForwardRows) -> list[Row]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def laid_out(
+    kind: Ops, extends: list[ExtendRows], tree: DraftTree, nodes: list[int] | None = None
+) -> tuple[ForwardRows, Tensor]:
+    """Rows in random slots, by default without padding, and the slot table."""
+    nodes = tree.num_nodes.tolist() if nodes is None else nodes
+    count = sum(len(extend.tokens) for extend in extends) + sum(nodes)
+    slots, table = 1 + torch.randperm(count, generator=torch.Generator().manual_seed(count)), torch.full((20, 4000), -1)
+    return kind.lay_out_rows(extends, nodes, tree, slots, table, GraphRunner(placed)), table
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_every_token_is_one_row(seed: int) -> None:
+def test_every_token_is_one_row(seed: int, on_cpu: Ops) -> None:
     extends, tree = random_step(random.Random(seed))
     expected = expected_rows(extends, tree)
-    slots = 1 + torch.randperm(len(expected))
-    rows = flatten(extends, tree, slots, tree.num_nodes.tolist())
+    rows, table = laid_out(on_cpu, extends, tree)
     assert len(found_rows(rows)) == rows.num_rows == len(expected)
     assert set(found_rows(rows)) == expected
-    assert torch.equal(rows.slots, slots)
+    assert len(set(rows.slots.tolist())) == len(expected)
+    assert rows.num_extend_rows == sum(len(extend.tokens) for extend in extends)
+    chains = zip(rows.slots.tolist(), found_rows(rows)[: rows.num_extend_rows], strict=False)
+    written = {(extends[line].table_row, position): slot for slot, (line, position, _, _) in chains}
+    assert {(row, at): int(table[row, at]) for row, at in (table >= 0).nonzero().tolist()} == written
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_compiled_rows_are_the_reference_s(seed: int, compiled: Ops) -> None:
+    """Also those of padding, where trees have nodes for all rows or for some."""
+    rng = random.Random(seed)
+    extends, tree = random_step(rng, 16 if seed % 2 else 1)
+    nodes = [rng.randint(own, tree.width) if own else 0 for own in tree.num_nodes.tolist()]
+    (found, written), (expected, table) = (laid_out(kind, extends, tree, nodes) for kind in (compiled, REFERENCE))
+    assert torch.equal(written, table)
+    for record in (found, found.attention):
+        other = expected if record is found else expected.attention
+        for field in fields(record):
+            value, right = getattr(record, field.name), getattr(other, field.name)
+            if not isinstance(value, AttentionRows):
+                assert torch.equal(value, right) if isinstance(value, Tensor) else value == right, field.name
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_chooses_a_next_token(seed: int) -> None:
+def test_who_chooses_a_next_token(seed: int, on_cpu: Ops) -> None:
     """The last row of each completing extend and the nodes below it, each knowing whose it is."""
     extends, tree = random_step(random.Random(seed))
-    rows = flatten(extends, tree, 1 + torch.arange(len(expected_rows(extends, tree))), tree.num_nodes.tolist())
+    rows, _ = laid_out(on_cpu, extends, tree)
     completing = [line for line, extend in enumerate(extends) if extend.completes]
     ends = [extend.start + len(extend.tokens) - 1 for extend in extends]
     all_rows = found_rows(rows)
@@ -84,9 +118,9 @@ def test_who_chooses_a_next_token(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_attention_is_told(seed: int) -> None:
+def test_what_attention_is_told(seed: int, on_cpu: Ops) -> None:
     extends, tree = random_step(random.Random(seed))
-    rows = flatten(extends, tree, 1 + torch.randperm(len(expected_rows(extends, tree))), tree.num_nodes.tolist())
+    rows, _ = laid_out(on_cpu, extends, tree)
     told = rows.attention
     assert told.table_rows.tolist() == [extend.table_row for extend in extends]
     assert told.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]

@@ -1,0 +1,97 @@
+// How often proposals came true, and trees that wait for the text to tell.
+#include <algorithm>
+
+#include "trees.h"
+
+extern "C" {
+
+// Counted labels, and the rates that follow, for `buckets` buckets.
+struct Hits {
+    const float *prior_true, *prior_expected;
+    float *came_true, *expected, *rates;
+    int64_t buckets;
+    float decay, low, high;
+
+    void fade() const {
+        for (int64_t i = 0; i < buckets; i++) came_true[i] *= decay, expected[i] *= decay;
+    }
+    void add(int64_t bucket, float true_ones, float expected_ones) const {
+        came_true[bucket] += true_ones, expected[bucket] += expected_ones;
+    }
+    void estimate() const {
+        for (int64_t i = 0; i < buckets; i++) {
+            float rate = (prior_true[i] + came_true[i]) / (prior_expected[i] + expected[i]);
+            rates[i] = std::min(std::max(rate, low), high);
+        }
+    }
+};
+
+void count_hits(const Hits* hits, const int64_t* bucket, const float* came_true, const float* expected, int64_t count) {
+    hits->fade();
+    for (int64_t i = 0; i < count; i++) hits->add(bucket[i], came_true[i], expected[i]);
+    hits->estimate();
+}
+
+void count_claims(const Hits* hits, float* bins, int64_t num_bins, float bin_decay, const Trees* trees, int64_t batch,
+                  const float* claimed, const int64_t* buckets, const int64_t* committed, int64_t longest,
+                  const int64_t* num_known) {
+    hits->fade();
+    for (int64_t i = 0; i < 3 * num_bins; i++) bins[i] *= bin_decay;
+    std::vector<bool> came_true(trees->width);
+    for (int64_t b = 0; b < batch; b++, claimed += trees->width, buckets += trees->width, committed += longest) {
+        const Trees tree = trees->line(b);
+        for (int64_t i = 0; i < tree.width; i++) {
+            const int64_t depth = tree.depths[i], parent = tree.parents[i];
+            const bool tried = depth > 0 && depth <= num_known[b] && (parent < 0 || came_true[parent]);
+            came_true[i] = tried && tree.tokens[i] == committed[depth - 1];
+            if (tried) hits->add(buckets[i], came_true[i], claimed[i]);
+            float* bin = bins + std::clamp<int64_t>(int64_t(tree.survival[i] * float(num_bins)), 0, num_bins - 1);
+            bin[0] += depth > 0, bin[num_bins] += tree.survival[i], bin[2 * num_bins] += came_true[i];
+        }
+    }
+    hits->estimate();
+}
+
+// The newest tree of each row, [rows, width] each.
+struct Proposed {
+    int64_t *tokens, *parents, *depths;
+    float* predicted;
+    int64_t *buckets, width;
+};
+
+void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, const Trees* trees, const int64_t* chosen,
+                   const float* predicted, const int64_t* buckets, int64_t count) {
+    for (int64_t b = 0; b < batch; b++, chosen += trees->width, predicted += count) {
+        const Trees tree = trees->line(b);
+        const int64_t first = rows[b] * log->width;
+        std::copy_n(tree.tokens, tree.width, log->tokens + first);
+        std::copy_n(tree.parents, tree.width, log->parents + first);
+        std::copy_n(tree.depths, tree.width, log->depths + first);
+        std::fill(log->depths + first + tree.width, log->depths + first + log->width, 0);
+        for (int64_t i = 0; i < tree.width; i++) {
+            log->predicted[first + i] = predicted[chosen[i]];
+            log->buckets[first + i] = buckets[chosen[i]];
+        }
+    }
+}
+
+void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
+                    int64_t longest, const int64_t* lengths, int64_t further, int64_t* came) {
+    std::vector<char> tried(log->width), came_true(log->width);
+    came[0] = came[1] = 0;
+    hits->fade();
+    for (int64_t b = 0; b < batch; b++, tokens += longest) {
+        const int64_t first = rows[b] * log->width;
+        fates(log->tokens + first, log->parents + first, log->depths + first, 1, log->width, tokens, longest, lengths + b,
+              (bool*)tried.data(), (bool*)came_true.data());
+        for (int64_t i = 0; i < log->width; i++) {
+            if (!tried[i]) continue;  // and then it has not come true
+            hits->add(log->buckets[first + i], came_true[i], log->predicted[first + i]);
+            came[0] += came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
+        }
+        came[1] += lengths[b];
+    }
+    for (int64_t b = 0; b < batch; b++) std::fill_n(log->depths + rows[b] * log->width, log->width, 0);
+    hits->estimate();
+}
+}

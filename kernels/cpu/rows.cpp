@@ -1,0 +1,48 @@
+// Extends and trees as rows of one forward, see kernels/rows.py.
+#include <algorithm>
+
+#include "trees.h"
+
+struct Text {
+    int64_t table_row, start, tokens, completes, nodes;
+};
+
+struct Nodes {
+    const int64_t *slots, *tokens, *parents, *depths;  // [rows]; of trees
+};
+
+struct Columns {
+    int64_t *tokens, *positions, *sequence, *node, *table_rows, *ends, *node_slots;
+    int64_t *logit_rows, *logit_sequence, *logit_places, *completing, *num_nodes;
+    bool* ancestors;
+};
+
+extern "C" {
+
+// `read`: tokens of all texts, one after the other.
+void lay_out_rows(const Text* texts, int64_t lines, const int64_t* read, int64_t width, const Nodes* nodes, int64_t* table,
+                  int64_t table_width, const Columns* columns) {
+    int64_t extends = 0, choosing = 0;
+    for (int64_t line = 0; line < lines; line++) extends += texts[line].tokens, choosing += texts[line].completes;
+    const Columns to = *columns;
+    std::fill(to.node_slots, to.node_slots + lines * width, 0);
+    int64_t row = 0, complete = 0, below = extends, logit = choosing;
+    for (int64_t line = 0; line < lines; line++) {
+        const Text& text = texts[line];
+        to.table_rows[line] = text.table_row, to.ends[line] = text.start + text.tokens - 1;
+        for (int64_t i = 0; i < text.tokens; i++, row++) {
+            to.tokens[row] = read[row], to.positions[row] = text.start + i, to.sequence[row] = line, to.node[row] = ROOT;
+            table[text.table_row * table_width + text.start + i] = nodes->slots[row];
+        }
+        for (int64_t i = 0, at = line * width; i < text.nodes; i++, at++, below++, logit++) {
+            to.tokens[below] = nodes->tokens[at], to.positions[below] = to.ends[line] + nodes->depths[at];
+            to.sequence[below] = line, to.node[below] = i, to.node_slots[at] = nodes->slots[below];
+            to.logit_rows[logit] = below, to.logit_sequence[logit] = complete, to.logit_places[logit] = i + 1;
+        }
+        if (!text.completes) continue;
+        to.logit_rows[complete] = row - 1, to.logit_sequence[complete] = complete, to.logit_places[complete] = 0;
+        to.completing[complete] = line, to.num_nodes[complete++] = text.nodes;
+    }
+    ancestor_matrix(nodes->parents, lines, width, to.ancestors);
+}
+}

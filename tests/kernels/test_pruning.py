@@ -1,0 +1,91 @@
+"""Candidates pruned to trees, compiled as by the reference; the reference against sorted lists."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import ops
+from kernels.hit_rates import CLAIMS, DEPTHS
+from kernels.ops import REFERENCE
+from kernels.pruning import Pruned, survival_order
+from kernels.trees import DraftTree, select_nodes
+from tests.drafters.trees import draft_trees
+from tests.kernels.test_trees import likeliest
+
+torch.set_num_threads(1)
+
+COMPILED = ops.on(torch.device("cpu"))
+WIDTHS = torch.tensor([0, 2, 4, 8])
+
+
+def assert_pruned_alike(
+    tree: DraftTree, deepest: Tensor, wished: Tensor, rates: Tensor, seconds: Tensor, weights: Tensor, width: int
+) -> list[Pruned]:
+    """By both, in rows for as many nodes as each tree has, and laid out before. # -> by the compiled op"""
+    found = []
+    for widths in (None, WIDTHS):
+        prices = seconds[: tree.tokens.numel() + 1 if widths is None else len(WIDTHS)]
+        given = tree, deepest, wished, rates, prices, weights, width, widths
+        expected, pruned = REFERENCE.prune_trees(*given), COMPILED.prune_trees(*given)
+        assert all(map(torch.equal, pruned.trees, expected.trees))
+        assert torch.equal(pruned.sizes, expected.sizes)
+        valid = pruned.trees.valid
+        assert torch.equal(pruned.claimed[valid], expected.claimed[valid])
+        assert torch.equal(pruned.buckets[valid], expected.buckets[valid])
+        found.append(pruned)
+    return found
+
+
+@given(draft_trees(max_batch=16), st.integers(0, 14), st.integers(0, 2**30))
+def test_the_same_nodes_are_kept(tree: DraftTree, width: int, seed: int) -> None:
+    """All is in halves and quarters, whose sums and products are exact in any order, so that ties are ties in both."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*values: float, count: int = tree.batch) -> Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (count,), generator=generator)]
+
+    deepest, wished = (torch.randint(low, 14, (tree.batch,), generator=generator) for low in (0, -1))
+    rates = draw(0.5, 0.25, count=DEPTHS * CLAIMS)
+    seconds = 1.0 + draw(0.0, 0.0, 0.125, 0.5, count=max(len(WIDTHS), tree.tokens.numel() + 1)).cumsum(0)
+    seconds[1 + seed % 20 :] = torch.inf  # more than there is room for
+    weights = draw(1.0, 1.5, 4.0)
+    exact, fixed = assert_pruned_alike(tree, deepest, wished, rates, seconds, weights, width)
+    assert (exact.sizes[:, 0] <= wished.clamp(min=0)).all()
+    assert (fixed.sizes[:, 1] == torch.minimum(wished, fixed.sizes[:, 2]).clamp(0, min(width, tree.width))).all()
+    for all_wished in assert_pruned_alike(tree, deepest, wished, rates, seconds[:0], weights, width):
+        assert torch.equal(all_wished.sizes[:, 0], torch.minimum(wished, all_wished.sizes[:, 2]).clamp(min=0))
+
+
+@given(draft_trees(), st.integers(0, 6), st.integers(0, 2**30))
+def test_survival_is_corrected_alike(tree: DraftTree, deepest: int, seed: int) -> None:
+    """To rounding, by which equals may come in another order."""
+    rates = 2 * torch.rand(DEPTHS * CLAIMS, generator=torch.Generator().manual_seed(seed))
+    ends, ones = torch.full_like(tree.num_nodes, deepest), torch.ones(tree.batch)
+    given = tree, ends, tree.num_nodes, rates, torch.empty(0), ones, tree.width
+    expected, found = REFERENCE.prune_trees(*given), COMPILED.prune_trees(*given)
+    assert torch.equal(found.sizes, expected.sizes)
+    valid = expected.trees.valid
+    for ours, theirs in ((found.trees.survival, expected.trees.survival), (found.claimed, expected.claimed)):
+        assert torch.allclose((ours * valid).sort(1).values, (theirs * valid).sort(1).values)
+
+
+@given(draft_trees(), st.data())
+def test_survival_order_sorts_the_whole_batch(tree: DraftTree, data: st.DataObject) -> None:
+    limits = [data.draw(st.integers(0, tree.tokens.shape[1] + 2)) for _ in tree.num_nodes]
+    survival, owners = survival_order(tree, torch.tensor(limits), torch.ones(tree.batch))
+    oracle = [(-float(tree.survival[b, i]), b) for b in range(len(limits)) for i in likeliest(tree, b, limits[b])]
+    total = len(oracle)
+    assert [(-s, b) for s, b in zip(survival.tolist(), owners.tolist(), strict=True)][:total] == sorted(oracle)
+    assert (owners[total:] == -1).all()
+    assert not survival[total:].any()
+
+
+@given(draft_trees(), st.integers(0, 20))
+def test_any_prefix_of_the_common_order_is_a_set_of_trees(tree: DraftTree, total: int) -> None:
+    _, owners = survival_order(tree, tree.num_nodes, torch.ones(tree.batch))
+    owners = owners[:total]
+    keep = torch.bincount(owners[owners >= 0], minlength=len(tree.num_nodes))
+    kept, _ = select_nodes(tree, keep, tree.width)
+    assert (kept.num_nodes == keep).all()
+    assert (kept.parents < torch.arange(kept.tokens.shape[1])).all()
