@@ -123,6 +123,8 @@ class DraftingSizes:
     max_nodes: int
     vocab_size: int = 0
     num_slots: int = 0
+    memory_bytes: int = 64 << 20  # of past answers; 0: none are remembered
+    memory_scopes: int = 1  # who share them
     device: torch.device | str = "cpu"
     capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
     ledger: RegretLedger = field(default_factory=RegretLedger)  # of the server; by default nobody else's

@@ -19,6 +19,7 @@ from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.kinds import DRAFT_MODEL, EARLY_EXIT
 from drafters.lookahead.drafter import LookaheadDrafter
 from drafters.lookup.drafter import LookupDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
@@ -61,6 +62,7 @@ def _trained(kind: str, parts: Parts) -> Drafter:
 _KINDS = {
     "lookup": Kind(lambda parts: LookupDrafter(parts.sizes), takes_argument=False),
     "lookahead": Kind(lambda parts: LookaheadDrafter(parts.sizes), takes_argument=False),
+    "memory": Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
     "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
     "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
@@ -120,6 +122,9 @@ def build_drafter(name: str, parts: Parts) -> Drafter:
     first, *others = (one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name))
     if not others:
         return first
+    if _resolved(name)[0].name == "memory" and not _SWITCH.fullmatch(name):
+        network = _resolved(name)[1].kind.build(replace(parts, argument=_resolved(name)[1].argument))
+        return MemoryDrafter(parts.sizes, network)
     joined = SwitchDrafter if _SWITCH.fullmatch(name) else MergedDrafter
     return joined(first, others[0], parts.sizes)
 

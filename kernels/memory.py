@@ -5,8 +5,8 @@ A context of 1, 2, 4 or 8 tokens names a bucket of eight places by its hash. A p
 a successor and how often it was seen. A new successor takes the place with the fewest sightings, and the others of its
 bucket fade then, so that what is frequent and recent stays; a bucket is one cache line, whatever is held.
 
-A sequence reads up to three parts: its own text (the prompt and its answer so far), the answer that its client predicts,
-and past answers of its scope. The chance of a candidate given that its parent is accepted is a logistic regression,
+A sequence reads up to three parts: its own text (the prompt and its answer so far), the answer that its client
+predicts, and past answers of its scope. The chance of a candidate given that its parent is accepted is
 
     p = 1 / (1 + exp(-sum_g w[feature_g])),
 
@@ -73,6 +73,8 @@ class Memory(NamedTuple):
     squares: Tensor  # like weights, summed squares of their gradients
     parts: Tensor  # [rows, PARTS, 2] int64, first bucket and number of buckets (a power of two, or 0 for none)
     scopes: Tensor  # [rows] int64
+    warm: Tensor  # [rows] bool, whether tokens are drawn, at a temperature above 0
+    stores: Tensor  # [rows] bool, whether answers are remembered
     tails: Tensor  # [rows, CONTEXT] int64, last tokens of the text, the newest first
     predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had in their place
     alone: DraftTree  # [rows, nodes], last trees without a network's proposals
@@ -89,7 +91,9 @@ class Memory(NamedTuple):
             weights=weights,
             squares=torch.ones_like(weights),
             parts=number.new_zeros(rows, len(PARTS), 2),
-            scopes=number,
+            scopes=number.clone(),
+            warm=number.bool(),
+            stores=number == 0,
             tails=number.new_full((rows, CONTEXT), NO_TOKEN),
             predicted=number.clone(),
             alone=DraftTree.padding(rows, nodes, device),
@@ -110,34 +114,32 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
         memory.tails[row] = torch.tensor(context)
 
 
-def grow_joint_tree(
-    memory: Memory, rows: Tensor, temperatures: Tensor, network: DraftTree | None, max_nodes: int, least: float
-) -> DraftTree:
+def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
     """For each text the nodes that are likeliest to be accepted, best first, of all that its parts and the network
     propose; none that survives with a probability below `least`. What the network proposes, or that it does not, is
-    kept for `learn_committed`. # rows [batch] int64, temperatures [batch] float32, network [batch, nodes]"""
+    kept for `learn_committed`. # rows [batch] int64, network [batch, nodes]"""
     lines = []
-    for line, (row, temperature) in enumerate(zip(rows.tolist(), temperatures.tolist(), strict=True)):
+    for line, row in enumerate(rows.tolist()):
         kept = memory.network if network is not None else memory.alone
         memory.network.num_nodes[row] = 0
         if network is not None:
             _write(kept, row, _nodes_of(network, line))
-        nodes = _grown(_Reader(memory, row), warm=temperature > 0, most=max_nodes, least=least)
+        nodes = _grown(_Reader(memory, row), max_nodes, least)
         if network is None:
             _write(kept, row, nodes)
         lines.append(nodes)
     return _tree(lines, max_nodes, rows.device)
 
 
-def learn_committed(
-    memory: Memory, rows: Tensor, temperatures: Tensor, tokens: Tensor, counts: Tensor, stores: Tensor, rate: float
-) -> Tensor:
-    """Learn which candidates came true, and count what was committed in each text and, where `stores`, in its scope's
-    past answers. Returns how many of the committed tokens the tree without the network had right.
-    # rows, counts [batch] int64; temperatures [batch] float32; tokens [batch, depth + 1] int64; stores [batch] bool
-    # -> [batch] int64"""
-    given = zip(*(values.tolist() for values in (rows, temperatures, tokens, counts, stores)), strict=True)
-    return torch.tensor([_learnt(_Reader(memory, row), rate, *rest) for row, *rest in given], device=rows.device)
+def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """Learn which candidates came true, and count what was committed in each text and, where the row stores, in its
+    scope's past answers. Returns how many accepted tokens (all but the last of each row) the trees without the network
+    had, how many there are, and how many were committed. # rows, counts [batch] int64; tokens [batch, depth + 1] int64
+    # -> [3] int64"""
+    given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
+    right = sum(_learnt(_Reader(memory, row), line[:count], rate) for row, line, count in given)
+    accepted = sum(max(0, count - 1) for *_, count in given)
+    return torch.tensor([right, accepted, sum(count for *_, count in given)], device=rows.device)
 
 
 @dataclass(slots=True)
@@ -227,9 +229,9 @@ class _Reader:
         """Whether the network proposes children of that node."""
         return proposed is not None and any(node.parent == proposed for node in self.network)
 
-    def weights(self, *, warm: bool, knows: bool) -> tuple[Tensor, Tensor]:
+    def weights(self, *, knows: bool) -> tuple[Tensor, Tensor]:
         """Weights and squares of a kind. # both [FEATURES]"""
-        scope, kind = int(self.memory.scopes[self.row]), 2 * warm + knows
+        scope, kind = int(self.memory.scopes[self.row]), 2 * int(self.memory.warm[self.row]) + knows
         return self.memory.weights[scope, kind], self.memory.squares[scope, kind]
 
     def _see(self, context: tuple[int, ...], part: int, found: dict[int, Candidate]) -> int:
@@ -276,14 +278,14 @@ def _chance(weights: Tensor, features: list[int]) -> float:
     return float(np.clip(1 / (1 + np.exp(-score)), np.float32(low), np.float32(high)))
 
 
-def _grown(reader: _Reader, *, warm: bool, most: int, least: float) -> list[_Node]:
+def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
     """Best first: the likeliest node that is not expanded yet goes on while it is among the best ones."""
     root = _Node(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
     nodes: list[_Node] = []
     expanded, number, parent = set[int](), ROOT, root
     while True:
         if parent.depth < _MAX_DEPTH:
-            weights, _ = reader.weights(warm=warm, knows=reader.knows(parent.proposed))
+            weights, _ = reader.weights(knows=reader.knows(parent.proposed))
             for one, features in reader.candidates(parent.context, parent.proposed):
                 survival = float(np.float32(parent.survival) * np.float32(_chance(weights, features)))
                 if survival >= least:
@@ -299,13 +301,12 @@ def _grown(reader: _Reader, *, warm: bool, most: int, least: float) -> list[_Nod
     return [_Node(n.token, numbers[n.parent], n.depth, n.survival) for n in (nodes[place] for place in order)]
 
 
-def _learnt(
-    reader: _Reader, rate: float, temperature: float, tokens: list[int], count: int, stores: bool
-) -> int:
+def _learnt(reader: _Reader, tokens: list[int], rate: float) -> int:
     """`learn_committed` of one row."""
     context, proposed = reader.tail(), ROOT if reader.network else None
-    for token in tokens[:count]:
-        weights, squares = reader.weights(warm=temperature > 0, knows=reader.knows(proposed))
+    stores = bool(reader.memory.stores[reader.row])
+    for token in tokens:
+        weights, squares = reader.weights(knows=reader.knows(proposed))
         candidates = reader.candidates(context, proposed)
         proposed = None
         for one, features in candidates:
@@ -320,7 +321,7 @@ def _learnt(
             reader.add(context, part, token)
         context = _then(context, token)
     reader.memory.tails[reader.row] = torch.tensor(context)
-    return _right(_nodes_of(reader.memory.alone, reader.row), tokens[:count])
+    return _right(_nodes_of(reader.memory.alone, reader.row), tokens[:-1])
 
 
 def _right(nodes: list[_Node], tokens: list[int]) -> int:

@@ -75,6 +75,7 @@ extern "C" struct Memory {
     int64_t* entries;  // [buckets, WAYS]
     float *weights, *squares;  // [scopes, KINDS, FEATURES]
     const int64_t *parts, *scopes;  // [rows, PARTS, 2], [rows]
+    const bool *warm, *stores;  // [rows]
     int64_t *tails, *predicted;  // [rows, CONTEXT], [rows]
     Trees alone, network;  // [rows, nodes]
     const int64_t* factors;  // [NUM_ORDERS + CONTEXT]
@@ -191,7 +192,7 @@ struct Reader {
         }
     }
 
-    int64_t kind(bool warm, bool knows) const { return (memory.scopes[row] * KINDS + 2 * warm + knows) * FEATURES; }
+    int64_t kind(bool knows) const { return (memory.scopes[row] * KINDS + 2 * memory.warm[row] + knows) * FEATURES; }
 
     float chance(int64_t kind, const Candidate& one) const {
         float sum = 0;
@@ -227,12 +228,12 @@ struct Grower {
     std::vector<std::pair<float, int64_t>> open;  // a heap of survival and minus the number: the first of equals
     Candidates found;
 
-    void grow(const Reader& reader, bool warm, float least, size_t most) {
+    void grow(const Reader& reader, float least, size_t most) {
         nodes.clear(), best.clear(), open.clear();
         Node parent{-1, ROOT, 0, ROOT, 1.0f, reader.tail()};
         int64_t number = ROOT;
         while (true) {
-            if (parent.depth < MAX_DEPTH) expand(reader, parent, number, warm, least, most);
+            if (parent.depth < MAX_DEPTH) expand(reader, parent, number, least, most);
             if (open.empty()) return;
             std::pop_heap(open.begin(), open.end());
             const auto [survival, minus] = open.back();
@@ -243,10 +244,10 @@ struct Grower {
         }
     }
 
-    void expand(const Reader& reader, const Node& parent, int64_t number, bool warm, float least, size_t most) {
+    void expand(const Reader& reader, const Node& parent, int64_t number, float least, size_t most) {
         const bool knows = reader.knows(parent.proposed);
         reader.candidates(parent.context, parent.proposed, knows, found);
-        const int64_t kind = reader.kind(warm, knows);
+        const int64_t kind = reader.kind(knows);
         for (const Candidate& one : found) {
             const float survival = parent.survival * reader.chance(kind, one);
             if (survival < least || (best.size() == most && survival <= best.front())) continue;
@@ -294,32 +295,33 @@ void add_text(const Memory* memory, int64_t row, int64_t part, const int64_t* to
     if (part == TEXT) reader.set_tail(context);
 }
 
-void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, const float* temperatures, const Trees* network,
-                     float least, const Trees* trees) {
+void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, const Trees* network, float least, const Trees* trees) {
     Grower grower;
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
         *reader.network.num_nodes = 0;
         if (network) copy(network->line(b), reader.network);
-        grower.grow(reader, temperatures[b] > 0, least, size_t(trees->width));
+        grower.grow(reader, least, size_t(trees->width));
         grower.write(trees->line(b));
         if (!network) copy(trees->line(b), memory->alone.line(rows[b]));
     }
 }
 
-void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, const float* temperatures, const int64_t* tokens,
-                     int64_t width, const int64_t* counts, const bool* stores, float rate, int64_t* rights) {
+void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, const int64_t* tokens, int64_t width,
+                     const int64_t* counts, float rate, int64_t* accepted) {
     Candidates found;
+    accepted[0] = accepted[1] = accepted[2] = 0;
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
         const int64_t* said = tokens + b * width;
-        rights[b] = right(memory->alone.line(rows[b]), said, counts[b]);
+        const int64_t most = std::max<int64_t>(0, counts[b] - 1);
+        accepted[0] += right(memory->alone.line(rows[b]), said, most), accepted[1] += most, accepted[2] += counts[b];
         Context context = reader.tail();
         int64_t proposed = *reader.network.num_nodes ? ROOT : NO_PARENT;
         for (int64_t i = 0; i < counts[b]; i++) {
             const bool knows = reader.knows(proposed);
             reader.candidates(context, proposed, knows, found);
-            const int64_t kind = reader.kind(temperatures[b] > 0, knows);
+            const int64_t kind = reader.kind(knows);
             proposed = NO_PARENT;
             for (const Candidate& one : found) {
                 const bool is_true = one.token == said[i];
@@ -334,7 +336,7 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
                 memory->predicted[rows[b]] += one.seen[PREDICTION].order > 0;
             }
             for (int part : {TEXT, PAST})
-                if (part == TEXT || stores[b]) reader.add(context, part, said[i]);
+                if (part == TEXT || memory->stores[rows[b]]) reader.add(context, part, said[i]);
             context = context.then(said[i]);
         }
         reader.set_tail(context);

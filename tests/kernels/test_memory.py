@@ -39,14 +39,16 @@ def trusting(memory: Memory) -> Memory:
     return memory
 
 
-def grow(with_: Ops, memory: Memory, *rows: int, network: DraftTree | None = None, warm: bool = False) -> DraftTree:
-    temperatures = torch.full((len(rows),), float(warm))
-    return with_.grow_joint_tree(memory, torch.tensor(rows), temperatures, network, NODES, LEAST)
+def grow(with_: Ops, memory: Memory, row: int, network: DraftTree | None = None) -> DraftTree:
+    return with_.grow_joint_tree(memory, torch.tensor([row]), network, NODES, LEAST)
 
 
-def learn(with_: Ops, memory: Memory, row: int, *tokens: int, stores: bool = True) -> int:
-    given = torch.tensor([row]), torch.zeros(1), torch.tensor([tokens]), torch.tensor([len(tokens)])
-    return int(with_.learn_committed(memory, *given, torch.tensor([stores]), RATE)[0])
+def learn(with_: Ops, memory: Memory, row: int, *tokens: int) -> int:
+    """Returns how many of the accepted ones the tree without a network had."""
+    given = torch.tensor([row]), torch.tensor([tokens]), torch.tensor([len(tokens)])
+    alone, *rest = with_.learn_committed(memory, *given, RATE).tolist()
+    assert rest == [len(tokens) - 1, len(tokens)]
+    return int(alone)
 
 
 def below_root(tree: DraftTree) -> set[int]:
@@ -81,7 +83,8 @@ def test_what_is_not_to_be_stored_is_forgotten_with_its_text(with_: Ops) -> None
     memory = trusting(memory_of())
     for row in range(2):
         with_.add_text(memory, row, TEXT, torch.tensor([1]))
-    learn(with_, memory, 0, 2, 1, stores=False)
+    memory.stores[0] = False
+    learn(with_, memory, 0, 2, 1)
     assert below_root(grow(with_, memory, 0)) == {2}, "its own text"
     assert not grow(with_, memory, 1).num_nodes.any()
 
@@ -115,7 +118,8 @@ def test_weights_learn_what_comes_true(with_: Ops) -> None:
     survival = {token: float(tree.survival[0, place]) for place, token in _roots_children(tree)}
     assert before == [0.5, 0.5]
     assert survival[2] > 0.8 > 0.2 > survival.get(3, 0.0)
-    assert memory.weights[0].any() and not memory.weights[1].any(), "of its own scope alone"
+    assert memory.weights[0].any()
+    assert not memory.weights[1].any(), "of another scope"
 
 
 def test_a_networks_nodes_and_texts_make_one_tree(with_: Ops) -> None:
@@ -142,17 +146,18 @@ def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
             with_.add_text(memory, row, PREDICTION, text[: 5 * row])
     for _ in range(12):
         rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
-        temperatures = torch.tensor([rng.choice((0.0, 0.7)) for _ in rows])
+        warm, stores = (torch.tensor([rng.random() < 0.6 for _ in range(ROWS)]) for _ in range(2))
         network = rng.choice((None, _network(rng, len(rows))))
         tokens = torch.tensor([[rng.randrange(9) for _ in range(4)] for _ in rows])
         counts = torch.tensor([rng.randrange(1, 5) for _ in rows])
-        stores = torch.tensor([rng.random() < 0.7 for _ in rows])
         results = []
         for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
             of = torch.tensor(rows)
-            alone = with_.grow_joint_tree(memory, of, temperatures, None, NODES, LEAST)
-            joint = alone if network is None else with_.grow_joint_tree(memory, of, temperatures, network, NODES, LEAST)
-            right = with_.learn_committed(memory, of, temperatures, tokens, counts, stores, RATE)
+            memory.warm.copy_(warm)
+            memory.stores.copy_(stores)
+            alone = with_.grow_joint_tree(memory, of, None, NODES, LEAST)
+            joint = alone if network is None else with_.grow_joint_tree(memory, of, network, NODES, LEAST)
+            right = with_.learn_committed(memory, of, tokens, counts, RATE)
             results.append((*alone, *joint, right))
         for expected, found in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -190,4 +195,3 @@ def test_sizes_are_those_of_the_kernels() -> None:
     assert memory.weights.shape == (SCOPES, KINDS, FEATURES)
     assert memory.tails.shape == (ROWS, CONTEXT)
     assert memory.parts[:, PAST, 0].tolist() == [6 * BUCKETS, 6 * BUCKETS, 7 * BUCKETS]
-
