@@ -19,7 +19,7 @@ Legend: batch = some rows; rows = sequences of the engine's table; scopes = who 
 weights: whether the network proposes children of the parent, and 2 more where the temperature is above 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import floor, sqrt
 from typing import NamedTuple
@@ -279,26 +279,43 @@ def _chance(weights: Tensor, features: list[int]) -> float:
 
 
 def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
-    """Best first: the likeliest node that is not expanded yet goes on while it is among the best ones."""
-    root = _Node(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
+    """Best first: the likeliest node that is not expanded yet goes on. Of the nodes the likeliest are held; a better one
+    takes the place of the least likely, which has no child among them, for a child is less likely than its parent."""
     nodes: list[_Node] = []
-    expanded, number, parent = set[int](), ROOT, root
+    expanded = set[int]()
+    number, parent = ROOT, _Node(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
     while True:
         if parent.depth < _MAX_DEPTH:
-            weights, _ = reader.weights(knows=reader.knows(parent.proposed))
-            for one, features in reader.candidates(parent.context, parent.proposed):
-                survival = float(np.float32(parent.survival) * np.float32(_chance(weights, features)))
-                if survival >= least:
-                    proposed, context = one.node if one.node >= 0 else None, _then(parent.context, one.token)
-                    nodes.append(_Node(one.token, number, parent.depth + 1, survival, context, proposed))
-        order = sorted(range(len(nodes)), key=lambda place: -nodes[place].survival)[:most]
-        number = next((place for place in order if place not in expanded), ROOT)
-        if number == ROOT:
+            for node in _children(reader, parent, number):
+                if node.survival >= least:
+                    _hold(nodes, expanded, node, most)
+        waiting = [place for place in range(len(nodes)) if place not in expanded]
+        if not waiting:
             break
+        number = max(waiting, key=lambda place: nodes[place].survival)
         expanded.add(number)
         parent = nodes[number]
+    order = sorted(range(len(nodes)), key=lambda place: -nodes[place].survival)
     numbers = {ROOT: ROOT, **{place: new for new, place in enumerate(order)}}
     return [_Node(n.token, numbers[n.parent], n.depth, n.survival) for n in (nodes[place] for place in order)]
+
+
+def _children(reader: _Reader, parent: _Node, number: int) -> Iterator[_Node]:
+    weights, _ = reader.weights(knows=reader.knows(parent.proposed))
+    for one, features in reader.candidates(parent.context, parent.proposed):
+        survival = float(np.float32(parent.survival) * np.float32(_chance(weights, features)))
+        proposed = one.node if one.node >= 0 else None
+        yield _Node(one.token, number, parent.depth + 1, survival, _then(parent.context, one.token), proposed)
+
+
+def _hold(nodes: list[_Node], expanded: set[int], node: _Node, most: int) -> None:
+    if len(nodes) < most:
+        nodes.append(node)
+        return
+    place = min(range(most), key=lambda place: nodes[place].survival)
+    if node.survival > nodes[place].survival:
+        nodes[place] = node
+        expanded.discard(place)
 
 
 def _learnt(reader: _Reader, tokens: list[int], rate: float) -> int:

@@ -2,9 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
-#include <utility>
+#include <numeric>
 #include <vector>
 
 #include "trees.h"
@@ -221,58 +220,59 @@ int64_t right(const Trees& tree, const int64_t* tokens, int64_t count) {
     return count;
 }
 
-// Grows trees best first: the likeliest node that was not expanded yet goes on while it is among the best ones.
-struct Grower {
+// A tree that grows best first: the likeliest node that was not expanded yet goes on. It holds the likeliest nodes so far; a
+// better one takes the place of the least likely, which has no child among them, for a child is less likely than its parent.
+struct Tree {
+    const size_t most;
     std::vector<Node> nodes;
-    std::vector<float> best;                       // a heap of the greatest survivals, the least in front
-    std::vector<std::pair<float, int64_t>> open;  // a heap of survival and minus the number: the first of equals
+    std::vector<char> expanded;
     Candidates found;
 
-    void grow(const Reader& reader, float least, size_t most) {
-        nodes.clear(), best.clear(), open.clear();
+    explicit Tree(int64_t width) : most(size_t(width)) {}
+
+    void grow(const Reader& reader, float least) {
+        nodes.clear(), expanded.clear();
         Node parent{-1, ROOT, 0, ROOT, 1.0f, reader.tail()};
-        int64_t number = ROOT;
-        while (true) {
-            if (parent.depth < MAX_DEPTH) expand(reader, parent, number, least, most);
-            if (open.empty()) return;
-            std::pop_heap(open.begin(), open.end());
-            const auto [survival, minus] = open.back();
-            open.pop_back();
-            if (best.size() == most && survival < best.front()) return;
-            number = -minus;
+        for (int64_t number = ROOT;;) {
+            if (parent.depth < MAX_DEPTH) expand(reader, parent, number, least);
+            number = ROOT;
+            for (size_t i = 0; i < nodes.size(); i++)
+                if (!expanded[i] && (number == ROOT || nodes[i].survival > nodes[size_t(number)].survival)) number = int64_t(i);
+            if (number == ROOT) return;
+            expanded[size_t(number)] = true;
             parent = nodes[size_t(number)];
         }
     }
 
-    void expand(const Reader& reader, const Node& parent, int64_t number, float least, size_t most) {
+    void expand(const Reader& reader, const Node& parent, int64_t number, float least) {
         const bool knows = reader.knows(parent.proposed);
         reader.candidates(parent.context, parent.proposed, knows, found);
         const int64_t kind = reader.kind(knows);
         for (const Candidate& one : found) {
             const float survival = parent.survival * reader.chance(kind, one);
-            if (survival < least || (best.size() == most && survival <= best.front())) continue;
-            open.push_back({survival, -int64_t(nodes.size())});
-            std::push_heap(open.begin(), open.end());
-            nodes.push_back({one.token, number, parent.depth + 1, one.node < 0 ? NO_PARENT : one.node, survival,
-                             parent.context.then(one.token)});
-            best.push_back(survival);
-            std::push_heap(best.begin(), best.end(), std::greater<>());
-            if (best.size() <= most) continue;
-            std::pop_heap(best.begin(), best.end(), std::greater<>());
-            best.pop_back();
+            if (survival < least) continue;
+            size_t place = nodes.size();
+            if (place == most) {
+                const auto rarer = [](const Node& a, const Node& b) { return a.survival < b.survival; };
+                place = size_t(std::min_element(nodes.begin(), nodes.end(), rarer) - nodes.begin());
+                if (survival <= nodes[place].survival) continue;
+            } else {
+                nodes.emplace_back(), expanded.push_back(false);
+            }
+            nodes[place] = {one.token, number, parent.depth + 1, one.node < 0 ? NO_PARENT : one.node, survival, parent.context.then(one.token)};
+            expanded[place] = false;
         }
     }
 
     void write(const Trees& to) const {
-        Numbers order(nodes.size()), numbers(nodes.size(), ROOT);
-        for (size_t i = 0; i < order.size(); i++) order[i] = int64_t(i);
+        Numbers order(nodes.size()), numbers(nodes.size());
+        std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return nodes[size_t(a)].survival > nodes[size_t(b)].survival; });
-        order.resize(std::min(order.size(), size_t(to.width)));
         *to.num_nodes = int64_t(order.size());
-        for (size_t i = 0; i < size_t(to.width); i++) {
-            const Node none{0, ROOT, 0, ROOT, 0.0f, {}};
-            const Node& node = i < order.size() ? nodes[size_t(order[i])] : none;
-            if (i < order.size()) numbers[size_t(order[i])] = int64_t(i);
+        for (int64_t i = 0; i < to.width; i++) {
+            const bool exists = i < *to.num_nodes;
+            const Node node = exists ? nodes[size_t(order[size_t(i)])] : Node{0, ROOT, 0, ROOT, 0.0f, {}};
+            if (exists) numbers[size_t(order[size_t(i)])] = i;
             to.tokens[i] = node.token;
             to.parents[i] = node.parent == ROOT ? ROOT : numbers[size_t(node.parent)];
             to.depths[i] = node.depth;
@@ -296,13 +296,13 @@ void add_text(const Memory* memory, int64_t row, int64_t part, const int64_t* to
 }
 
 void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, const Trees* network, float least, const Trees* trees) {
-    Grower grower;
+    Tree tree(trees->width);
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
         *reader.network.num_nodes = 0;
         if (network) copy(network->line(b), reader.network);
-        grower.grow(reader, least, size_t(trees->width));
-        grower.write(trees->line(b));
+        tree.grow(reader, least);
+        tree.write(trees->line(b));
         if (!network) copy(trees->line(b), memory->alone.line(rows[b]));
     }
 }
