@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ARGS ?=
-# Most tests keep to one thread; a file's tests stay together, for they share what takes long to build.
-TWO_AT_A_TIME := -n 2 --dist loadfile
+# Most tests keep to one thread; a file's tests stay together, for they share what takes long to build. Files keep their
+# order: by number of tests those with few, long ones would come last, and one of the two would wait.
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # programs first: what is installed is compiled with one of them
