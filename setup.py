@@ -2,9 +2,12 @@
 
 import os
 import platform
+from copy import copy
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 # No debug information, which Python's own flags ask for; no vectors that a processor has no registers for.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
@@ -19,7 +22,18 @@ VARIANTS = {
     "aarch64": {"neondot": ["-march=armv8.2-a+dotprod"], "neon": ["-march=armv8.2-a"]},
 }
 
+
+class BuildEach(build_ext):
+    """Builds compile the same sources, at the same time: each has a folder for its objects."""
+
+    def build_extension(self, ext):
+        own = copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildEach, own).build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildEach},
     ext_modules=[
         # No modules of Python: kernels/cpu/library.py loads them by their C interface.
         Extension(

@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 
 from kernels.trees import DraftTree, Fates, accumulated, fates
 
+Walk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates]
+"""As `fates`."""
+
 CEILING = 0.98  # below 1: survival must fall strictly along a path
 DEPTHS = 8  # deeper nodes count as of this depth
 CLAIMS = 9
@@ -73,11 +76,11 @@ def judge_proposed(
     """Count what the text made of the nodes that these rows proposed, which are forgotten, each with its predicted
     probability; says how many nodes of buckets from `further` on were accepted, and how many tokens were committed.
     # rows, lengths [batch]; tokens [batch, longest] int64, the text behind the root -> [2] int64"""
-    return judged_by(fates, log, counts, rows, tokens, lengths, further)
+    return judge_with(fates, log, counts, rows, tokens, lengths, further)
 
 
-def judged_by(
-    walk: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates],
+def judge_with(
+    walk: Walk,
     log: Proposed,
     counts: HitCounts,
     rows: Tensor,
@@ -85,7 +88,7 @@ def judged_by(
     lengths: Tensor,
     further: int,
 ) -> Tensor:
-    """`judge_proposed` with this implementation of `fates`."""
+    """`judge_proposed`, with this implementation of `fates`."""
     proposed = Proposed(*(table.index_select(0, rows) for table in log))
     tried, true = walk(proposed.tokens, proposed.parents, proposed.depths, tokens, lengths)
     count_hits(counts, proposed.buckets, true & tried, proposed.predicted * tried)
@@ -107,21 +110,22 @@ def count_claims(
     """Count what became of verified nodes: in `counts` which claims came true of those that were tried, and in `bins`
     [3, bins] float32, by survival, nodes, their survival and how many were accepted; what they hold weighs `bin_decay`
     times less first. # claimed [batch, nodes] float32, buckets int64; committed, num_known as `fates`' last two"""
-    judged = fates(trees.tokens, trees.parents, trees.depths, committed, num_known)
-    count_fates(counts, bins, bin_decay, trees, claimed, buckets, judged)
+    count_with(fates, counts, bins, bin_decay, trees, claimed, buckets, committed, num_known)
 
 
-def count_fates(
+def count_with(
+    walk: Walk,
     counts: HitCounts,
     bins: Tensor,
     bin_decay: float,
     trees: DraftTree,
     claimed: Tensor,
     buckets: Tensor,
-    judged: Fates,
+    committed: Tensor,
+    num_known: Tensor,
 ) -> None:
-    """The same of nodes that have been judged."""
-    tried, accepted = judged
+    """`count_claims`, with this implementation of `fates`."""
+    tried, accepted = walk(trees.tokens, trees.parents, trees.depths, committed, num_known)
     count_hits(counts, buckets, accepted, claimed * tried)
     place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
     values = torch.stack([trees.depths > 0, trees.survival, accepted]).view(3, -1)

@@ -2,6 +2,7 @@
 of a batch, the likeliest kept.
 Legend: batch, nodes as in kernels/trees.py."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from kernels.hit_rates import Corrected, correct_survival
 from kernels.trees import DraftTree, falling, select_nodes
 
+SIZES = 3
+"""Numbers of a tree in `Pruned`."""
+
 
 class Pruned(NamedTuple):
     """The trees of a step, and what is to be known of them later; what is claimed of padding means nothing."""
@@ -17,7 +21,7 @@ class Pruned(NamedTuple):
     trees: DraftTree  # [batch, width]
     claimed: Tensor  # [batch, width] float32, of their nodes before correction: `Corrected.conditional`
     buckets: Tensor  # [batch, width] int64
-    sizes: Tensor  # [batch, 3] int64: nodes wanted, nodes kept, candidates that have a chance
+    sizes: Tensor  # [batch, SIZES] int64: nodes wanted, nodes kept, candidates that have a chance
 
 
 def prune_trees(
@@ -38,21 +42,22 @@ def prune_trees(
     no sequence; seconds [choices] float32 of the steps to choose among, none where all that are wished for are wanted;
     weights [batch] float32, what one token of each sequence counts.
     """
-    corrected = correct_survival(candidates, deepest, rates)
-    return prune_corrected(candidates, corrected, wished, seconds, weights, width, widths)
+    return prune_with(correct_survival, candidates, deepest, wished, rates, seconds, weights, width, widths)
 
 
-def prune_corrected(
+def prune_with(
+    correct: Callable[[DraftTree, Tensor, Tensor], Corrected],
     candidates: DraftTree,
-    corrected: Corrected,
+    deepest: Tensor,
     wished: Tensor,
+    rates: Tensor,
     seconds: Tensor,
     weights: Tensor,
     width: int,
-    widths: Tensor | None,
+    widths: Tensor | None = None,
 ) -> Pruned:
-    """The same once survival is corrected."""
-    survival, claimed, buckets = corrected
+    """`prune_trees`, with this implementation of `correct_survival`."""
+    survival, claimed, buckets = correct(candidates, deepest, rates)
     worth = (survival > 0).sum(1)
     limits = torch.minimum(wished, worth)
     candidates = candidates._replace(survival=survival)

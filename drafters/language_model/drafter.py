@@ -150,7 +150,8 @@ class LanguageModelDrafter(Drafter):
         """The likeliest nodes of all levels; keeps what is needed to learn from them."""
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
-        tree, chosen = self._ops.likeliest_nodes(DraftTree(tokens, parents, depths, survival, rows), self._max_nodes)
+        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # of a raw tree it is not read
+        tree, chosen = self._ops.likeliest_nodes(raw, self._max_nodes)
         predicted = torch.cat([level.predicted for level in levels], dim=1)
         buckets = torch.cat(
             [

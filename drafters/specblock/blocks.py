@@ -170,7 +170,8 @@ class Blocks:
             values = (torch.cat(part, dim=-1) for part in zip(*grown, strict=True))
             tokens, parents, depths, survival, predicted, buckets = values
         merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
-        tree, chosen = merge(DraftTree(tokens, parents, depths, survival, rows), self._max_nodes)
+        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # of a raw tree it is not read
+        tree, chosen = merge(raw, self._max_nodes)
         self.calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree
 

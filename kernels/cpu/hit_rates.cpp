@@ -1,7 +1,23 @@
 // How often proposals came true, and trees that wait for the text to tell.
 #include <algorithm>
+#include <memory>
 
 #include "trees.h"
+
+namespace {
+
+// What became of one tree's nodes.
+struct Judged {
+    std::unique_ptr<bool[]> tried, came_true;
+
+    explicit Judged(int64_t width) : tried(new bool[width]), came_true(new bool[width]) {}
+
+    void judge(const Trees& tree, const int64_t* committed, int64_t longest, int64_t count) {
+        fates(tree.tokens, tree.parents, tree.depths, 1, tree.width, committed, longest, &count, tried.get(), came_true.get());
+    }
+};
+
+}  // namespace
 
 extern "C" {
 
@@ -37,16 +53,14 @@ void count_claims(const Hits* hits, float* bins, int64_t num_bins, float bin_dec
                   const int64_t* num_known) {
     hits->fade();
     for (int64_t i = 0; i < 3 * num_bins; i++) bins[i] *= bin_decay;
-    std::vector<bool> came_true(trees->width);
+    Judged judged(trees->width);
     for (int64_t b = 0; b < batch; b++, claimed += trees->width, buckets += trees->width, committed += longest) {
         const Trees tree = trees->line(b);
+        judged.judge(tree, committed, longest, num_known[b]);
         for (int64_t i = 0; i < tree.width; i++) {
-            const int64_t depth = tree.depths[i], parent = tree.parents[i];
-            const bool tried = depth > 0 && depth <= num_known[b] && (parent < 0 || came_true[parent]);
-            came_true[i] = tried && tree.tokens[i] == committed[depth - 1];
-            if (tried) hits->add(buckets[i], came_true[i], claimed[i]);
+            if (judged.tried[i]) hits->add(buckets[i], judged.came_true[i], claimed[i]);
             float* bin = bins + std::clamp<int64_t>(int64_t(tree.survival[i] * float(num_bins)), 0, num_bins - 1);
-            bin[0] += depth > 0, bin[num_bins] += tree.survival[i], bin[2 * num_bins] += came_true[i];
+            bin[0] += tree.depths[i] > 0, bin[num_bins] += tree.survival[i], bin[2 * num_bins] += judged.came_true[i];
         }
     }
     hits->estimate();
@@ -77,17 +91,17 @@ void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, cons
 
 void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
                     int64_t longest, const int64_t* lengths, int64_t further, int64_t* came) {
-    std::vector<char> tried(log->width), came_true(log->width);
+    Judged judged(log->width);
     came[0] = came[1] = 0;
     hits->fade();
     for (int64_t b = 0; b < batch; b++, tokens += longest) {
         const int64_t first = rows[b] * log->width;
-        fates(log->tokens + first, log->parents + first, log->depths + first, 1, log->width, tokens, longest, lengths + b,
-              (bool*)tried.data(), (bool*)came_true.data());
+        const Trees tree{log->tokens + first, log->parents + first, log->depths + first, nullptr, nullptr, log->width};
+        judged.judge(tree, tokens, longest, lengths[b]);
         for (int64_t i = 0; i < log->width; i++) {
-            if (!tried[i]) continue;  // and then it has not come true
-            hits->add(log->buckets[first + i], came_true[i], log->predicted[first + i]);
-            came[0] += came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
+            if (!judged.tried[i]) continue;  // and then it has not come true
+            hits->add(log->buckets[first + i], judged.came_true[i], log->predicted[first + i]);
+            came[0] += judged.came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
         }
         came[1] += lengths[b];
     }

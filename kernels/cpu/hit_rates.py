@@ -11,7 +11,7 @@ from kernels.trees import DraftTree
 
 
 class _Hits(ctypes.Structure):
-    """`Hits` of pruning.cpp."""
+    """`Hits` of hit_rates.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("prior_true", "prior_expected", "came_true", "expected", "rates")),
@@ -26,7 +26,7 @@ class _Hits(ctypes.Structure):
 
 
 class _Proposed(ctypes.Structure):
-    """`Proposed` of trees.cpp."""
+    """`Proposed` of hit_rates.cpp."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in Proposed._fields), ("width", ctypes.c_int64)]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.cpu.library import address, function
 from kernels.cpu.trees import Trees, empty_tree
 from kernels.hit_rates import CEILING, CLAIMS, DEPTHS
-from kernels.pruning import Pruned
+from kernels.pruning import SIZES, Pruned
 from kernels.trees import DraftTree
 
 
@@ -26,7 +26,7 @@ def prune_trees(
     batch = candidates.batch
     kept = empty_tree(batch, min(width, candidates.width))
     claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
-    sizes = torch.empty(batch, 3, dtype=torch.int64)
+    sizes = torch.empty(batch, SIZES, dtype=torch.int64)
     call = function("prune_trees", "pnpppnnfpnpppppp")
     call(
         *(ctypes.byref(Trees.of(candidates)), batch, *map(address, (deepest, wished, rates)), DEPTHS, CLAIMS, CEILING),

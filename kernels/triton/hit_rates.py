@@ -3,11 +3,13 @@
 """Survival corrected as in `kernels/hit_rates.py`, in one launch: a program has a tree, a lane a node, which multiplies
 what became of the claims on its path."""
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, HitCounts, Proposed, count_fates, judged_by
+from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 from kernels.triton.trees import fates, lanes
@@ -15,26 +17,8 @@ from kernels.triton.trees import fates, lanes
 _CEILING, _CLAIMS, _DEPTHS = tl.constexpr(CEILING), tl.constexpr(CLAIMS), tl.constexpr(DEPTHS)
 
 
-def judge_proposed(
-    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, further: int
-) -> Tensor:
-    """As the reference's `judge_proposed`, whose walk is one launch."""
-    return judged_by(fates, log, counts, rows, tokens, lengths, further)
-
-
-def count_claims(
-    counts: HitCounts,
-    bins: Tensor,
-    bin_decay: float,
-    trees: DraftTree,
-    claimed: Tensor,
-    buckets: Tensor,
-    committed: Tensor,
-    num_known: Tensor,
-) -> None:
-    """As the reference's, nodes judged in one launch."""
-    judged = fates(trees.tokens, trees.parents, trees.depths, committed, num_known)
-    count_fates(counts, bins, bin_decay, trees, claimed, buckets, judged)
+judge_proposed = partial(judge_with, fates)
+count_claims = partial(count_with, fates)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:

@@ -87,10 +87,6 @@ class Load:
         return np.array(self.widths, dtype=np.float64) * self.num_drafting
 
 
-SIZES = 3
-"""Numbers of a tree in a `Budget`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A step's decision."""
@@ -100,7 +96,7 @@ class Budget:
     widths: tuple[int, ...]  # rows of nodes of each line of the step's trees
     drafted: bool  # whether the drafter was asked
     followed: bool  # whether it is to take in prompts and answers
-    sizes: Tensor | None = None  # [drafting, SIZES] int64, nodes wanted, verified, and candidates; None: no trees
+    sizes: Tensor | None = None  # [drafting, SIZES] int64, as of `Pruned`; None: no trees
     nodes: tuple[int, ...] = ()  # verified of each line
 
     @property

@@ -28,7 +28,7 @@ class TreeWidth(Protocol):
         ...
 
     def rows(self, sizes: Tensor, width: int) -> list[int]:
-        """Rows for nodes that each tree gets. # sizes [batch, 3] as of `Pruned`; width from `lay_out`"""
+        """Rows for nodes that each tree gets. # sizes [batch, SIZES] as of `Pruned`; width from `lay_out`"""
         ...
 
     def learn(self, num_nodes: Sequence[int]) -> None:

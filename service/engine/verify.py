@@ -11,9 +11,9 @@ from torch import Tensor
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
+from kernels.pruning import SIZES
 from kernels.sample import Choice
 from kernels.settle import Verified
-from service.engine.budget import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
 from service.engine.rows import ForwardRows, fixed_shapes

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +110,21 @@ def test_the_compiled_kernels_run_on_the_threads_of_torch() -> None:
     library._load(found)
     loaded = set(re.findall(r"\S*/lib[gi]?omp\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1
+
+
+INSTRUCTIONS = {
+    "avx512bf16": {"zmm", "vpdpbusd", "vdpbf16ps"},
+    "avx512": {"zmm", "vpdpbusd"},
+    "avxvnni": {"vpdpbusd"},
+    "avx2": set[str](),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86")
+@pytest.mark.parametrize("name", ALL)
+def test_a_build_holds_the_instructions_it_is_named_for(name: str) -> None:
+    """All are compiled at the same time from the same sources: none may be linked from another's objects."""
+    built = library._path(name)
+    assert built is not None
+    listed = subprocess.run(["objdump", "-d", built], capture_output=True, text=True, check=True).stdout
+    assert {one for one in INSTRUCTIONS["avx512bf16"] if one in listed} == INSTRUCTIONS[name]

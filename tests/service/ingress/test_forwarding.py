@@ -154,8 +154,9 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(path, json=body, timeout=60)
     assert said(events_in(answer.text)) == said(events_in(replicas.whole))
-    assert answer.text.count(": goes on elsewhere\n") == replicas.num_asked - 1
-    assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+    comment = ": goes on elsewhere\n"
+    assert answer.text.count(comment) == replicas.num_asked - 1
+    assert answer.text.replace(comment, "").endswith("\n\ndata: [DONE]\n\n")  # it may be cut before its last event
     assert replicas.num_asked > 1
 
 
