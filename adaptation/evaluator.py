@@ -17,7 +17,7 @@ from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
-from drafters.training.replay import replay_beside_lookup, replay_blocks, replay_lookup
+from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
 
 Replay = Callable[[SpecBlock, Example], float]  # -> tau
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
@@ -26,23 +26,23 @@ _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse
 """What the newest texts alone may decide: to be wrong about these costs an update, not a serving drafter."""
 
 
-def replay_of(embed: Embed, *, beside_lookup: bool) -> Replay:
+def replay_of(embed: Embed, *, beside_memory: bool) -> Replay:
     """tau of one block at every other position as a tree of its 8 likeliest paths, ranked as it serves with the noise
-    that sampled the text: one forward per text. `beside_lookup`: and of copies from the text. What is served may have
+    that sampled the text: one forward per text. `beside_memory`: and of copies from the text. What is served may have
     more blocks and other node counts, and has a rank head: the score compares drafters, and is not the served tau.
     Attention of whole texts is fp32 whatever the weights are."""
 
     def replay(model: SpecBlock, text: Example) -> float:
         with torch.autocast(model.d2t.device.type, dtype=torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            blocks = replay_beside_lookup if beside_lookup else replay_blocks
+            blocks = replay_beside_memory if beside_memory else replay_blocks
             return blocks(model, embed, text, every=_EVERY, nodes=_NODES).tau
 
     return replay
 
 
-def lookup_alone(model: SpecBlock, text: Example) -> float:
+def memory_alone(model: SpecBlock, text: Example) -> float:
     """tau of drafting by copying, which needs no weights: what a drafter that is made must add to."""
-    return replay_lookup(text, every=_EVERY, nodes=_NODES).tau
+    return replay_memory(text, every=_EVERY, nodes=_NODES).tau
 
 
 @dataclass

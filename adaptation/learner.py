@@ -24,7 +24,7 @@ from adaptation.bandit import LEARNING, policy_of
 from adaptation.bootstrap import Bootstrap
 from adaptation.checkpoint import SNAPSHOTS, LearnerCheckpoint, SavedLearner, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.evaluator import OfflineEvaluator, Replay, lookup_alone, replay_of
+from adaptation.evaluator import OfflineEvaluator, Replay, memory_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
 from adaptation.idle import IdleTime
@@ -87,7 +87,7 @@ class Learner:
         train_in = config.train_in if self._serves else "thread"
         self.process = process = training_process(drafter, weights, self._trainer, train_in)
         self._update = self._trainer.update if process is None else process.update
-        replay = replay_of(drafter.embed, beside_lookup=not drafter.made) if process is None else process.replay
+        replay = replay_of(drafter.embed, beside_memory=not drafter.made) if process is None else process.replay
         self.time = TrainingTime(device, process)
         self._policy = policy_of(config, tuning, self._ledger, rng=random.Random(seed))
         self.time.covers = self._policy.covers
@@ -296,7 +296,7 @@ class Learner:
         self._keep_sums()
 
     def _make(self) -> None:
-        """Solve for a drafter, and publish it if it is better than what serves: drafting by lookup alone, or the one
+        """Solve for a drafter, and publish it if it is better than what serves: drafting by memory alone, or the one
         that was made before."""
         began = time.perf_counter()
         numbers = {"made": 1.0, "positions": float(self._bootstrap.positions)}
@@ -558,7 +558,7 @@ def _evaluator_of(
     weights: DrafterWeights, drafter: ServedDrafter, rows: Rows, replay: Replay, tuning: Tuning
 ) -> OfflineEvaluator:
     divergence = TextDivergence(weights.anchor, drafter.embed, rows, anchors=_DRIFT_ANCHORS)
-    first = None if drafter.made else lookup_alone
+    first = None if drafter.made else memory_alone
     judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
     gate = Gate(least_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
     known = 2 * tuning.validation_texts

@@ -67,7 +67,7 @@ class Setup:
     replica_dtype: torch.dtype
     rules: Rules
     seed: int
-    beside_lookup: bool  # how drafters are replayed
+    beside_memory: bool  # how drafters are replayed
     head: str | None  # name of the target's rows among the shared tensors
     shared: Mapping[str, Tensor]  # shapes and types, without memory, in the order in which they lie
 
@@ -340,7 +340,7 @@ def training_process(
         replica_dtype=weights.replica.dtype,
         rules=trainer.rules,
         seed=trainer.seed,
-        beside_lookup=not drafter.made,
+        beside_memory=not drafter.made,
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
@@ -432,7 +432,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
 
     return {
         "update": partial(trainer.update, interrupted=interrupted),
-        "replay": partial(replay_of(embed, beside_lookup=setup.beside_lookup), replica),
+        "replay": partial(replay_of(embed, beside_memory=setup.beside_memory), replica),
     }
 
 

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.merged import MergedDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
-from drafters.registry import needs_of
+from drafters.registry import MEMORY
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels.lattice import Lattice
 from service.assembly import Assembly
-from service.engine import build
 
 TokenPath = tuple[int, ...]
 Odds = Mapping[TokenPath, float]
@@ -108,10 +107,10 @@ class Recorder:
         listen(drafter, "commit", self._committed)
         listen(drafter, "finish", self._finished)
 
-    def listen_to_source(self, name: str, drafter: Drafter) -> None:
-        """Record what one source proposes."""
+    def listen_to_source(self, name: str, drafter: Drafter, method: str = "grow") -> None:
+        """Record what one source proposes, by the method that says it."""
 
-        def grown(tree: DraftTree, rows: Tensor, noise: Noise) -> None:
+        def grown(tree: DraftTree, rows: Tensor, *_: Noise) -> None:
             forwards, self._heard = self._heard, []
             for line, (row, odds) in enumerate(zip(rows.tolist(), odds_of(tree), strict=True)):
                 self._drafts[row].proposals[name] = odds
@@ -119,7 +118,7 @@ class Recorder:
                 self._said[row] += said
                 self._drafts[row].places += [place for place, _, _ in said]
 
-        listen(drafter, "grow", grown)
+        listen(drafter, method, grown)
 
     def _started(self, answer: None, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
@@ -225,23 +224,15 @@ def without_times(drafter: Drafter) -> Drafter:
 
 def observed(assembly: Assembly) -> tuple[Drafter, Recorder]:
     """The configured drafter, never captured and always asked, and what records it."""
-    recorder, sources = Recorder(), []
-    for name in sorted(assembly.drafter_name.split("+"), key=_is_costly):
-        sources.append(assembly.drafter(name, witness=recorder.hear))
-        recorder.listen_to_source(name, sources[-1])
-    whole = sources[0] if len(sources) == 1 else _joined(assembly, *sources)
+    recorder = Recorder()
+    whole = assembly.drafter(witness=recorder.hear)
+    network = whole.network if isinstance(whole, MemoryDrafter) else whole
+    if isinstance(whole, MemoryDrafter):
+        recorder.listen_to_source(MEMORY, whole, "recall")
+    if network is not None:
+        recorder.listen_to_source(network.name, network)
     without_times(whole)
     # A property, of which one object cannot have one of its own.
     whole.__class__ = type(type(whole).__name__, (type(whole),), {"wants_scores": True})
     recorder.listen(whole)
     return whole, recorder
-
-
-def _is_costly(name: str) -> bool:
-    return needs_of(name) != {"nothing"}
-
-
-def _joined(assembly: Assembly, cheap: Drafter, costly: Drafter) -> Drafter:
-    """One tree of both."""
-    sizes = build.drafting_sizes(assembly.target, assembly.limits)
-    return MergedDrafter(cheap, costly, replace(sizes, capture=None))

@@ -71,7 +71,7 @@ def kinds_of(names: str) -> list[Kind]:
         if kinds.setdefault(kind.title, kind) != kind:
             raise StartupError(f"--kinds names two folders that rows would call {kind.title}: give one another name")
     if not kinds:
-        raise StartupError("--kinds names no drafter: give some, as in lookup,specblock=./my-drafter")
+        raise StartupError("--kinds names no drafter: give some, as in memory,specblock=./my-drafter")
     return list(kinds.values())
 
 

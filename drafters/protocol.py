@@ -22,7 +22,8 @@ class DraftContext:
     prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
-    store: bool = True  # False: nothing of it may be kept for learning
+    store: bool = True  # False: nothing of it may be kept or learnt from
+    scope: str = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME
     warm: bool = False  # whether its tokens are drawn, at a temperature above 0
 
 
@@ -115,6 +116,15 @@ class RankOutcomes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySizes:
+    """Room for past answers, in equal shares, one for each scope."""
+
+    num_bytes: int = 0  # of all shares; 0: no past answers are remembered
+    owners: int = 1
+    scopes: int = 1  # of an owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingSizes:
     """Room that a drafter needs, and what it may lose."""
 
@@ -123,8 +133,7 @@ class DraftingSizes:
     max_nodes: int
     vocab_size: int = 0
     num_slots: int = 0
-    memory_bytes: int = 64 << 20  # of past answers; 0: none are remembered
-    memory_scopes: int = 1  # who share them
+    memory: MemorySizes = field(default_factory=MemorySizes)
     device: torch.device | str = "cpu"
     capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
     ledger: RegretLedger = field(default_factory=RegretLedger)  # of the server; by default nobody else's

@@ -1,8 +1,8 @@
 """Builds a drafter by name. The only place that knows every kind; others may be installed beside it.
 
-A name is that of a kind, with an argument in parentheses where it takes one; or two of them joined by `+`, one tree for
-which the costlier one is asked where that pays; or `switch(A,B)`, one of two in each step. Distributions add kinds by
-entry points of the group `adaptree.drafters`, each a `Kind`.
+A name is that of a kind, with an argument in parentheses where it takes one; or `memory+A`, one tree of what is
+remembered and of what A proposes, which is asked where that pays; or `switch(A,B)`, one of two in each step.
+Distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
 """
 
 import re
@@ -17,10 +17,7 @@ from torch import Tensor
 from drafters.kinds import Kind, Need, Parts
 from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.kinds import DRAFT_MODEL, EARLY_EXIT
-from drafters.lookahead.drafter import LookaheadDrafter
-from drafters.lookup.drafter import LookupDrafter
 from drafters.memory.drafter import MemoryDrafter
-from drafters.merged import MergedDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter
@@ -30,6 +27,7 @@ from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
 
 GROUP = "adaptree.drafters"
+MEMORY = "memory"
 _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 _SWITCH = re.compile(r"switch\((.+),(.+)\)")
 
@@ -60,9 +58,7 @@ def _trained(kind: str, parts: Parts) -> Drafter:
 
 
 _KINDS = {
-    "lookup": Kind(lambda parts: LookupDrafter(parts.sizes), takes_argument=False),
-    "lookahead": Kind(lambda parts: LookaheadDrafter(parts.sizes), takes_argument=False),
-    "memory": Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
+    MEMORY: Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
     "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
     "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
@@ -119,14 +115,15 @@ def trained_kind_of(name: str) -> str | None:
 def build_drafter(name: str, parts: Parts) -> Drafter:
     """The drafter of that name. Raises ValueError for one that there is not, or where something is missing that it
     needs."""
-    first, *others = (one.kind.build(replace(parts, argument=one.argument)) for one in _resolved(name))
-    if not others:
-        return first
-    if _resolved(name)[0].name == "memory" and not _SWITCH.fullmatch(name):
-        network = _resolved(name)[1].kind.build(replace(parts, argument=_resolved(name)[1].argument))
-        return MemoryDrafter(parts.sizes, network)
-    joined = SwitchDrafter if _SWITCH.fullmatch(name) else MergedDrafter
-    return joined(first, others[0], parts.sizes)
+    named = _resolved(name)
+    if "+" in name:  # the memory stands first
+        return MemoryDrafter(parts.sizes, _built(named[1], parts))
+    first, *others = (_built(one, parts) for one in named)
+    return SwitchDrafter(first, others[0], parts.sizes) if others else first
+
+
+def _built(one: _Named, parts: Parts) -> Drafter:
+    return one.kind.build(replace(parts, argument=one.argument))
 
 
 def _resolved(name: str) -> list[_Named]:
@@ -136,6 +133,8 @@ def _resolved(name: str) -> list[_Named]:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
     if len(found) == 2 and found[0] == found[1]:
         raise ValueError(f"drafter {name!r} asks the same one twice")
+    if "+" in name and MEMORY not in (one.name for one in found):
+        raise ValueError(f"drafter {name!r}: only the memory joins another in one tree, as in memory+specblock")
     if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
         raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
     return sorted(found, key=lambda one: one.place)
@@ -164,7 +163,7 @@ def _kind(name: str) -> Kind:
     for entry in entry_points(group=GROUP, name=name):
         return _loaded(entry)
     raise ValueError(
-        f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them as A+B or switch(A,B)"
+        f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them as memory+A or switch(A,B)"
     )
 
 

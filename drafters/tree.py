@@ -34,12 +34,3 @@ def path_tokens(tokens: Tensor, ancestors: Tensor, depth: int) -> Tensor:
     paths = tokens.new_full((batch, nodes + 1, depth + 1), -1, dtype=torch.int64)
     paths[:, 1:].scatter_(2, column, tokens.long()[:, None, :].expand(-1, nodes, -1))
     return paths[:, :, :depth]
-
-
-def joined_trees(one: Candidates, other: Candidates) -> Candidates:
-    """Two trees of each sequence as one raw tree, not merged yet."""
-    below = torch.where(other.parents < 0, ROOT, other.parents + one.width)
-    tokens, parents, depths, survival = (
-        torch.cat(parts, dim=1) for parts in zip(one[:4], (other.tokens, below, *other[2:4]), strict=True)
-    )
-    return DraftTree(tokens, parents, depths, survival, one.num_nodes + other.num_nodes)

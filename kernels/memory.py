@@ -35,7 +35,10 @@ ORDERS = (1, 2, 4, 8)
 
 CONTEXT = max(ORDERS)
 WAYS = 8
-"""Places of a bucket: 64 bytes."""
+"""Places of a bucket."""
+
+BUCKET_BYTES = 8 * WAYS
+"""A cache line."""
 
 PARTS = TEXT, PREDICTION, PAST = 0, 1, 2
 NO_TOKEN = -1
@@ -74,7 +77,7 @@ class Memory(NamedTuple):
     parts: Tensor  # [rows, PARTS, 2] int64, first bucket and number of buckets (a power of two, or 0 for none)
     scopes: Tensor  # [rows] int64
     warm: Tensor  # [rows] bool, whether tokens are drawn, at a temperature above 0
-    stores: Tensor  # [rows] bool, whether answers are remembered
+    stores: Tensor  # [rows] bool, whether answers are remembered, and teach weights
     tails: Tensor  # [rows, CONTEXT] int64, last tokens of the text, the newest first
     predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had in their place
     alone: DraftTree  # [rows, nodes], last trees without a network's proposals
@@ -132,9 +135,9 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 
 
 def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """Learn which candidates came true, and count what was committed in each text and, where the row stores, in its
-    scope's past answers. Returns how many accepted tokens (all but the last of each row) the trees without the network
-    had, how many there are, and how many were committed. # rows, counts [batch] int64; tokens [batch, depth + 1] int64
+    """Count what was committed in each text and, where the row stores, in its scope's past answers, whose weights learn
+    then which candidates came true. Returns how many accepted tokens (all but the last of each row) the trees without
+    the network had, how many there are, and how many were committed. # rows, counts [batch] int64; tokens [batch, depth + 1] int64
     # -> [3] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
     right = sum(_learnt(_Reader(memory, row), line[:count], rate) for row, line, count in given)
@@ -279,8 +282,8 @@ def _chance(weights: Tensor, features: list[int]) -> float:
 
 
 def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
-    """Best first: the likeliest node that is not expanded yet goes on. Of the nodes the likeliest are held; a better one
-    takes the place of the least likely, which has no child among them, for a child is less likely than its parent."""
+    """Best first: the likeliest node that is not expanded yet goes on. Of the nodes the likeliest are held; a better
+    one takes the place of the least likely, which has no child among them, for a child is less likely than its parent."""
     nodes: list[_Node] = []
     expanded = set[int]()
     number, parent = ROOT, _Node(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
@@ -328,7 +331,7 @@ def _learnt(reader: _Reader, tokens: list[int], rate: float) -> int:
         proposed = None
         for one, features in candidates:
             error = float(one.token == token) - _chance(weights, features)
-            for feature in features:
+            for feature in features if stores else ():
                 squares[feature] += error * error
                 weights[feature] += rate * error / sqrt(float(squares[feature]))
             if one.token == token:

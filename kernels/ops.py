@@ -22,9 +22,7 @@ from kernels.hit_rates import count_claims, count_hits, judge_proposed, keep_pro
 from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import Product, Weight, plan_linear
-from kernels.lookup import find_matches, merge_copies
 from kernels.memory import add_text, grow_joint_tree, learn_committed
-from kernels.ngrams import add_ngrams, grow_ngrams
 from kernels.pruning import prune_trees
 from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
 from kernels.rank_features import rank_features
@@ -55,10 +53,6 @@ class Ops:
     spread_classes = staticmethod(spread_classes)
     grow_lattice = staticmethod(grow_lattice)
     draft_objective = staticmethod(draft_objective)
-    find_matches = staticmethod(find_matches)
-    merge_copies = staticmethod(merge_copies)
-    add_ngrams = staticmethod(add_ngrams)
-    grow_ngrams = staticmethod(grow_ngrams)
     add_text = staticmethod(add_text)
     grow_joint_tree = staticmethod(grow_joint_tree)
     learn_committed = staticmethod(learn_committed)

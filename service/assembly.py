@@ -17,7 +17,7 @@ from adaptation.config import Tuning
 from drafters.kinds import Need
 from drafters.language_model.drafter import scratch_places
 from drafters.lattice import Witness
-from drafters.protocol import Drafter
+from drafters.protocol import Drafter, MemorySizes
 from drafters.registry import TrainedWeights, needs_of, taps_of, trained_kind_of
 from drafters.regret import RegretLedger
 from drafters.specblock.model import SpecBlock
@@ -316,9 +316,9 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     folder = None if made_up else _folder(config)
     name: str = config.drafter
     if name == "auto":
-        name = "specblock" if made_up else f"lookup+{kind_in(folder)}" if folder or starts else "lookup"
-        if name == "lookup":
-            logger.info("no trained drafter for %s: drafting by lookup", config.model)
+        name = "specblock" if made_up else f"memory+{kind_in(folder)}" if folder or starts else "memory"
+        if name == "memory":
+            logger.info("no trained drafter for %s: drafting by memory", config.model)
     needs = _needs(name)
     if "model" in needs and config.drafter_path is None:
         raise StartupError(f"drafter {name} needs a model: set drafter_path to a folder, a .gguf file or a hub id")
@@ -330,7 +330,7 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     wanted = trained_kind_of(name)
     if wanted is not None and folder is not None and (kind := kind_in(folder)) != wanted:
         raise StartupError(
-            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or lookup+{kind}"
+            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or memory+{kind}"
         )
     return name, folder if "weights" in needs else None
 
@@ -409,4 +409,11 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         prefill_chunk=config.prefill_chunk,
         max_budget=config.max_budget,
         prefix_cache=config.prefix_cache != "off",
+        memory=_memory_sizes(config),
     )
+
+
+def _memory_sizes(config: ServiceConfig) -> MemorySizes:
+    """A share for each API key; where users of a key are kept apart, for as many of each as can be served at a time."""
+    scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
+    return MemorySizes(num_bytes=config.memory_bytes, owners=max(1, len(config.api_keys)), scopes=scopes)

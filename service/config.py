@@ -35,6 +35,7 @@ _KIND = r"[\w.-]+(?:\([^()+]*\))?"
 _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?|switch\({_KIND},{_KIND}\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
+_PAST_MEMORY = "64MiB"  # two million tokens of 4 contexts each
 _LARGEST_SHARE = 95  # percent; steps need what is left
 
 
@@ -58,6 +59,12 @@ def _memory(value: str | None) -> str | None:
     return value
 
 
+def _past(value: str) -> str:
+    if value not in ("auto", "off") and (_MEMORY.fullmatch(value) is None or "%" in value):
+        raise ValueError("say auto, off or how much, as in 256MiB")
+    return value
+
+
 def _model(value: str) -> str:
     widened = _WIDENED.fullmatch(value)
     if value.startswith("widen(") and (widened is None or int(widened[2]).bit_count() != 1 or int(widened[2]) < 2):
@@ -77,7 +84,7 @@ def _release(value: str) -> str:
 
 def _drafter(value: str) -> str:
     if not _DRAFTER.fullmatch(value):
-        raise ValueError("name one drafter, as in lookup or early_exit(4), or two as A+B or switch(A,B)")
+        raise ValueError("name one drafter, as in memory or early_exit(4), or two as memory+A or switch(A,B)")
     return value
 
 
@@ -93,6 +100,10 @@ def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
 def _word_for_switch(value: object) -> object:
     """YAML reads `off` as false."""
     return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value
 
 
 def is_loopback(host: str) -> bool:
@@ -168,10 +179,10 @@ class ServiceConfig(BaseModel):
     )
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
-        "Who drafts. lookup: what followed earlier in the text. lookahead: also behind wrong guesses. specblock: a "
-        "small trained network. draft_model: the model in drafter_path. early_exit(N): N layers of the target. mtp: "
-        "the target's own module. A+B: one tree of both. switch(A,B): one in each step. auto: lookup, and what is "
-        "trained. none: nobody.",
+        "Who drafts. memory: what followed earlier in the text and in past answers. specblock: a small trained "
+        "network. draft_model: the model in drafter_path. early_exit(N): N layers of the target. mtp: the target's own "
+        "module. memory+A: one tree of both. switch(A,B): one in each step. auto: memory, and what is trained. none: "
+        "no drafts.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(
@@ -179,6 +190,11 @@ class ServiceConfig(BaseModel):
         "Folder with a trained drafter's config.json and model.safetensors; for draft_model the model, as in `model`. "
         "Unset: what `adaptree drafter import` put into state_dir for the model, else the weights that come with this "
         "package, for the embedded model, or with the model.",
+    )
+    memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
+        "auto",
+        "Past answers that drafts copy from, at no cost: a size (256MiB; 32 bytes a token), auto (64MiB) or "
+        "off. It changes the speed of answers, never their text. API keys do not share: each has an equal part.",
     )
     draft_blocks: int = _setting(
         1,
@@ -326,6 +342,13 @@ class ServiceConfig(BaseModel):
     def num_threads(self) -> int:
         """CPU threads for tensor work; fixed for the whole run, because sums depend on how they are split."""
         return usable_cores() if self.threads is None else self.threads
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for past answers; 0: none are remembered."""
+        match = _MEMORY.fullmatch({"auto": _PAST_MEMORY, "off": "0MiB"}.get(self.memory, self.memory))
+        assert match is not None, "checked when it was set"
+        return int(float(match[1]) * {"gib": GIB, "mib": 1024**2}[match[2].lower()])
 
     def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
         """Memory for keys and values on a device of this type with so much free memory."""

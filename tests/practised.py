@@ -94,7 +94,7 @@ class Practised:
 def practised(folder: Path, *, num_texts: int, updates: int = 3) -> Practised:
     """`updates` of 64 optimizer steps each on `num_texts` texts."""
     settings = settings_for(save_two_layers(folder / "model"))
-    plain = assemble(settings.model_copy(update={"drafter": "lookup"}))
+    plain = assemble(settings.model_copy(update={"drafter": "memory"}))
     asked = greedy_requests(num_texts)
     frequent = Counter(token for text in texts(plain.engine(plain.drafter("none")), asked) for token in text)
     first = _save_first(folder / "first", plain, [token for token, _ in frequent.most_common(DRAFT_VOCAB)])

@@ -2,7 +2,7 @@
 Legend: batch; rows = sequences of the engine's table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
@@ -14,11 +14,12 @@ from torch import Tensor
 from drafters import readback
 from drafters.calibration import MIN_SURVIVAL
 from drafters.gating import AskGate
+from drafters.memory.shares import Shares
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
-from drafters.tree import Candidates
+from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.memory import NO_TOKEN, ORDERS, PREDICTION, TEXT, WAYS, Memory
+from kernels.memory import BUCKET_BYTES, NO_TOKEN, ORDERS, PREDICTION, TEXT, WAYS, Memory
 
 _Told = TypeVar("_Told", Read, Committed)
 
@@ -32,15 +33,18 @@ class MemoryDrafter(Drafter):
 
     def __init__(self, sizes: DraftingSizes, network: Drafter | None = None) -> None:
         device, rows = torch.device(sizes.device), sizes.max_sequences + 1
-        self._network = network
+        self.network = network
         self._max_nodes = sizes.max_nodes
         self._own = _power_of_two(min(sizes.max_length, _ANSWERED) * len(ORDERS) // WAYS)  # buckets of a text
-        past = _power_of_two(sizes.memory_bytes // (sizes.memory_scopes * WAYS * 8)) if sizes.memory_bytes else 0
-        self._memory = memory = Memory.empty(
-            rows, past * sizes.memory_scopes + 2 * rows * self._own, sizes.memory_scopes, sizes.max_nodes, device
-        )
-        self._past, self._first_text = past, past * sizes.memory_scopes
-        self._forget(range(sizes.memory_scopes))
+        num_shares = sizes.memory.owners * sizes.memory.scopes
+        self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
+        buckets = num_shares * self._past + 2 * rows * self._own
+        self._memory = Memory.empty(rows, buckets, num_shares + 1, sizes.max_nodes, device)
+        self._nobody = num_shares  # weights of rows that have no share
+        self._shares = Shares(sizes.memory)
+        self._held: dict[int, int] = {}  # share of each running row that has one
+        self._memory.weights[:] = _prior()
+        self._memory.squares[:] = _PRIOR_SQUARES
         self._ops = ops.on(device)
         self._gate = None if network is None else AskGate(network.name, sizes.ledger)
         self._survivals, self._outcomes = (readback.readback_of(device) for _ in range(2))
@@ -48,12 +52,11 @@ class MemoryDrafter(Drafter):
         self._has_asked = False
         self._follows = True  # texts, for the network
         self._credits = {"memory": 0} if network is None else {"memory": 0, network.name: 0}
-        assert not memory.weights.is_cuda, "there is no kernel for it yet"
 
     @property
     def name(self) -> str:
         """Of those who draft: a network that is yet to be made leaves the memory alone."""
-        network = self._network
+        network = self.network
         return "memory" if network is None or not network.ready else f"memory+{network.name}"
 
     @property
@@ -62,23 +65,23 @@ class MemoryDrafter(Drafter):
 
     @property
     def version(self) -> int:
-        return 0 if self._network is None else self._network.version
+        return 0 if self.network is None else self.network.version
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        return () if self._network is None else self._network.tap_layers
+        return () if self.network is None else self.network.tap_layers
 
     @property
     def reads_prompts(self) -> bool:
-        return self._network is not None and self._network.reads_prompts
+        return self.network is not None and self.network.reads_prompts
 
     @property
     def wants_scores(self) -> bool:
-        return self._network is not None and self._network.wants_scores
+        return self.network is not None and self.network.wants_scores
 
     @property
     def num_blocks(self) -> int:
-        return 0 if self._network is None else self._network.num_blocks
+        return 0 if self.network is None else self.network.num_blocks
 
     def credits(self) -> dict[str, int]:
         return self._credits
@@ -86,21 +89,21 @@ class MemoryDrafter(Drafter):
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             self._start(context)
-        if self._network is None:
+        if self.network is None:
             return
         assert self._gate is not None
         if contexts:  # of a text that it has not followed from its beginning the network knows too little
             warm = any(context.warm for context in contexts)
-            self._follows = self._network.ready and self._gate.affords_text(warm=warm)
-        self._network.start(contexts)
+            self._follows = self.network.ready and self._gate.affords_text(warm=warm)
+        self.network.start(contexts)
 
     def read(self, read: Read) -> None:
-        assert self._network is not None
-        self._network.read(_followed(read, follow=self._follows))
+        assert self.network is not None
+        self.network.read(_followed(read, follow=self._follows))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        tree = self._ops.grow_joint_tree(self._memory, rows, None, self._max_nodes, MIN_SURVIVAL)
-        if self._network is None or not self._network.ready:
+        tree = self.recall(rows)
+        if self.network is None or not self.network.ready:
             return tree
         assert self._gate is not None
         self._gate.begin(rows.shape[0], warm=noise.warm)
@@ -108,50 +111,63 @@ class MemoryDrafter(Drafter):
         self._has_asked = self._gate.ask(self._expected, can_answer=self._follows)
         if not self._has_asked:
             return tree
-        proposed = self._network.grow(rows, noise)
+        proposed = self.network.grow(rows, noise)
         return self._ops.grow_joint_tree(self._memory, rows, proposed, self._max_nodes, MIN_SURVIVAL)
+
+    def recall(self, rows: Tensor) -> DraftTree:
+        """What texts alone propose. # rows [batch] int64"""
+        return self._ops.grow_joint_tree(self._memory, rows, None, self._max_nodes, MIN_SURVIVAL)
 
     def commit(self, committed: Committed) -> None:
         given = self._memory, committed.rows, committed.tokens, committed.counts
         observe = None if self._gate is None or not self._has_asked else self._gate.end()
         self._outcomes.read(self._ops.learn_committed(*given, _RATE), partial(self._credit, observe))
         self._has_asked = False
-        if self._network is None:
+        if self.network is None:
             return
         assert self._gate is not None
         self._follows = self._follows and self._gate.promises
-        self._network.commit(_followed(committed, follow=self._follows))
+        self.network.commit(_followed(committed, follow=self._follows))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        if self._network is not None:
-            self._network.finish(rows)
+        for row in rows:
+            self._release(row)
+        if self.network is not None:
+            self.network.finish(rows)
         predicted: list[int] = self._memory.predicted[list(rows)].tolist()  # planned transfer
         return predicted
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all, and what was learnt from them."""
+        self._clear(self._shares.forget(scope))
+
     def timed(self, times: StepTimes) -> None:
-        if self._gate is not None and self._network is not None:
+        if self._gate is not None and self.network is not None:
             self._gate.took(times, followed=self._follows)
-            self._network.timed(times)
+            self.network.timed(times)
 
     def renew(self) -> None:
-        if self._gate is not None and self._network is not None:
+        if self._gate is not None and self.network is not None:
             self._gate.renew()
-            self._follows = self._network.ready
-            self._network.renew()
+            self._follows = self.network.ready
+            self.network.renew()
 
     def rank_outcomes(self) -> RankOutcomes:
-        return RankOutcomes() if self._network is None else self._network.rank_outcomes()
+        return RankOutcomes() if self.network is None else self.network.rank_outcomes()
 
     def _start(self, context: DraftContext) -> None:
         """Take in a text: its prompt, the prediction that may follow, and what it has answered so far."""
         memory, row, own = self._memory, context.row, self._own
-        first = self._first_text + 2 * row * own
+        first = self._nobody * self._past + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
-        memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], [0, self._past]])
+        share = self._take_share(row, context.scope)
+        past = (0, 0) if share is None else (share * self._past, self._past)
+        memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], past])
+        memory.scopes[row] = self._nobody if share is None else share
         memory.tails[row] = NO_TOKEN
         memory.predicted[row] = 0
-        memory.warm[row], memory.stores[row] = context.warm, context.store
+        memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
             (TEXT, context.tokens[:num_prompt]),
@@ -162,12 +178,26 @@ class MemoryDrafter(Drafter):
             if tokens:
                 self._ops.add_text(memory, row, part, torch.tensor(tokens, device=memory.entries.device))
 
-    def _forget(self, scopes: Sequence[int]) -> None:
-        """Begin again with nothing remembered in these scopes."""
-        for scope in scopes:
-            self._memory.entries[scope * self._past : (scope + 1) * self._past] = 0
-            self._memory.weights[scope] = _prior()
-            self._memory.squares[scope] = _PRIOR_SQUARES
+    def _take_share(self, row: int, scope: str) -> int | None:
+        self._release(row)
+        taken = self._shares.take(scope)
+        if taken is None:
+            return None
+        self._held[row], evicted = taken
+        if evicted is not None:
+            self._clear([self._held[row]])
+        return self._held[row]
+
+    def _release(self, row: int) -> None:
+        if row in self._held:
+            self._shares.release(self._held.pop(row))
+
+    def _clear(self, shares: Iterable[int]) -> None:
+        """Begin again with nothing remembered in these shares."""
+        for share in shares:
+            self._memory.entries[share * self._past : (share + 1) * self._past] = 0
+            self._memory.weights[share] = _prior()
+            self._memory.squares[share] = _PRIOR_SQUARES
 
     def _observe_expected(self, expected: Sequence[float]) -> None:
         (self._expected,) = expected
@@ -177,8 +207,8 @@ class MemoryDrafter(Drafter):
         alone, accepted, committed = map(int, outcome)
         extra = max(0, accepted - alone) if observe is not None else 0
         self._credits["memory"] += accepted - extra
-        if observe is not None and self._network is not None:
-            self._credits[self._network.name] += extra
+        if observe is not None and self.network is not None:
+            self._credits[self.network.name] += extra
             observe((extra, committed))
 
 
@@ -188,8 +218,8 @@ def _followed(what: _Told, *, follow: bool) -> _Told:
 
 
 def _power_of_two(most: int) -> int:
-    """The largest one that is not above; at least 1."""
-    return 1 << max(0, most.bit_length() - 1)
+    """The largest one that is not above; 0 for 0."""
+    return 1 << most.bit_length() - 1 if most else 0
 
 
 @cache

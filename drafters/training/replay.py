@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafters.coupling import TreeNoise
-from drafters.lookup.drafter import LookupDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
@@ -47,13 +47,13 @@ def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: in
     return _emitted(_accepted_of_blocks(model, embed, example, every, nodes))
 
 
-def replay_lookup(example: Example, *, every: int, nodes: int) -> Replayed:
+def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
     """What steps one behind the other emit, each with a tree that copies from the text so far. In a text that repeats
     itself a mean over positions would count one long copy at each of its tokens."""
     return _walked(_accepted_of_copies(example, every, nodes), every)
 
 
-def replay_beside_lookup(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
+def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
     """The same of blocks and copies together, where the better ones count."""
     copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
     return _walked(torch.maximum(_accepted_of_blocks(model, embed, example, every, nodes), copied), every)
@@ -101,7 +101,7 @@ def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
     anchors, tokens = _anchors(example, every), example.tokens.cpu()
     number = anchors.shape[0]
     sizes = DraftingSizes(max_sequences=number, max_length=example.length, max_nodes=nodes)
-    drafter, rows = LookupDrafter(sizes), torch.arange(number)
+    drafter, rows = MemoryDrafter(sizes), torch.arange(number)
     drafter.start([DraftContext(row, tokens[: anchor + 2].tolist()) for row, anchor in enumerate(anchors.tolist())])
     zeros = torch.zeros_like(rows)
     tree = drafter.grow(rows, Noise(zeros, zeros.float(), anchors + 1, warm=False))

@@ -327,6 +327,7 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
                 const bool is_true = one.token == said[i];
                 const float error = float(is_true) - reader.chance(kind, one);
                 for (int feature : one.features) {
+                    if (!memory->stores[rows[b]]) break;
                     float& square = memory->squares[kind + feature];
                     square += error * error;
                     memory->weights[kind + feature] += rate * error / std::sqrt(square);

@@ -133,7 +133,7 @@ def _rehearsed(
 ) -> Assembly:
     """A tiny model with a random drafter, for what it is before it is widened."""
     sizes = {"max_model_len": 512, "max_budget": 8, "budget_policy": "fixed", "drafter": "specblock"}
-    first = _assembled(config, plan, {**sizes, "drafter": "lookup"}, **more)
+    first = _assembled(config, plan, {**sizes, "drafter": "memory"}, **more)
     identity = first.loaded.parts.identity
     network = dummy_network(narrow or first.loaded.model)
     checkpoint.save(folder, network, target_identity=identity, facts={}, own_head=True)

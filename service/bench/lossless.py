@@ -95,18 +95,18 @@ _SCHEMA: JsonValue = {"type": "array", "items": _NOTE, "minItems": 1, "maxItems"
 """What answers must be with `grammar`."""
 
 WAYS = (
-    Way("lookup", None),
-    Way("lookup", 16),
-    Way("lookahead", 16),
-    Way("switch(lookup,lookahead)", 16),
+    Way("memory", None),
+    Way("memory", 16),
+    Way("switch(memory,random)", 16),
+    Way("switch(memory,random)", 16),
     Way("random", 16),
     Way("random", 48),
     Way("none", 0),
 )
 TRAINED_WAYS = (
-    Way("lookup+specblock", None),
-    Way("lookup+specblock", 16),
-    Way("switch(lookup,specblock)", None),
+    Way("memory+specblock", None),
+    Way("memory+specblock", 16),
+    Way("switch(memory,specblock)", None),
     Way("specblock", 48),
 )
 """Further ways where there is a trained drafter."""

@@ -26,6 +26,7 @@ def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | 
         vocab_size=target.vocab_size,
         num_slots=target.pool.num_slots,
         max_nodes=limits.max_budget,
+        memory=limits.memory,
         device=target.device,
         capture=target.capture,
         ledger=ledger or RegretLedger(),

@@ -72,7 +72,9 @@ def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> Sp
         return None  # whoever loads it says why
     if found.target_identity == identity or not fits(found.config, model):
         return None
-    logger.info("drafter %s was made for target %s: it serves once it has proved better than lookup", folder, identity)
+    logger.info(
+        "drafter %s was made for target %s: it serves once it has proved better than the memory", folder, identity
+    )
     return unmade_drafter(model, found.config)
 
 

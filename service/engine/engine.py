@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from drafters.protocol import Committed, Drafter
+from drafters.protocol import Committed, Drafter, MemorySizes
 from drafters.readback import clock_of
 from drafters.regret import RegretLedger
 from kernels.graph_runner import Capture
@@ -62,6 +62,7 @@ class EngineLimits:
     prefix_cache: bool = False
     num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None = all of them
     first_slot: int = NULL_SLOT + 1  # where they begin: engines of disjoint slots may run in turn
+    memory: MemorySizes = field(default_factory=MemorySizes)  # of past answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Target:
         if not isinstance(self._layers, Decoder):
             raise StartupError(
                 "early_exit needs a model of standard layers, and this one runs as its own modules: "
-                "set drafter to draft_model or lookup"
+                "set drafter to draft_model or memory"
             )
         first = copy(self)
         first._layers = self._layers.first(count)

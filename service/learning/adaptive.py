@@ -259,7 +259,7 @@ def _replaceable(assembly: Assembly) -> Replaceable:
         return drafter_weights.unmade_replaceable(assembly.loaded, folder, blocks=known.blocks)
     if folder is None or known is None:
         raise StartupError(
-            f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or lookup+specblock with "
+            f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or memory+specblock with "
             "trained weights, or set adaptation.enabled to false"
         )
     found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)

@@ -138,13 +138,13 @@ def test_what_is_known_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_drafter_in_bf16_can_be_replayed() -> None:
-    assert 1.0 <= replay_of(EMBED, beside_lookup=False)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
+    assert 1.0 <= replay_of(EMBED, beside_memory=False)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
 
 
 def test_replays_are_those_of_the_drafters() -> None:
     model, example = drafter(), text(0).example
     assert (
-        replay_of(EMBED, beside_lookup=False)(model, example)
+        replay_of(EMBED, beside_memory=False)(model, example)
         == replay_blocks(model, EMBED, example, every=2, nodes=8).tau
     )
 

@@ -43,7 +43,7 @@ def used_shipped_weights(conditions: Mapping[str, str]) -> bool:
     if "smollm2-135m" not in conditions.get("model", "") or "--drafter-path" in command:
         return False
     named = re.search(r"--drafter (\S+)", command)
-    drafter = conditions.get("drafter") or (named[1] if named else "lookup+specblock")
+    drafter = conditions.get("drafter") or (named[1] if named else "memory+specblock")
     return "specblock" in drafter or "specblock=smollm2-135m" in command
 
 

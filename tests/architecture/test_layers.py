@@ -85,7 +85,7 @@ def test_benchmarks_import_no_tests(path: Path) -> None:
     ("module", "source"),
     [
         ("kernels.ops", "import drafters.tree"),
-        ("drafters.lookup.index", "def late():\n    from service.errors import StartupError"),
+        ("drafters.memory.index", "def late():\n    from service.errors import StartupError"),
         ("drafters.tree", "from adaptation import weights"),
         ("service.engine.step", "import adaptation.weights as weights"),
         ("service.engine.step", "from service import runtime"),

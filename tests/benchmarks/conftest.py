@@ -47,7 +47,7 @@ def run_tiny(run: Callable[..., tuple[int, str]], tmp_path: Path) -> Iterator[Ca
         code, output = run(
             *(experiment, "--prompts", prompts, "--out", out, "--model", folder, "--load-dtype", "float32"),
             *("--device", "cpu", "--threads", 1, "--max-model-len", 256, "--state-dir", folder / "state"),
-            *("--drafter", "lookup", *words),
+            *("--drafter", "memory", *words),
         )
         assert code == 0, output
         return json.loads(out.read_text()), output

@@ -18,7 +18,7 @@ from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from tests.service.bench.parts import varied_prompts
 
-MERGED = "lookup+specblock"
+MERGED = "memory+specblock"
 PROMPTS = varied_prompts()[:4]
 POLICY = FixedBudget(12)
 
@@ -48,7 +48,7 @@ def accepted_of(runs: Sequence[Run]) -> list[tuple[int, ...]]:
     return [answer.accepted_per_step for run in runs for answer in run.answers]
 
 
-@pytest.mark.parametrize("name", ["lookup", "specblock"])
+@pytest.mark.parametrize("name", ["memory", "specblock"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_observed_drafter_drafts_the_same(trained_assembly: Assembly, name: str, temperature: float) -> None:
     drafter = trained_assembly.drafter(name)
@@ -61,7 +61,7 @@ def test_an_observed_drafter_drafts_the_same(trained_assembly: Assembly, name: s
     assert sum(map(sum, nodes)) > 0
 
 
-@pytest.mark.parametrize("name", [MERGED, "specblock", "lookup"])
+@pytest.mark.parametrize("name", [MERGED, "specblock", "memory"])
 def test_records_tell_the_whole_answer(trained_assembly: Assembly, name: str) -> None:
     steps, runs = watched(trained_assembly, name, 0.0, concurrency=1)
     emitted = [token for step in steps for token in step.emitted]

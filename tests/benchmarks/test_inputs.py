@@ -55,7 +55,7 @@ def test_a_server_outlives_them(run: Callable[..., tuple[int, str]], tmp_path: P
     out = tmp_path / "out.json"
     code, output = run(
         *("inputs", "--model", "dummy(tiny)", "--count", 200, "--out", out, "--state-dir", tmp_path / "state"),
-        *("--device", "cpu", "--threads", 1, "--drafter", "lookup", "--budget-policy", "fixed", "--max-budget", 8),
+        *("--device", "cpu", "--threads", 1, "--drafter", "memory", "--budget-policy", "fixed", "--max-budget", 8),
     )
     assert code == 0, output
     report = json.loads(out.read_text())

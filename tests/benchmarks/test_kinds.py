@@ -15,12 +15,12 @@ from tests.service.bench.test_load import STEP
 
 
 def test_kinds_may_name_their_weights() -> None:
-    assert kinds_of("lookup, specblock=./mine,lookup") == [Kind("lookup", None), Kind("specblock", Path("mine"))]
-    assert kinds_of("switch(lookup,early_exit(4)),lookup") == [
-        Kind("switch(lookup,early_exit(4))", None),
-        Kind("lookup", None),
+    assert kinds_of("memory, specblock=./mine,memory") == [Kind("memory", None), Kind("specblock", Path("mine"))]
+    assert kinds_of("switch(memory,early_exit(4)),memory") == [
+        Kind("switch(memory,early_exit(4))", None),
+        Kind("memory", None),
     ]
-    assert [kind.title for kind in kinds_of("lookup,specblock=some/where")] == ["lookup", "specblock=where"]
+    assert [kind.title for kind in kinds_of("memory,specblock=some/where")] == ["memory", "specblock=where"]
 
 
 def test_two_folders_are_told_apart_by_name() -> None:
@@ -73,14 +73,14 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
     code, output = run(
         *(*words.split(), *sizes.split(), "--model", f"widen({folder},2)", "--state-dir", tmp_path),
-        *("--kinds", f"lookup,specblock(uniform)={drafter},early_exit(1)", "--prompts", prompt_file, "--out", out),
+        *("--kinds", f"memory,specblock(uniform)={drafter},early_exit(1)", "--prompts", prompt_file, "--out", out),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
     assert report["summary"] == {"kinds": 3, "mismatched_tokens": 0}
     assert [(row["kind"], row["temperature"], row["nodes"]) for row in report["rows"]] == [
         (kind, temperature, nodes)
-        for kind in ("lookup", "specblock(uniform)=drafter", "early_exit(1)")
+        for kind in ("memory", "specblock(uniform)=drafter", "early_exit(1)")
         for temperature in (0.0, 0.8)
         for nodes in ("4", "served")
     ]
@@ -88,8 +88,8 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     for row in report["rows"]:
         assert (row["tokens"], row["plain_milliseconds"] > 0) == (2 * 12, True)
         assert (row["tau_withheld"] is None) == (row["temperature"] == 0)
-        assert (row["total_variation"] is None) == (row["kind"] == "lookup")
-        assert row["kind"] == "lookup" or 0 <= row["covered"]["1"] <= row["covered"]["8"] <= 1
+        assert (row["total_variation"] is None) == (row["kind"] == "memory")
+        assert row["kind"] == "memory" or 0 <= row["covered"]["1"] <= row["covered"]["8"] <= 1
     for words in ("top 8", "right by rank", "TVD", "ECE, corrected", "withheld"):
         assert words in output
     assert out.with_suffix(".png").stat().st_size > 1000

@@ -18,7 +18,7 @@ def test_a_soak_counts_all_that_happened(run: Callable[..., tuple[int, str]], tm
     code, output = run(
         *("soak", "--model", "dummy(tiny)", "--prompts", prompts, "--out", out, "--state-dir", tmp_path / "state"),
         *("--minutes", 0.02, "--clients", 4, "--load-seconds", 0.4, "--max-tokens", 24),
-        *("--device", "cpu", "--threads", 1, "--drafter", "lookup", "--budget-policy", "fixed", "--max-budget", 8),
+        *("--device", "cpu", "--threads", 1, "--drafter", "memory", "--budget-policy", "fixed", "--max-budget", 8),
     )
     assert code == 0, output
     report = json.loads(out.read_text())

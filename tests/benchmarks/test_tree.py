@@ -21,7 +21,7 @@ STEP = StepRecord(
     truth=(1, 6, 5, 2),
     accepted=2,
     candidates=CANDIDATES,
-    proposals={"lookup": {(2,): 0.3, (1,): 0.1}, "specblock": {path: 1.0 for path in CANDIDATES if path != (2,)}},
+    proposals={"memory": {(2,): 0.3, (1,): 0.1}, "specblock": {path: 1.0 for path in CANDIDATES if path != (2,)}},
     places=[
         Place("specblock", 0, (), (1, 9)),
         Place("specblock", 0, (1,), (5, 6)),
@@ -36,10 +36,10 @@ PICTURE: list[Piece] = [*tree_of(STEP, WORDS.__getitem__), ("first line\nsec", "
 def test_the_text_shows_the_verified_tree_and_its_origins() -> None:
     assert list(tree_of(STEP, WORDS.__getitem__)) == [
         ('" is"\n', "accepted"),
-        ('├─✓ " a"  0.50  lookup and specblock, forward 1\n', "accepted"),
+        ('├─✓ " a"  0.50  memory and specblock, forward 1\n', "accepted"),
         ('│  └─✓ "\\n"  0.25  specblock, forward 1\n', "accepted"),
         ('│     └─  " fox"  0.10  specblock, forward 2\n', "rejected"),
-        ('└─  " the"  0.30  lookup\n', "rejected"),
+        ('└─  " the"  0.30  memory\n', "rejected"),
     ]
 
 
@@ -58,7 +58,7 @@ def texts_of(picture: Sequence[Piece], file: Path) -> list[str]:
 def test_the_page_shows_nodes_and_the_answer_on_their_grounds(tmp_path: Path) -> None:
     file = tmp_path / "tree.svg"
     texts = texts_of(PICTURE, file)
-    assert {'" is"', '└─  " the"  0.30  lookup', "first line", "sec", "ond & last"} <= set(texts)
+    assert {'" is"', '└─  " the"  0.30  memory', "first line", "sec", "ond & last"} <= set(texts)
     assert file.read_text().count("fill: #bbf7d0") == 4  # the root, two nodes and what the answer took over
 
 

@@ -96,7 +96,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     with ExitStack() as stack:
         learning = running(folder, "learning", {**learns, "budget_policy": "fixed"})
         stack.callback(learning.end)
-        counting = running(folder, "counting", {"drafter": "lookup"})
+        counting = running(folder, "counting", {"drafter": "memory"})
         stack.callback(counting.end)
         targets = [server.url.removeprefix("http://") for server in (learning, counting)]
         prometheus = stack.enter_context(watching(folder, *targets))

@@ -105,7 +105,7 @@ def heard_by(switch: SwitchDrafter) -> list[list[object]]:
 
 
 def parts(**changes: object) -> tuple[Part, Part]:
-    return Part("lookup"), Part("net", **changes)  # type: ignore[arg-type]
+    return Part("memory"), Part("net", **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -195,7 +195,7 @@ def test_prompts_that_it_reads_for_nothing_are_charged_too() -> None:
 def test_tokens_are_credited_to_who_was_asked() -> None:
     switch = SwitchDrafter(*parts(), SIZES)
     asked = run(switch, (1, 3), (1.0, 1.0), steps=20)
-    assert switch.credits() == {"lookup": asked.count(0), "net": 3 * asked.count(1)}
+    assert switch.credits() == {"memory": asked.count(0), "net": 3 * asked.count(1)}
     before = dict(switch.credits())
     switch.commit(committed(0))  # nobody was asked
     assert switch.credits() == before
@@ -215,7 +215,7 @@ def test_each_gets_the_features_it_taps() -> None:
 
 def test_layers_that_are_tapped_twice_stay_so() -> None:
     second = Part("net", tap_layers=(0, 1, 1))
-    switch = SwitchDrafter(Part("lookup"), second, SIZES)
+    switch = SwitchDrafter(Part("memory"), second, SIZES)
     switch.read(Read(0, 0, torch.tensor([1]), torch.tensor([1]), torch.tensor([[1.0, 2.0, 2.0]])))
     assert switch.tap_layers == (0, 1, 1)
     assert second.heard == [("read", [[1.0, 2.0, 2.0]], True)]
@@ -230,9 +230,9 @@ def test_both_hear_everything_and_it_speaks_for_both() -> None:
     for one in (first, second):
         heard = [what for what in one.heard if what != "grow"]
         assert heard == ["start", ("commit", None, True), "timed", "renew"]
-    assert (switch.name, switch.version, switch.num_blocks, switch.wants_scores) == ("switch(lookup,net)", 4, 10, True)
+    assert (switch.name, switch.version, switch.num_blocks, switch.wants_scores) == ("switch(memory,net)", 4, 10, True)
     assert switch.finish([0, 1]) == [6, 6]
-    assert switch.rank_outcomes() == RankOutcomes({"lookup": 2.0, "net": 2.0}, {"lookup": 1.0, "net": 1.0})
+    assert switch.rank_outcomes() == RankOutcomes({"memory": 2.0, "net": 2.0}, {"memory": 1.0, "net": 1.0})
 
 
 def test_one_that_is_yet_to_be_made_leaves_the_other_alone() -> None:

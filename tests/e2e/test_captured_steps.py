@@ -31,7 +31,7 @@ def settings(folder: Path, **values: object) -> ServiceConfig:
     given = {"model": str(folder), "device": "cpu", "load_dtype": "float32", "kv_cache": "32MiB", "threads": 1}
     sizes = {"max_model_len": 128, "max_sequences": 3, "max_budget": 20, "budget_policy": "fixed"}
     return ServiceConfig.model_validate(
-        {**given, **sizes, "state_dir": folder / "state", "drafter": "lookup", **values}
+        {**given, **sizes, "state_dir": folder / "state", "drafter": "memory", **values}
     )
 
 
@@ -45,7 +45,7 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
     """The default drafter, which is always asked for everything."""
     folder = Path(plain.config.model)
     drafter = save_drafter(folder / "drafter", plain)
-    config = settings(folder, drafter="lookup+specblock", drafter_path=drafter, draft_blocks=2)
+    config = settings(folder, drafter="memory+specblock", drafter_path=drafter, draft_blocks=2)
     with pytest.MonkeyPatch.context() as patch, kernels():
         patch.setattr("kernels.graph_runner.rerun", record)
         patch.setattr(AskGate, "ask", _always)

@@ -28,7 +28,7 @@ TOKENS = 120
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("ingress")
     model = save_two_layers(folder / "model")
-    settings = served_by(model, drafter="lookup", max_model_len=512, state_dir=str(folder / "state"))
+    settings = served_by(model, drafter="memory", max_model_len=512, state_dir=str(folder / "state"))
     with processes(Servers(ServiceConfig.model_validate(settings), folder), 2) as fleet:
         yield fleet
 

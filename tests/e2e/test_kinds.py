@@ -1,5 +1,5 @@
-"""Every other kind of trained drafter: taught what a target says, it is found by its folder, serves beside lookup and
-alone, never changes a token, and goes on learning."""
+"""Every other kind of trained drafter: taught what a target says, it is found by its folder, serves beside the
+memory and alone, never changes a token, and goes on learning."""
 
 import json
 from functools import cache
@@ -91,11 +91,11 @@ def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_it_serves_and_changes_no_token(target: Path, trained: Any, kind: str, temperature: float) -> None:
     assembly = assembled(target, trained(kind))
-    assert assembly.drafter_name == f"lookup+{kind}"
+    assert assembly.drafter_name == f"memory+{kind}"
     prompts = speech(6, PROMPT, torch.Generator().manual_seed(3)).tolist()
     asked = requests(prompts, temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
-    for name in (f"lookup+{kind}", kind):
+    for name in (f"memory+{kind}", kind):
         engine = assembly.engine(assembly.drafter(name))
         assert texts(engine, asked) == plain
         assert engine.drafter.name == name
@@ -121,7 +121,7 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
     assert checkpoint.read_config(trained("parallel")).kind == "parallel"
     with pytest.raises(StartupError, match=r"holds one of kind parallel: set drafter to auto, parallel or"):
-        assembled(target, trained("parallel"), "lookup+specblock")
+        assembled(target, trained("parallel"), "memory+specblock")
 
 
 def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path: Path) -> None:

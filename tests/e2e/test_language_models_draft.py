@@ -35,7 +35,7 @@ def assembled_with(
     return assemble(settings_for(folder).model_copy(update=settings), graphs=graphs)
 
 
-@pytest.mark.parametrize(("drafter", "graphs"), [("early_exit(1)", None), ("lookup+draft_model", True)])
+@pytest.mark.parametrize(("drafter", "graphs"), [("early_exit(1)", None), ("memory+draft_model", True)])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, drafter: str, graphs: bool | None) -> None:
     """Also where everything around the model is captured, which itself is not."""
     folder, draft = save_two_layers(tmp_path / "model"), tiny_model("qwen3", tmp_path / "draft", seed=3)
@@ -53,7 +53,7 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, drafter: str, graphs: bo
 
 def test_keys_and_values_of_a_draft_model_come_out_of_what_is_set_for_them(tmp_path: Path) -> None:
     folder = save_two_layers(tmp_path / "model")
-    alone = assembled_with(folder, "lookup", budget_policy="fixed")
+    alone = assembled_with(folder, "memory", budget_policy="fixed")
     together = assembled_with(folder, "draft_model", folder, budget_policy="fixed")  # twice as much in each slot
     assert together.target.pool.num_slots == alone.target.pool.num_slots // 2
 
@@ -76,7 +76,7 @@ def test_a_draft_model_for_shorter_texts_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_drafter_stops_the_start_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        StartupError, match=r"unknown drafter 'eagle': choose one of lookup.*early_exit.*change `drafter`"
+        StartupError, match=r"unknown drafter 'eagle': choose one of memory.*early_exit.*change `drafter`"
     ):
         assembled_with(tmp_path, "eagle")
 

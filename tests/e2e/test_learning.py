@@ -18,7 +18,7 @@ ROUNDS = 12
 
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
-    return assembled(tmp_path_factory.mktemp("tiny"), "specblock")  # lookup would ask it only while that pays
+    return assembled(tmp_path_factory.mktemp("tiny"), "specblock")  # memory would ask it only while that pays
 
 
 @pytest.mark.parametrize("policy", ["head_only", "full_only"])

@@ -45,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     save_drafter(drafters / "foreign", foreign)
     settings = served_by(
         root / "model",
-        drafter="lookup+specblock",
+        drafter="memory+specblock",
         drafter_path=str(drafters / "deployed"),
         budget_policy="fixed",
         state_dir=str(root / "state"),

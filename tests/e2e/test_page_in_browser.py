@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     target = assemble(settings_for(model).model_copy(update={"budget_policy": "fixed"}))
     settings = served_by(
         model,
-        drafter="lookup+specblock",
+        drafter="memory+specblock",
         drafter_path=str(save_drafter(root / "drafter", target)),
         budget_policy="fixed",
         state_dir=str(root / "state"),

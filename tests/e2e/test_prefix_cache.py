@@ -69,7 +69,7 @@ def mixed(families: Sequence[Sequence[GenerationRequest]]) -> list[GenerationReq
     return [one for together in zip(*families, strict=True) for one in together]
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "random"])
+@pytest.mark.parametrize("drafter", ["none", "memory", "random"])
 @pytest.mark.parametrize("at_once", [1, 4, 12])
 def test_text_is_that_without_the_cache(families: list[list[GenerationRequest]], drafter: str, at_once: int) -> None:
     engine, requests = tiny_engine(drafter=drafter, limits=CACHED), mixed(families)
@@ -162,7 +162,7 @@ def test_several_answers_to_one_prompt_read_it_once(families: list[list[Generati
     assert [result.end.cached_tokens for result in results] == [0, *[SHARED + 8] * 3]
 
 
-@pytest.mark.parametrize("drafter", ["specblock", "lookup+specblock"])
+@pytest.mark.parametrize("drafter", ["specblock", "memory+specblock"])
 def test_a_trained_drafter_follows_what_is_found(families: list[list[GenerationRequest]], drafter: str) -> None:
     """Every third request drafts nothing, so that some of what is found was left without a drafter's entries."""
     engine, requests = trained_engine(drafter, replace(CACHED, max_sequences=3)), mixed(families)

@@ -136,7 +136,7 @@ def publish_in_mid_stream(
 
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
-    """Of the network alone: beside lookup, one of random weights would soon be let sleep."""
+    """Of the network alone: beside the memory, one of random weights would soon be let sleep."""
     return assembled(tmp_path_factory.mktemp("tiny"), "specblock")
 
 

@@ -42,7 +42,7 @@ def asked(temperature: float) -> Any:
 
 
 def assert_serves(assembly: Assembly, kind: str) -> None:
-    for temperature, name in ((0.0, kind), (0.9, f"lookup+{kind}")):
+    for temperature, name in ((0.0, kind), (0.9, f"memory+{kind}")):
         plain = texts(assembly.engine(assembly.drafter("none")), asked(temperature))
         engine = assembly.engine(assembly.drafter(name))
         assert texts(engine, asked(temperature)) == plain
@@ -53,7 +53,7 @@ def assert_serves(assembly: Assembly, kind: str) -> None:
 def test_a_targets_own_module_drafts_without_a_path(folders: Folders) -> None:
     target, _ = folders["mtp"]
     assembly = assembled(target, "auto")
-    assert assembly.drafter_name == "lookup+mtp"
+    assert assembly.drafter_name == "memory+mtp"
     assert assembled(target, "mtp").drafter().name == "mtp"
     assert_serves(assembly, "mtp")
 
@@ -67,9 +67,9 @@ def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
     for kind in ("eagle3", "medusa"):
         target, folder = folders[kind]
         assembly = assembled(target, "auto", drafter_path=folder)
-        assert assembly.drafter_name == f"lookup+{kind}"
+        assert assembly.drafter_name == f"memory+{kind}"
         assert_serves(assembly, kind)
-    with pytest.raises(StartupError, match="holds one of kind medusa: set drafter to auto, medusa or lookup"):
+    with pytest.raises(StartupError, match="holds one of kind medusa: set drafter to auto, medusa or memory"):
         assembled(target, "eagle3", drafter_path=folder)
 
 

@@ -29,7 +29,7 @@ CLIENTS = 4
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
     folder = tmp_path_factory.mktemp("ray")
     model = save_two_layers(folder / "model")
-    settings = served_by(model, drafter="lookup", max_model_len=512, state_dir=str(folder / "state"))
+    settings = served_by(model, drafter="memory", max_model_len=512, state_dir=str(folder / "state"))
     python = python_environment(HERE / "ray.txt") / "bin" / "python"
     # Ray alone comes from the environment; everything else is what the other tests run with.
     paths = os.pathsep.join([str(HERE.parents[1]), *site.getsitepackages()])

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serving(folder: Path, *, keys: Sequence[str] = (), prefix_cache: str = "shared") -> AsyncIterator[FastAPI]:
-    changes = {"api_keys": keys, "prefix_cache": prefix_cache, "drafter": "lookup", "served_model_name": "tiny"}
+    changes = {"api_keys": keys, "prefix_cache": prefix_cache, "drafter": "memory", "served_model_name": "tiny"}
     settings = settings_for(folder)
     config = type(settings).model_validate({**settings.model_dump(exclude_unset=True), **changes})
     app, runtime = application(config)

@@ -114,7 +114,7 @@ def chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "chunk"), [("none", 256), ("lookup", 16)])
+@pytest.mark.parametrize(("drafter", "chunk"), [("none", 256), ("memory", 16)])
 def test_real_greedy_text_alone(
     real: LoadedModel, real_answers: list[tuple[list[int], list[int]]], drafter: str, chunk: int
 ) -> None:

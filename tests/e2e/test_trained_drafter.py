@@ -1,4 +1,4 @@
-"""A trained drafter from a folder, alone and merged with lookup: found by its path, refused for another target, and
+"""A trained drafter from a folder, alone and merged with memory: found by its path, refused for another target, and
 never a token different from plain decoding."""
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, entries: str) -> None:
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)), entries=entries)
     assembly = assembled_with(folder, drafter)
-    assert assembly.drafter_name == "lookup+specblock"
+    assert assembly.drafter_name == "memory+specblock"
     cases = [case for case in ordered_cases(0, TRAINED_WAYS) if case.way in TRAINED_WAYS]
     result = check(assembly, varied_prompts(), num_tokens=TOKENS, cases=cases)
     assert result.total.mismatched_tokens == 0
@@ -96,6 +96,6 @@ def test_a_trained_drafter_needs_weights(tmp_path: Path) -> None:
         assemble(settings)
 
 
-def test_without_weights_the_automatic_choice_is_lookup(tmp_path: Path) -> None:
+def test_without_weights_the_automatic_choice_is_memory(tmp_path: Path) -> None:
     assembly = assemble(settings_for(save_two_layers(tmp_path)))
-    assert (assembly.drafter_name, assembly.weights) == ("lookup", None)
+    assert (assembly.drafter_name, assembly.weights) == ("memory", None)

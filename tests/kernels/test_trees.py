@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafters.tree import joined_trees
 from kernels import ops
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import MAX_DEPTH
-from kernels.trees import DraftTree, prefix_hashes, select_nodes
+from kernels.trees import ROOT, DraftTree, prefix_hashes, select_nodes
 from tests.drafters.trees import draft_trees, path_to
 
 torch.set_num_threads(1)
@@ -18,6 +17,15 @@ torch.set_num_threads(1)
 KINDS = pytest.mark.parametrize("kind", [REFERENCE, ops.on(torch.device("cpu"))], ids=["reference", "compiled"])
 
 Path = tuple[int, ...]
+
+
+def joined_trees(one: DraftTree, other: DraftTree) -> DraftTree:
+    """Two trees of each sequence as one raw tree, not merged yet."""
+    below = torch.where(other.parents < 0, ROOT, other.parents + one.width)
+    tokens, parents, depths, survival = (
+        torch.cat(parts, dim=1) for parts in zip(one[:4], (other.tokens, below, *other[2:4]), strict=True)
+    )
+    return DraftTree(tokens, parents, depths, survival, one.num_nodes + other.num_nodes)
 
 
 def tree_of(nodes: list[tuple[int, int, float]]) -> DraftTree:

@@ -28,11 +28,11 @@ EAGER: dict[str, object] = {
 """Quick to decide, and eager to learn."""
 
 
-def assembled(folder: Path, drafter: str = "lookup+specblock", dtype: str = "float32") -> Assembly:
+def assembled(folder: Path, drafter: str = "memory+specblock", dtype: str = "float32") -> Assembly:
     """A small target in `folder`, and a drafter of random weights for it."""
     model = save_two_layers(folder / "model")
     settings = settings_for(model, dtype)
-    weights = save_drafter(folder / "drafter", assemble(settings.model_copy(update={"drafter": "lookup"})))
+    weights = save_drafter(folder / "drafter", assemble(settings.model_copy(update={"drafter": "memory"})))
     return assemble(settings.model_copy(update={"drafter": drafter, "drafter_path": weights, "budget_policy": "fixed"}))
 
 

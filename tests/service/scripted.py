@@ -18,13 +18,13 @@ CARD = ModelCard(
     created=1_700_000_000,
     max_model_len=64,
     system_fingerprint="fp_tiny",
-    drafter="lookup",
+    drafter="memory",
     numerics="exact",
     vocab_size=TOKENIZER.vocab_size,
     num_spec_tokens=4,
     eos_token_ids=frozenset({258}),
 )
-SPECULATION = SpeculationRecord((2, 0, 1), (4, 0, 3), 1, 2, "lookup", 7)
+SPECULATION = SpeculationRecord((2, 0, 1), (4, 0, 3), 1, 2, "memory", 7)
 TIMINGS = Timings(0.25, 0.5, 1.5)
 
 STATUS = AdaptationStatus(

@@ -60,7 +60,7 @@ def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly
     engine = assembly.engine(drafter, FixedBudget(3), replace(assembly.limits, max_sequences=1))
     assert engine.drafter is drafter
     assert engine.table.num_free_rows == 1
-    assert assembly.engine().drafter.name == "lookup"
+    assert assembly.engine().drafter.name == "memory"
 
 
 @pytest.mark.parametrize(("pace_seconds", "weight"), [(1e-9, 4.0), (1e9, 1.0)])
@@ -83,7 +83,7 @@ def test_by_default_nobody_is_weighed(assembly: Assembly) -> None:
     assert all(load.weights is None for load in watcher.loads)
 
 
-@pytest.mark.parametrize(("values", "name"), [({}, "lookup"), ({"drafter": "none"}, "none")])
+@pytest.mark.parametrize(("values", "name"), [({}, "memory"), ({"drafter": "none"}, "none")])
 def test_the_drafter_follows_the_settings(values: dict[str, object], name: str, folder: Path) -> None:
     assembly = assemble(settings(folder, budget_policy="fixed", **values))
     assert assembly.drafter_name == assembly.drafter().name == name
@@ -99,7 +99,7 @@ def test_the_start_up_line_says_what_matters(assembly: Assembly, folder: Path) -
         "context 200",
         "numerics: exact",
         "kernels: ",
-        "drafter lookup",
+        "drafter memory",
     ):
         assert part in line
     assert "\n" not in line

@@ -110,15 +110,15 @@ def test_what_was_learnt_serves_on_another_server(
     assert run(assembly, state, "export", "--out", out)[0] == 0
     assert {path.name for path in out.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
     there = settings_of(assembly, other)
-    assert choose_drafter(there) == ("lookup", None)
+    assert choose_drafter(there) == ("memory", None)
     code, output = run(assembly, other, "import", out)
     assert code == 0
     assert str(import_place(there)) in output
     assert [path.name for path in (other / "drafters").iterdir()] == [import_place(there).name]
-    assert choose_drafter(there) == ("lookup+specblock", import_place(there))
+    assert choose_drafter(there) == ("memory+specblock", import_place(there))
     network = drafter_weights.load_network(import_place(there), assembly.loaded)
     assert_equal(weights_of(network), published[2])
-    assert assemble(there.model_copy(update={"budget_policy": "fixed"})).drafter_name == "lookup+specblock"
+    assert assemble(there.model_copy(update={"budget_policy": "fixed"})).drafter_name == "memory+specblock"
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -339,7 +339,7 @@ def test_a_folder_that_cannot_serve_is_refused(
     damage(folder)
     with pytest.raises(StartupError, match=message):
         run(assembly, tmp_path, "import", folder)
-    assert choose_drafter(settings_of(assembly, tmp_path)) == ("lookup", None)
+    assert choose_drafter(settings_of(assembly, tmp_path)) == ("memory", None)
 
 
 def test_another_target_s_drafter_is_refused_by_the_embedded_model(assembly: Assembly, tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_what_the_settings_name_goes_before_what_was_imported(assembly: Assembly
     assert code == 0
     assert "as configured the next start does not: drafter_path is" in output
     assert choose_drafter(settings_of(assembly, tmp_path, drafter_path=deployed))[1] == deployed
-    assert choose_drafter(settings_of(assembly, tmp_path, drafter="lookup")) == ("lookup", None)
+    assert choose_drafter(settings_of(assembly, tmp_path, drafter="memory")) == ("memory", None)
 
 
 def test_a_model_has_one_place_however_its_folder_is_named(

@@ -29,7 +29,7 @@ def test_a_second_is_added_up() -> None:
     live.observe_load(LOAD)
     live.observe_step(STEP)
     live.observe_step(replace(STEP, drafted_nodes=7, budget_reason="load"))
-    live.observe_step(replace(STEP, drafted_nodes=3, accepted_by_source={"lookup": 1}))
+    live.observe_step(replace(STEP, drafted_nodes=3, accepted_by_source={"memory": 1}))
     live.observe_finish(FINISH)
     clock.seconds += 2
     moment = live.tick()
@@ -37,7 +37,7 @@ def test_a_second_is_added_up() -> None:
     assert (moment["tokens_per_second"], moment["prompt_tokens_per_second"]) == (9, 10.5)
     assert moment["tau"] == 1 + 12 / 6
     assert (moment["budget"], moment["budget_reason"]) == (10, "gain")
-    assert moment["accepted_by_source"] == {"lookup": 7, "specblock": 4}
+    assert moment["accepted_by_source"] == {"memory": 7, "specblock": 4}
     assert moment["phase_seconds"] == {"draft": 0.75, "verify": 1.5, "other": 0.375}
     assert moment["finished"] == {"stop": 1}
     assert (moment["running"], moment["waiting"], moment["slots_used_share"]) == (3, 2, 0.25)

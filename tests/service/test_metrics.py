@@ -24,7 +24,7 @@ from service.serve import metrics_of
 from tests.service.scripted import STATUS
 
 REASONS = ("load", "gain", "off")
-SOURCES = ("lookup", "specblock")
+SOURCES = ("memory", "specblock")
 
 OUTLOOK = DraftingOutlook(sequences=2, gain=0.25, gain_sd=0.05, balance_seconds=0.75, lost_seconds=0.125)
 STEP = StepStats(
@@ -34,7 +34,7 @@ STEP = StepStats(
     drafted_nodes=20,
     accepted_tokens=4,
     accepted_per_sequence=(3, 1, 0),
-    accepted_by_source={"lookup": 3, "specblock": 2},
+    accepted_by_source={"memory": 3, "specblock": 2},
     budget_reason="gain",
     draft_seconds=0.25,
     verify_seconds=0.5,
@@ -95,7 +95,7 @@ def test_a_step_is_exported() -> None:
     found = series(metrics)
     expected = {
         "adaptree_engine_steps_total": 1,
-        "adaptree_accepted_tokens_by_source_total{lookup}": 3,
+        "adaptree_accepted_tokens_by_source_total{memory}": 3,
         "adaptree_accepted_tokens_by_source_total{specblock}": 2,
         "adaptree_num_requests_running": 3,
         "adaptree_num_requests_waiting": 2,

@@ -12,7 +12,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
 from drafters import registry
 from drafters.kinds import Kind, Parts
-from drafters.lookup.drafter import LookupDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftingSizes, Read
 from service.api.tenants import Tenants
 from service.assembly import assemble
@@ -36,7 +36,7 @@ def _same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class _Renamed(LookupDrafter):
+class _Renamed(MemoryDrafter):
     name = "of another name"
 
 
@@ -57,7 +57,7 @@ def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> 
     learning = AdaptationConfig(enabled=enabled)
     served = load_served(settings(folder, drafter_path=drafter, adaptation=learning), made(), Live())
     assert isinstance(served.adaptation, Adaptive) is enabled
-    assert served.card.drafter == "lookup+specblock"
+    assert served.card.drafter == "memory+specblock"
 
 
 def test_servers_of_one_state_dir_learn_in_folders_of_their_own(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_servers_of_one_state_dir_learn_in_folders_of_their_own(tmp_path: Path) 
 def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_two_layers(tmp_path)
     learning = AdaptationConfig(enabled=True)
-    served = load_served(settings(folder, adaptation=learning, drafter="lookup"), made(), Live())
+    served = load_served(settings(folder, adaptation=learning, drafter="memory"), made(), Live())
     assert served.adaptation is None
-    assert "the drafter lookup has no weights to train" in caplog.text
+    assert "the drafter memory has no weights to train" in caplog.text
 
 
 def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) ->
     ("drafter", "sources"),
     [
         ("specblock(uniform)", {"specblock"}),
-        ("lookup+specblock(rank)", {"lookup", "specblock"}),
-        ("switch(specblock(rank),lookup)", {"lookup", "specblock"}),
+        ("memory+specblock(rank)", {"memory", "specblock"}),
+        ("switch(specblock(rank),memory)", {"memory", "specblock"}),
         ("other", {"of another name"}),
     ],
 )
@@ -120,7 +120,7 @@ def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sou
     assert {name.removeprefix(counted).rstrip("}") for name in found if name.startswith(counted)} == sources
 
 
-class _Tapping(LookupDrafter):
+class _Tapping(MemoryDrafter):
     """Is told of layers, and keeps how much."""
 
     name, reads_prompts = "tapping", True

@@ -35,7 +35,7 @@ def test_the_url_may_stand_in_the_configuration() -> None:
 
 
 def test_without_weights_there_is_nothing_to_train(tmp_path: Path) -> None:
-    settings = settings_for(save_two_layers(tmp_path)).model_copy(update={"drafter": "lookup"})
+    settings = settings_for(save_two_layers(tmp_path)).model_copy(update={"drafter": "memory"})
     with pytest.raises(StartupError, match="drafter_path"):
         train(with_url(settings, URL))
 

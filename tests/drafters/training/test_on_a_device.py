@@ -12,7 +12,7 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.initialise import InputSums, explained
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.replay import replay_beside_lookup
+from drafters.training.replay import replay_beside_memory
 from drafters.training.scores import examine
 from kernels import ops
 from service.engine.drafter_weights import embed_with
@@ -78,13 +78,13 @@ def test_a_served_text_is_the_batch_of_a_stored_one(served: list[Example], model
     found, expected = (Batch.of(texts, model.config.reach, ELSEWHERE) for texts in (served, stored))
     assert torch.equal(found.passed, expected.passed)
     assert all(map(torch.equal, found.branches, expected.branches))
-    assert replay_beside_lookup(model, embed, served[0], every=2, nodes=8).steps > 0
+    assert replay_beside_memory(model, embed, served[0], every=2, nodes=8).steps > 0
 
 
 @torch.no_grad()
 def test_what_was_learnt_is_scored_there(model: SpecBlock, embed: Embed, examples: list[Example]) -> None:
     assert examine(model, embed, examples, batch_tokens=100, autocast=False).tree_tau >= 1.0
-    assert replay_beside_lookup(model, embed, examples[0], every=2, nodes=8).steps > 0
+    assert replay_beside_memory(model, embed, examples[0], every=2, nodes=8).steps > 0
 
 
 def _moved(example: Example, device: torch.device | str) -> Example:

@@ -10,10 +10,10 @@ from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP, Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.training.replay import (
-    replay_beside_lookup,
+    replay_beside_memory,
     replay_blocks,
     replay_chain,
-    replay_lookup,
+    replay_memory,
     replay_trees,
     serving,
 )
@@ -132,16 +132,16 @@ def test_copies_are_counted_as_steps_one_behind_the_other() -> None:
     """A text that repeats a phrase: once it has been said, steps copy eight tokens at a time."""
     phrase = torch.arange(8) + 5
     text = Example(phrase.repeat(12), torch.zeros(96, 3 * HIDDEN), 2, torch.zeros(95, TOP).int(), torch.zeros(95, TOP))
-    done = replay_lookup(text, every=1, nodes=8)
+    done = replay_memory(text, every=1, nodes=8)
     assert done.tokens >= 94
     assert 4.0 < done.tau <= 9.0
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_beside_lookup_the_better_of_both_counts(right: bool) -> None:
+def test_beside_memory_the_better_of_both_counts(right: bool) -> None:
     """One token throughout: copies have it right all along, and a drafter that is wrong takes nothing from them."""
     model, token = drafter(right=right)
     text = repeating_example(token, 40)
-    copies = replay_lookup(text, every=1, nodes=8)
+    copies = replay_memory(text, every=1, nodes=8)
     assert copies.tau > 2.0
-    assert replay_beside_lookup(model, EMBED, text, every=1, nodes=8).tau >= copies.tau
+    assert replay_beside_memory(model, EMBED, text, every=1, nodes=8).tau >= copies.tau

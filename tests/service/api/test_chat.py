@@ -18,7 +18,7 @@ SPECULATIVE = {
     "num_accepted_draft_tokens": 3,
     "num_draft_tokens": 7,
     "num_spec_tokens": 4,
-    "drafter": "lookup",
+    "drafter": "memory",
     "drafter_version": 7,
 }
 TIMINGS = {"queue_seconds": 0.25, "first_token_seconds": 0.5, "total_seconds": 1.5}

@@ -31,7 +31,7 @@ Body = dict[str, Any]
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx2.AsyncClient]:
-    loaded, thread = loaded_tiny("llama"), EngineThread(tiny_engine(drafter="lookup"))
+    loaded, thread = loaded_tiny("llama"), EngineThread(tiny_engine(drafter="memory"))
     card = replace(CARD, max_model_len=512, vocab_size=320)
     runtime = Runtime(lambda: Served(thread, ChatTokenizer(loaded.tokenizer), card), max_waiting=16)
     app = app_of(runtime)

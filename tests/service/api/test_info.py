@@ -27,7 +27,7 @@ async def test_models() -> None:
         "root": "tiny-model",
         "parent": None,
         "max_model_len": 64,
-        "drafter": "lookup",
+        "drafter": "memory",
         "numerics": "exact",
     }
     assert (missing.status_code, error_of(missing)["code"]) == (404, "model_not_found")

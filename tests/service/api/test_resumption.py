@@ -39,7 +39,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
     folder = save_two_layers(tmp_path_factory.mktemp("model"))
-    changes = {"budget_policy": "fixed", "max_budget": 8, "drafter": "lookup", "served_model_name": "tiny"}
+    changes = {"budget_policy": "fixed", "max_budget": 8, "drafter": "memory", "served_model_name": "tiny"}
     changes |= {"max_model_len": 512}
     return assemble(settings_for(folder).model_copy(update=changes))
 

@@ -20,7 +20,7 @@ def trained_assembly(assembly: Assembly, tmp_path_factory: pytest.TempPathFactor
     folder = Path(assembly.config.model)
     drafter = save_drafter(tmp_path_factory.mktemp("drafter"), assembly)
     changes: dict[str, object] = {
-        "drafter": "lookup+specblock",
+        "drafter": "memory+specblock",
         "drafter_path": drafter,
         "draft_blocks": 3,
         "max_budget": 24,

@@ -36,7 +36,7 @@ def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(Costs(table, FREE), LIMITS, RegretLedger()), CostBudget)
 
 
-@pytest.mark.parametrize("name", ["lookup", "lookahead", "switch(lookup,lookahead)", "none", "random"])
+@pytest.mark.parametrize("name", ["memory", "switch(memory,random)", "none", "random"])
 def test_drafters_go_by_name(name: str) -> None:
     assert build.make_drafter(name, tiny_target(loaded_tiny("llama"), 10), LIMITS).name == name
 

@@ -68,7 +68,9 @@ def _references_there(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["as it is", "captured"])
-@pytest.mark.parametrize(("drafter", "nodes"), [("none", 0), ("lookup", 6), ("lookahead", 6), ("specblock", 6)])
+@pytest.mark.parametrize(
+    ("drafter", "nodes"), [("none", 0), ("memory", 6), ("switch(memory,random)", 6), ("specblock", 6)]
+)
 def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, captured: bool) -> None:
     prompts = list(random_prompts(3, 30))
     asked = with_answers([request("a", prompts[0], greedy(8)), request("b", prompts[1], sampled(5, 8))])

@@ -157,7 +157,7 @@ def test_a_prediction_that_comes_true_is_counted() -> None:
     right = request("right", text, greedy(40), prediction=answer)
     never = [token for token in range(VOCAB_SIZE) if token not in answer][:2]
     wrong = request("wrong", text, greedy(40), prediction=never * 10)
-    results = generate(tiny_engine(drafter="lookup"), right, wrong, request("none", text, greedy(40)))
+    results = generate(tiny_engine(drafter="memory"), right, wrong, request("none", text, greedy(40)))
     records = {name: result.end.speculation for (name, _), result in results.items()}
     counts = {n: (r.accepted_prediction_tokens, r.rejected_prediction_tokens) for n, r in records.items() if r}
     assert counts["wrong"] == (0, 20)
@@ -170,7 +170,7 @@ def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
     (text,) = random_prompts(1, 30, seed=4)
     params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
     whole = alone(params, text)
-    engine, outputs = tiny_engine(drafter="lookup"), list[SequenceOutput]()
+    engine, outputs = tiny_engine(drafter="memory"), list[SequenceOutput]()
     engine.add(replace(request("one", text, params, prediction=whole.tokens), singly=20))
     while not engine.idle:
         outputs += engine.step().outputs

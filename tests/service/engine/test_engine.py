@@ -67,7 +67,7 @@ def plain(requests: Sequence[GenerationRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 12])
-@pytest.mark.parametrize("drafter", ["none", "lookup", "lookahead", "switch(lookup,lookahead)", "random"])
+@pytest.mark.parametrize("drafter", ["none", "memory", "switch(memory,random)", "random"])
 def test_company_drafter_and_budget_change_no_token(
     requests: list[GenerationRequest], drafter: str, budget: int
 ) -> None:
@@ -92,7 +92,7 @@ def long_requests() -> list[GenerationRequest]:
     return with_answers([request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))])
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "lookahead", "switch(lookup,lookahead)", "random"])
+@pytest.mark.parametrize("drafter", ["none", "memory", "switch(memory,random)", "random"])
 def test_preemption_changes_no_token(long_requests: list[GenerationRequest], drafter: str) -> None:
     """Slots for the longest sequence and little more: the others come and go."""
     results = {(one.request_id, 0): Generated() for one in long_requests}
@@ -149,7 +149,7 @@ def test_a_text_continues_as_itself() -> None:
     """What was written so far may as well have been the prompt: noise knows absolute positions only."""
     (text,) = prompts(20)
     whole = alone(sampled(3, 30), text).tokens
-    engine = tiny_engine(drafter="lookup")
+    engine = tiny_engine(drafter="memory")
     assert alone(sampled(3, 18), text + whole[:12], engine).tokens == whole[12:]
 
 
@@ -354,7 +354,7 @@ def test_a_sequence_with_nan_logits_fails_alone(
     requests: list[GenerationRequest], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A token whose embedding is not a number, in one prompt only."""
-    bad_token = 310  # in no other prompt, so that the lookup drafter does not propose it either
+    bad_token = 310  # in no other prompt, so that the memory drafter does not propose it either
     engine = poisoned_engine(bad_token, tmp_path_factory)
     logprobs = replace(greedy(), num_logprobs=2)
     results = generate(engine, *requests, request("bad", [4, bad_token, 5], logprobs), request("root", [bad_token]))
@@ -367,7 +367,7 @@ def poisoned_engine(token: int, folders: pytest.TempPathFactory) -> Engine:
     loaded = load(tiny_model("llama", folders.mktemp("poisoned")))
     with torch.no_grad():
         loaded.model.get_parameter("model.embed_tokens.weight")[token] = torch.nan
-    return tiny_engine(loaded, drafter="lookup")
+    return tiny_engine(loaded, drafter="memory")
 
 
 def test_a_text_fills_the_whole_context() -> None:

@@ -34,7 +34,7 @@ from tests.service.test_assembly import settings
 
 torch.set_num_threads(1)
 
-DRAFTERS = ("none", "lookup", "lookahead", "switch(lookup,lookahead)", "random")
+DRAFTERS = ("none", "memory", "switch(memory,random)", "random")
 CHARGE = "service.engine.engine.charge"
 NUM_BEFORE = 5
 """Tokens that the bad request has before it fails."""
@@ -70,11 +70,11 @@ def bad() -> GenerationRequest:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
-    """A target with a SpecBlock drafter of random weights beside lookup."""
+    """A target with a SpecBlock drafter of random weights beside the memory."""
     root = tmp_path_factory.mktemp("trained")
     folder = save_two_layers(root / "model")
     drafter = save_drafter(root / "drafter", assemble(settings(folder)))
-    return assemble(settings(folder, drafter_path=drafter, drafter="lookup+specblock", budget_policy="fixed"))
+    return assemble(settings(folder, drafter_path=drafter, drafter="memory+specblock", budget_policy="fixed"))
 
 
 def late(sequence: Running, function: Callable[..., object]) -> Callable[..., object]:
@@ -319,7 +319,7 @@ def test_scarce_slots_and_a_failing_request(
     good: list[GenerationRequest], bad: GenerationRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are repeated in parts between preemptions."""
-    engine = tiny_engine(drafter="lookup", num_slots=170 + 64 + 1, limits=replace(LIMITS, max_model_len=170))
+    engine = tiny_engine(drafter="memory", num_slots=170 + 64 + 1, limits=replace(LIMITS, max_model_len=170))
     for one in (bad, *good):
         engine.add(one)
     in_the_grammar(engine, engine.scheduler.waiting[0], monkeypatch)
@@ -331,7 +331,7 @@ def test_scarce_slots_and_a_failing_request(
 def test_an_abort_between_the_parts_of_a_step(
     good: list[GenerationRequest], bad: GenerationRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiny_engine(drafter="lookup")
+    engine = tiny_engine(drafter="memory")
     for one in (bad, *good):
         engine.add(one)
     in_the_grammar(engine, engine.scheduler.waiting[0], monkeypatch)

@@ -135,7 +135,7 @@ def test_texts_without_a_grammar_keep_their_trees() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["random", "lookup"])
+@pytest.mark.parametrize("drafter", ["random", "memory"])
 def test_drafting_changes_no_token(drafter: str, temperature: float) -> None:
     grammar = COMPILER.compile("json_schema", SCHEMA)
     params = SamplingParams(seed=3, max_tokens=120, temperature=temperature)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.merged import MergedDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import Readback
@@ -73,8 +73,7 @@ def two_drafters() -> Drafter:
     sizes = DraftingSizes(
         max_sequences=LIMITS.max_sequences, max_length=LIMITS.max_model_len, max_nodes=8, vocab_size=VOCAB_SIZE
     )
-    cheap, costly = (RandomTreeDrafter(sizes, seed=seed, hit_rate=0.5) for seed in range(2))
-    return MergedDrafter(cheap, costly, sizes)
+    return MemoryDrafter(sizes, RandomTreeDrafter(sizes, seed=0, hit_rate=0.5))
 
 
 @pytest.mark.parametrize("num_drafters", [1, 2])
@@ -89,7 +88,7 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
-UPLOADS = {"none": 0, "random": 0, "lookup": 0, "lookahead": 0, "switch(lookup,lookahead)": 0}
+UPLOADS = {"none": 0, "random": 0, "memory": 0, "switch(memory,random)": 0}
 """Of a step by drafter, each of which is a wait on a device."""
 
 

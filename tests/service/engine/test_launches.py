@@ -19,10 +19,10 @@ torch.set_num_threads(1)
 
 LAUNCHES = {
     "none": (5, 3),
-    "lookup": (13, 8),
-    "lookahead": (15, 8),
+    "memory": (13, 8),
+    "switch(memory,random)": (15, 8),
     "specblock": (18, 10),
-    "lookup+specblock": (27, 14),
+    "memory+specblock": (27, 14),
 }
 """By drafter, outside of graphs, and graphs replayed; the default one is the last. Lookup alone is right here to the
 last node: otherwise slots are freed by one more."""

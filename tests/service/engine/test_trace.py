@@ -12,7 +12,7 @@ TRACE = SpeculationParams(trace=True)
 
 
 def outputs_of(*requests: GenerationRequest) -> dict[str, list[SequenceOutput]]:
-    engine = tiny_engine(drafter="lookup")
+    engine = tiny_engine(drafter="memory")
     for one in requests:
         engine.add(one)
     outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in requests}

@@ -43,7 +43,7 @@ def settings(target: Path) -> ServiceConfig:
             "max_model_len": 256,
             "max_sequences": 4,
             "kv_cache": "10MiB",
-            "drafter": "lookup",
+            "drafter": "memory",
             "state_dir": target / "state",
         }
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.lookup.drafter import LookupDrafter
+from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
 from service.engine.costs import measuring
 from service.engine.costs.measuring import (
@@ -30,7 +30,7 @@ from tests.tiny_models import loaded_tiny
 
 torch.set_num_threads(1)
 
-KEY: CostKey = {"machine": "m x 2", "device": "cpu", "model": "abc", "drafter": "lookup 1", "threads": 1}
+KEY: CostKey = {"machine": "m x 2", "device": "cpu", "model": "abc", "drafter": "memory 1", "threads": 1}
 COSTS = Costs(
     CostTable(
         sequences=np.array([1.0, 4.0]),
@@ -132,14 +132,14 @@ def test_noise_at_the_first_point_makes_no_longer_context_free(clock: list[float
     assert (measured(run, (1, 2, 4), (100, 300)).seconds > 0.9).all()
 
 
-def lookup() -> Drafter:
-    return LookupDrafter(DraftingSizes(max_sequences=4, max_length=256, max_nodes=8))
+def memory() -> Drafter:
+    return MemoryDrafter(DraftingSizes(max_sequences=4, max_length=256, max_nodes=8))
 
 
-def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "lookup") -> Costs:
+def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "memory") -> Costs:
     return costs_at_start(
         tiny_target(loaded_tiny("llama"), 700),
-        lookup,
+        memory,
         folder=folder,
         model="tiny",
         drafter=drafter,
@@ -198,7 +198,7 @@ def test_any_pool_can_be_measured(max_model_len: int, num_slots: int) -> None:
 
 
 def test_measuring_drafts_fills_every_batch() -> None:
-    costs = measure_drafts(lookup(), tiny_target(loaded_tiny("llama"), 100), batches=(1, 4))
+    costs = measure_drafts(memory(), tiny_target(loaded_tiny("llama"), 100), batches=(1, 4))
     assert costs.batches.tolist() == [1, 4]
     assert 0 < costs.seconds[0] <= costs.seconds[1]
 

@@ -1,1 +1,0 @@
-"""The drafter that needs no training: it copies what followed the same words earlier in the text."""

@@ -1,0 +1,65 @@
+"""Which share of the memory a scope uses. An owner's scopes never use another owner's shares."""
+
+from dataclasses import dataclass, field
+
+from drafters.protocol import MemorySizes
+
+
+@dataclass(slots=True)
+class _Share:
+    number: int
+    scope: str | None = None  # None: unused
+    readers: int = 0  # running sequences
+    last_used: int = 0
+
+
+@dataclass(slots=True)
+class Shares:
+    """Shares by scope, fixed in number: a new scope takes the share of its owner that was used longest ago."""
+
+    sizes: MemorySizes
+    _owned: dict[str, list[_Share]] = field(default_factory=dict)
+    _uses: int = 0
+
+    def take(self, scope: str) -> tuple[int, str | None] | None:
+        """The scope's share, for one more reader, and which scope it is taken from if it holds another one's answers;
+        None where running sequences use all of the owner's shares."""
+        found = self._find(scope)
+        if found is None:
+            unread = [share for share in self._shares_of(scope) if not share.readers]
+            found = min(unread, key=lambda share: share.last_used, default=None)
+        if found is None:
+            return None
+        evicted = found.scope if found.scope != scope else None
+        self._uses += 1
+        found.scope, found.last_used, found.readers = scope, self._uses, found.readers + 1
+        return found.number, evicted
+
+    def release(self, number: int) -> None:
+        """One reader less."""
+        self._by_number(number).readers -= 1
+
+    def forget(self, scope: str | None = None) -> list[int]:
+        """The shares that hold answers of this scope, or of any."""
+        shares = (share for shares in self._owned.values() for share in shares)
+        return [share.number for share in shares if share.scope is not None and scope in (None, share.scope)]
+
+    def held(self) -> dict[str, int]:
+        """The share of each scope."""
+        shares = (share for shares in self._owned.values() for share in shares)
+        return {share.scope: share.number for share in shares if share.scope is not None}
+
+    def _find(self, scope: str) -> _Share | None:
+        return next((share for share in self._shares_of(scope) if share.scope == scope), None)
+
+    def _by_number(self, number: int) -> _Share:
+        return next(share for shares in self._owned.values() for share in shares if share.number == number)
+
+    def _shares_of(self, scope: str) -> list[_Share]:
+        owner = scope.partition("/")[0]
+        if owner not in self._owned:
+            if len(self._owned) == self.sizes.owners:
+                return []
+            first = len(self._owned) * self.sizes.scopes
+            self._owned[owner] = [_Share(first + place) for place in range(self.sizes.scopes)]
+        return self._owned[owner]
