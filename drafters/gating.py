@@ -1,6 +1,6 @@
-"""Whether something costly is asked for more tokens in this step: a network beside the memory, or further blocks of it. By
-the tokens only it had right against the seconds that steps take longer with it, for each range of tokens expected where
-it is asked; and what it may lose against steps without it is the ledger's to say, as of all actions."""
+"""Whether something costly is asked for more tokens in this step: a network beside the memory, or further blocks of it.
+By the tokens only it had right against the seconds that steps take longer with it, for each range of tokens expected
+where it is asked; and what it may lose against steps without it is the ledger's to say, as of all actions."""
 
 from bisect import bisect
 from collections.abc import Sequence

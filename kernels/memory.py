@@ -137,8 +137,8 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Count what was committed in each text and, where the row stores, in its scope's past answers, whose weights learn
     then which candidates came true. Returns how many accepted tokens (all but the last of each row) the trees without
-    the network had, how many there are, and how many were committed. # rows, counts [batch] int64; tokens [batch, depth + 1] int64
-    # -> [3] int64"""
+    the network had, how many there are, and how many were committed.
+    # rows, counts [batch] int64; tokens [batch, depth + 1] int64 -> [3] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
     right = sum(_learnt(_Reader(memory, row), line[:count], rate) for row, line, count in given)
     accepted = sum(max(0, count - 1) for *_, count in given)
@@ -282,8 +282,8 @@ def _chance(weights: Tensor, features: list[int]) -> float:
 
 
 def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
-    """Best first: the likeliest node that is not expanded yet goes on. Of the nodes the likeliest are held; a better
-    one takes the place of the least likely, which has no child among them, for a child is less likely than its parent."""
+    """Best first: the likeliest node that is not expanded yet goes on. The likeliest nodes are held: a better one takes
+    the place of the least likely, which has no child among them, for a child is less likely than its parent."""
     nodes: list[_Node] = []
     expanded = set[int]()
     number, parent = ROOT, _Node(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)

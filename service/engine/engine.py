@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
