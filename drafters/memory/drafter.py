@@ -51,7 +51,7 @@ class MemoryDrafter(Drafter):
         self._expected = 0.0  # tokens per sequence by the last trees without the network that were read back
         self._has_asked = False
         self._follows = True  # texts, for the network
-        self._credits = {"memory": 0} if network is None else {"memory": 0, network.name: 0}
+        self._credits = {} if network is None else {"memory": 0, network.name: 0}
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class MemoryDrafter(Drafter):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(self._credits)
+        return tuple(self._credits) or (self.name,)
 
     @property
     def version(self) -> int:
@@ -206,9 +206,11 @@ class MemoryDrafter(Drafter):
         """Credit a network that was asked with the accepted tokens that the memory alone would not have had."""
         alone, accepted, committed = map(int, outcome)
         extra = max(0, accepted - alone) if observe is not None else 0
+        if self.network is None:
+            return
         self._credits["memory"] += accepted - extra
-        if observe is not None and self.network is not None:
-            self._credits[self.network.name] += extra
+        self._credits[self.network.name] += extra
+        if observe is not None:
             observe((extra, committed))
 
 

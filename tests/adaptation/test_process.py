@@ -96,6 +96,7 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
     assert tried.learner.num_updates["full"] > 0
 
 
+@pytest.mark.slow
 def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
     process = process_of(tried)
     process.update("head", samples(4))

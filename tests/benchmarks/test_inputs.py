@@ -51,6 +51,7 @@ def test_a_request_is_a_function_of_its_number_and_most_are_spoilt() -> None:
     assert sum(body in good for body in bodies) < len(bodies) / 10
 
 
+@pytest.mark.slow
 def test_a_server_outlives_them(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, output = run(

@@ -12,6 +12,7 @@ from benchmarks.streams import Said
 from tests.service.bench.parts import written_prompts
 
 
+@pytest.mark.slow
 def test_a_soak_counts_all_that_happened(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(written_prompts()))

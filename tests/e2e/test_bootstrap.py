@@ -196,7 +196,7 @@ def serve_until_killed(model: Path, state: Path) -> None:
                 print(status.collected_positions, status.newest, flush=True)
 
 
-@pytest.mark.parametrize("pieces", [1, 4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pieces", [4, *(pytest.param(pieces, marks=pytest.mark.slow) for pieces in (1, 2))])
 def test_killed_it_resumes(llama: Path, tmp_path: Path, pieces: int) -> None:
     """While it collects, about when it solves and judges, and when it learns."""
     process = subprocess.Popen(

@@ -72,6 +72,7 @@ def test_a_forged_version_is_refused_and_replaced(running: Fleet) -> None:
     recovers(running, "a forged version")
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_replaced_by_another(running: Fleet) -> None:
     """What waits for it meanwhile is heard by the next one, and what waits twice is heard once."""
     epoch, _ = running.newest()

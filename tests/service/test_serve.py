@@ -142,7 +142,7 @@ class _Tapping(MemoryDrafter):
         super().commit(committed)
 
 
-@pytest.mark.parametrize(("drafter", "taps"), [("tapping", (1,)), ("specblock+tapping", (1, 0))])
+@pytest.mark.parametrize(("drafter", "taps"), [("tapping", (1,)), ("switch(specblock,tapping)", (1, 0))])
 def test_a_kind_says_what_it_taps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, taps: tuple[int, ...]
 ) -> None:

@@ -20,7 +20,7 @@ from tests.processes import Process, serving_tiny
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--seed", "1", "--no-color"]
-EXAMPLES, SECONDS_PER_EXAMPLE = 12, 50.0
+EXAMPLES, SECONDS_PER_EXAMPLE = 6, 50.0
 BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text, "/v1/responses": Response}
 
 

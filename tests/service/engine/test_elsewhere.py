@@ -68,9 +68,7 @@ def _references_there(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["as it is", "captured"])
-@pytest.mark.parametrize(
-    ("drafter", "nodes"), [("none", 0), ("memory", 6), ("switch(memory,random)", 6), ("specblock", 6)]
-)
+@pytest.mark.parametrize(("drafter", "nodes"), [("none", 0), ("memory", 6), ("specblock", 6)])
 def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, captured: bool) -> None:
     prompts = list(random_prompts(3, 30))
     asked = with_answers([request("a", prompts[0], greedy(8)), request("b", prompts[1], sampled(5, 8))])
@@ -80,7 +78,7 @@ def test_the_text_is_the_same(loaded: LoadedModel, drafter: str, nodes: int, cap
         assert isinstance(engine.target.pool.storage, Claimed)
         found = generate(engine, *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in expected.items()}
-    assert not drafter.startswith("look") or sum(one.accepted for one in found.values()) > 0
+    assert drafter != "memory" or sum(one.accepted for one in found.values()) > 0
 
 
 def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel) -> None:

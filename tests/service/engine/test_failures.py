@@ -217,7 +217,8 @@ def test_a_trained_drafter_goes_on(trained: Assembly, plant: Plant, monkeypatch:
     kinds = [*(sampled(i, TOKENS) for i in range(7)), replace(greedy(TOKENS), repetition_penalty=1.1)]
     asked = [request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))]
     without = SpeculationParams(enabled=False)
-    answers = [generate(engine, replace(one, speculation=without))[one.request_id, 0].tokens for one in asked]
+    alone = [replace(one, speculation=without, store=False) for one in asked]  # else drafts would be whole answers
+    answers = [generate(engine, one)[one.request_id, 0].tokens for one in alone]
     for one in asked:
         engine.add(one)
     plant(engine, engine.scheduler.waiting[-1], monkeypatch)
