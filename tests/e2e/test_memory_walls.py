@@ -107,7 +107,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return servers
 
 
-KEYS = {"api_keys": ["one", "two"]}
+KEYS: dict[str, Any] = {"api_keys": ["one", "two"]}
 
 
 async def test_keys_draft_from_their_own_past_alone(servers: Servers) -> None:
@@ -119,7 +119,7 @@ async def test_keys_draft_from_their_own_past_alone(servers: Servers) -> None:
 
 
 async def test_names_of_a_key_are_kept_apart_if_asked_for(servers: Servers) -> None:
-    settings = {**KEYS, "prefix_cache": "per_client"}
+    settings: dict[str, Any] = {**KEYS, "prefix_cache": "per_client"}
     expected = await servers.of_new_server("one", **settings)
     async with servers.serving(**settings) as sender:
         await sender("one").ask(user="u")
@@ -154,7 +154,7 @@ async def test_what_must_not_be_stored_is_not_remembered_when_it_is_taken_up_aga
 
 
 async def test_a_name_that_stores_nothing_takes_no_other_names_place(servers: Servers) -> None:
-    settings = {"api_keys": ["one"], "prefix_cache": "per_client", "max_sequences": 1}
+    settings: dict[str, Any] = {"api_keys": ["one"], "prefix_cache": "per_client", "max_sequences": 1}
     expected = await servers.of_known_prompt("one", "u", **settings)
     unstored = await servers.of_new_server("one", store=False, **settings)
     async with servers.serving(**settings) as sender:
@@ -182,7 +182,7 @@ async def test_a_client_forgets_its_own_and_an_operator_all(servers: Servers) ->
 
 
 async def test_a_name_forgets_its_own(servers: Servers) -> None:
-    settings = {**KEYS, "prefix_cache": "per_client"}
+    settings: dict[str, Any] = {**KEYS, "prefix_cache": "per_client"}
     expected = await servers.of_known_prompt("one", "u", **settings)
     async with servers.serving(**settings) as sender:
         one = sender("one")
