@@ -23,7 +23,7 @@ class DraftContext:
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
     store: bool = True  # False: nothing of it may be kept or learnt from
-    scope: str = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME
+    scope: str | None = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME; None: no one's
     warm: bool = False  # whether its tokens are drawn, at a temperature above 0
 
 
@@ -122,6 +122,7 @@ class MemorySizes:
     num_bytes: int = 0  # of all shares; 0: no past answers are remembered
     owners: int = 1
     scopes: int = 1  # of an owner
+    has_keys: bool = False  # whether owners are API keys: what comes without one, the server's own, has no share then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +206,10 @@ class Drafter(Protocol):
     def finish(self, rows: Sequence[int]) -> list[int]:
         """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""
         return [0] * len(rows)
+
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all; what keeps none has nothing to forget."""
+        return
 
     def credits(self) -> Mapping[str, int]:
         """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""

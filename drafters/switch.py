@@ -204,6 +204,10 @@ class SwitchDrafter(Drafter):
         first, second = (one.finish(rows) for one in self._both)
         return [max(counts) for counts in zip(first, second, strict=True)]
 
+    def forget(self, scope: str | None = None) -> None:
+        for one in self._both:
+            one.forget(scope)
+
     def renew(self) -> None:
         self._choice.renew()
         self._follows = True

@@ -416,4 +416,5 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
 def _memory_sizes(config: ServiceConfig) -> MemorySizes:
     """A share for each API key; where users of a key are kept apart, for as many of each as can be served at a time."""
     scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
-    return MemorySizes(num_bytes=config.memory_bytes, owners=max(1, len(config.api_keys)), scopes=scopes)
+    owners, has_keys = max(1, len(config.api_keys)), bool(config.api_keys)
+    return MemorySizes(num_bytes=config.memory_bytes, owners=owners, scopes=scopes, has_keys=has_keys)

@@ -161,12 +161,12 @@ class MemoryDrafter(Drafter):
         first = self._nobody * self._past + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
-        share = self._take_share(row, context.scope)
+        share = self._take_share(row, context)
         past = (0, 0) if share is None else (share * self._past, self._past)
         memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], past])
         memory.scopes[row] = self._nobody if share is None else share
         memory.tails[row] = NO_TOKEN
-        memory.predicted[row] = 0
+        memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
         memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
@@ -178,15 +178,19 @@ class MemoryDrafter(Drafter):
             if tokens:
                 self._ops.add_text(memory, row, part, torch.tensor(tokens, device=memory.entries.device))
 
-    def _take_share(self, row: int, scope: str) -> int | None:
+    def _take_share(self, row: int, context: DraftContext) -> int | None:
         self._release(row)
-        taken = self._shares.take(scope)
-        if taken is None:
+        if context.scope is None:
             return None
-        self._held[row], evicted = taken
-        if evicted is not None:
-            self._clear([self._held[row]])
-        return self._held[row]
+        if context.store:
+            share, evicted = self._shares.take(context.scope) or (None, None)
+        else:
+            share, evicted = self._shares.read(context.scope), None
+        if share is not None:
+            self._held[row] = share
+        if share is not None and evicted is not None:
+            self._clear([share])
+        return share
 
     def _release(self, row: int) -> None:
         if row in self._held:

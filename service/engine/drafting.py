@@ -77,7 +77,7 @@ class DraftStage:
                         num_generated=s.num_generated,
                         cached=None if s.lease is None else s.lease.slots,
                         store=s.request.store,
-                        scope=s.request.scope.cache_namespace,
+                        scope=s.request.scope.past(shown=s.request.speculation.trace),
                         warm=s.request.sampling.temperature > 0,
                     )
                     for s in sequences

@@ -67,6 +67,10 @@ class EngineThread:
 
         self._inbox.put(end)
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all, before the next step: no later request reads them."""
+        self._inbox.put(lambda engine: engine.forget(scope))
+
     def wake(self) -> None:
         """Make an idle engine step once: new weights wait for a step, not for the next request."""
         self._inbox.put(None)

@@ -41,6 +41,9 @@ class Part:
     def renew(self) -> None:
         self.heard.append("renew")
 
+    def forget(self, scope: str | None = None) -> None:
+        self.heard.append(("forget", scope))
+
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self.heard.append("grow")
         return DraftTree.empty(len(rows))
@@ -152,6 +155,12 @@ def test_each_doubt_of_the_target_decides_for_itself() -> None:
         switch.timed(StepTimes(1.0, 0.0, reads_prompts=False))
     assert sum(asked[1][-100:]) < 5
     assert sum(asked[64][-100:]) > 95
+
+
+def test_both_forget() -> None:
+    switch = SwitchDrafter(*parts(), SIZES)
+    switch.forget("scope")
+    assert heard_by(switch) == [[("forget", "scope")], [("forget", "scope")]]
 
 
 def test_traffic_that_changes_is_noticed() -> None:

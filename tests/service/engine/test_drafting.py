@@ -19,6 +19,7 @@ from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
+from service.scope import Scope
 from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
@@ -55,6 +56,8 @@ class Recorder:
     def commit(self, committed: Committed) -> None: ...
 
     def timed(self, times: StepTimes) -> None: ...
+
+    def forget(self, scope: str | None = None) -> None: ...
 
     def credits(self) -> dict[str, int]:
         return {}
@@ -130,6 +133,16 @@ def test_what_pads_trees_keeps_their_promises() -> None:
     stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
     tree, _ = stage.build(batch_of(decoding(0), reading=2), 100)
     assert_valid_tree(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "trace", "scope"), [("k", False, "k"), ("k", True, "k"), ("", False, ""), ("", True, None)]
+)
+def test_what_is_shown_is_drafted_from_the_past_of_a_key_alone(key: str, trace: bool, scope: str | None) -> None:
+    recorder, sequence = Recorder(), decoding(0, speculation=SpeculationParams(trace=trace))
+    sequence.request = replace(sequence.request, scope=Scope(key, "n"))
+    DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU).start([sequence])
+    assert [context.scope for context in recorder.started] == [scope]
 
 
 def test_the_drafter_is_told_of_whoever_starts() -> None:
