@@ -24,7 +24,7 @@ LAUNCHES = {
     "specblock": (18, 10),
     "memory+specblock": (27, 14),
 }
-"""By drafter, outside of graphs, and graphs replayed; the default one is the last. Lookup alone is right here to the
+"""By drafter, outside of graphs, and graphs replayed; the default one is the last. The memory alone is right here to the
 last node: otherwise slots are freed by one more."""
 
 
