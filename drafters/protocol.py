@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.lattice import Witness, unwitnessed
+from drafters.memory.counts import MemoryCounts
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
@@ -218,3 +219,7 @@ class Drafter(Protocol):
     def rank_outcomes(self) -> RankOutcomes:
         """How its rank head has done lately; waits for the device. Empty without such a head."""
         return RankOutcomes()
+
+    def memory_counts(self) -> MemoryCounts | None:
+        """What its memory of past answers holds and has been good for; None where it has none."""
+        return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 from drafters.taps import SharedTaps
@@ -217,6 +218,10 @@ class SwitchDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         first, second = (one.rank_outcomes() for one in self._both)
         return RankOutcomes({**first.predicted, **second.predicted}, {**first.right, **second.right})
+
+    def memory_counts(self) -> MemoryCounts | None:
+        first, second = (one.memory_counts() for one in self._both)
+        return first or second
 
     def _learn(self, asked: int, committed: Committed) -> None:
         observe = self._choice.end()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
+from operator import add
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from drafters import readback
 from drafters.calibration import MIN_SURVIVAL
 from drafters.gating import AskGate
+from drafters.memory.counts import MemoryCounts
 from drafters.memory.shares import Shares
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
@@ -25,6 +27,7 @@ _Told = TypeVar("_Told", Read, Committed)
 
 _ANSWERED = 8192  # tokens of a text whose contexts all have a place; longer ones lose what is rarest
 _RATE = 0.1  # AdaGrad's, of a weight that has not been learnt: 0.05 to 0.3 give the same trees
+_SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: a share of places in use within 1/64
 _PRIOR_SQUARES = 20.0  # what the prior's weights count for, in squared gradients: some hundred labels
 
 
@@ -40,6 +43,10 @@ class MemoryDrafter(Drafter):
         self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
         buckets = num_shares * self._past + 2 * rows * self._own
         self._memory = Memory.empty(rows, buckets, num_shares + 1, sizes.max_nodes, device)
+        past = num_shares * self._past
+        self._counts = MemoryCounts(reserved_bytes=past * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))
+        self._sample = self._memory.entries[: past : max(1, past // _SAMPLED)]
+        self._num_commits = 0
         self._nobody = num_shares  # weights of rows that have no share
         self._shares = Shares(sizes.memory)
         self._held: dict[int, int] = {}  # share of each running row that has one
@@ -121,7 +128,8 @@ class MemoryDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         given = self._memory, committed.rows, committed.tokens, committed.counts
         observe = None if self._gate is None or not self._has_asked else self._gate.end()
-        self._outcomes.read(self._ops.learn_committed(*given, _RATE), partial(self._credit, observe))
+        counts = self._with_usage(self._ops.learn_committed(*given, _RATE))
+        self._outcomes.read(counts, partial(self._credit, observe))
         self._has_asked = False
         if self.network is None:
             return
@@ -139,7 +147,9 @@ class MemoryDrafter(Drafter):
 
     def forget(self, scope: str | None = None) -> None:
         """Forget past answers of this scope, or of all, and what was learnt from them."""
-        self._clear(self._shares.forget(scope))
+        shares = self._shares.forget(scope)
+        self._clear(shares)
+        self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
 
     def timed(self, times: StepTimes) -> None:
         if self._gate is not None and self.network is not None:
@@ -154,6 +164,9 @@ class MemoryDrafter(Drafter):
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes() if self.network is None else self.network.rank_outcomes()
+
+    def memory_counts(self) -> MemoryCounts:
+        return self._counts
 
     def _start(self, context: DraftContext) -> None:
         """Take in a text: its prompt, the prediction that may follow, and what it has answered so far."""
@@ -190,6 +203,7 @@ class MemoryDrafter(Drafter):
             self._held[row] = share
         if share is not None and evicted is not None:
             self._clear([share])
+            self._counts = replace(self._counts, evicted_scopes=self._counts.evicted_scopes + 1)
         return share
 
     def _release(self, row: int) -> None:
@@ -208,7 +222,8 @@ class MemoryDrafter(Drafter):
 
     def _credit(self, observe: Observe | None, outcome: Sequence[float]) -> None:
         """Credit a network that was asked with the accepted tokens that the memory alone would not have had."""
-        alone, accepted, committed = map(int, outcome)
+        alone, accepted, committed, remembered, *known = map(int, outcome)
+        self._count(remembered, known[: len(ORDERS)], *known[len(ORDERS) :])
         extra = max(0, accepted - alone) if observe is not None else 0
         if self.network is None:
             return
@@ -216,6 +231,22 @@ class MemoryDrafter(Drafter):
         self._credits[self.network.name] += extra
         if observe is not None:
             observe((extra, committed))
+
+    def _with_usage(self, counts: Tensor) -> Tensor:
+        """What was counted and, now and then, how many places of the sample are in use."""
+        self._num_commits += 1
+        if self._num_commits % _SAMPLE_EVERY != 1 or not self._past:
+            return counts
+        return torch.cat([counts, (self._sample != 0).sum()[None]])
+
+    def _count(self, remembered: int, known: Sequence[int], used: int | None = None) -> None:
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            used_share=counts.used_share if used is None else used / self._sample.numel(),
+            remembered_tokens=counts.remembered_tokens + remembered,
+            known_tokens=tuple(map(add, counts.known_tokens, known)),
+        )
 
 
 def _followed(what: _Told, *, follow: bool) -> _Told:

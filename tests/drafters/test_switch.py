@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Readback
 from drafters.regret import CAP_STEPS, RegretLedger
@@ -66,6 +67,9 @@ class Part:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
+
+    def memory_counts(self) -> MemoryCounts | None:
+        return MemoryCounts(reserved_bytes=64) if self.name == "memory" else None
 
 
 def committed(accepted: int, batch: int = 1, features: Tensor | None = None, choices: int = 1) -> Committed:
@@ -242,6 +246,8 @@ def test_both_hear_everything_and_it_speaks_for_both() -> None:
     assert (switch.name, switch.version, switch.num_blocks, switch.wants_scores) == ("switch(memory,net)", 4, 10, True)
     assert switch.finish([0, 1]) == [6, 6]
     assert switch.rank_outcomes() == RankOutcomes({"memory": 2.0, "net": 2.0}, {"memory": 1.0, "net": 1.0})
+    for both in ((first, second), (second, first)):
+        assert SwitchDrafter(*both, SIZES).memory_counts() == MemoryCounts(reserved_bytes=64)
 
 
 def test_one_that_is_yet_to_be_made_leaves_the_other_alone() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -67,6 +68,9 @@ class Recorder:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({"1": 2.0}, {"1": 1.0})
+
+    def memory_counts(self) -> MemoryCounts:
+        return MemoryCounts(reserved_bytes=self.num_blocks)
 
 
 def decoding(
@@ -231,6 +235,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
+    assert stats.memory == MemoryCounts(reserved_bytes=2)
     ((told, taken),) = watcher.outcomes
     load = told.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
