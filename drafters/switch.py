@@ -129,7 +129,7 @@ class SwitchDrafter(Drafter):
     reads_prompts = False
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
-        self._both = first, second
+        self._both = self.parts = first, second
         self._taps = SharedTaps(first, second)
         self.tap_layers = self._taps.layers
         self.reads_prompts = first.reads_prompts or second.reads_prompts

@@ -3,11 +3,11 @@ Legend: batch; rows = sequences of the engine's table."""
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from operator import add
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, N
 from drafters.readback import Observe
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.memory import BUCKET_BYTES, NO_TOKEN, ORDERS, PREDICTION, TEXT, WAYS, Memory
+from kernels.memory import BUCKET_BYTES, CONTEXT, NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
 
 _Told = TypeVar("_Told", Read, Committed)
 
@@ -29,6 +29,27 @@ _ANSWERED = 8192  # tokens of a text whose contexts all have a place; longer one
 _RATE = 0.1  # AdaGrad's, of a weight that has not been learnt: 0.05 to 0.3 give the same trees
 _SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: a share of places in use within 1/64
 _PRIOR_SQUARES = 20.0  # what the prior's weights count for, in squared gradients: some hundred labels
+
+
+@dataclass(frozen=True, slots=True)
+class PastAnswers:
+    """What is remembered of a scope, in views that steps go on writing to."""
+
+    scope: str
+    share: int
+    renewals: int  # of the share: another number later says that it began again, maybe for another scope
+    entries: Tensor  # [buckets, WAYS] int64
+    weights: Tensor  # [KINDS, FEATURES] float32
+    squares: Tensor  # like weights
+
+
+class PastListener(Protocol):
+    """Hears what becomes of past answers, from the engine thread."""
+
+    def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """The last `num_new` tokens were remembered; up to CONTEXT others stand before them."""
+
+    def forgot(self, scope: str | None) -> None: ...
 
 
 class MemoryDrafter(Drafter):
@@ -42,7 +63,8 @@ class MemoryDrafter(Drafter):
         num_shares = sizes.memory.owners * sizes.memory.scopes
         self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
         buckets = num_shares * self._past + 2 * rows * self._own
-        self._memory = Memory.empty(rows, buckets, num_shares + 1, sizes.max_nodes, device)
+        self._spare = rows  # a row of no sequence
+        self._memory = Memory.empty(rows + 1, buckets, num_shares + 1, sizes.max_nodes, device)
         past = num_shares * self._past
         self._counts = MemoryCounts(reserved_bytes=past * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))
         self._sample = self._memory.entries[: past : max(1, past // _SAMPLED)]
@@ -50,6 +72,9 @@ class MemoryDrafter(Drafter):
         self._nobody = num_shares  # weights of rows that have no share
         self._shares = Shares(sizes.memory)
         self._held: dict[int, int] = {}  # share of each running row that has one
+        self._answering: dict[int, tuple[DraftContext, int]] = {}  # rows that store, and tokens there were at the start
+        self._renewals = [0] * num_shares
+        self.listeners: list[PastListener] = []
         self._memory.weights[:] = _prior()
         self._memory.squares[:] = _PRIOR_SQUARES
         self._ops = ops.on(device)
@@ -150,6 +175,40 @@ class MemoryDrafter(Drafter):
         shares = self._shares.forget(scope)
         self._clear(shares)
         self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
+        for listener in self.listeners:
+            listener.forgot(scope)
+
+    @property
+    def share_buckets(self) -> int:
+        """Of each share; 0: no past answers are remembered."""
+        return self._past
+
+    def past_answers(self) -> list[PastAnswers]:
+        """By scope, what was used longest ago first."""
+        return [self._past_of(scope, share) for scope, share in self._shares.held().items()]
+
+    def is_current(self, past: PastAnswers) -> bool:
+        """Whether the share has not begun again since; from any thread."""
+        return self._renewals[past.share] == past.renewals
+
+    def adopt(self, scope: str) -> PastAnswers | None:
+        """Room for what was remembered of this scope at an earlier time: its share, or an unused one, or None."""
+        share = self._shares.adopt(scope)
+        return None if share is None else self._past_of(scope, share)
+
+    def add_answer(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """Remember what another engine answered in this scope, as of `PastListener.answered`, if there is a share."""
+        memory, row = self._memory, self._spare
+        share = self._take_share(row, scope, stores=True)
+        if share is None:
+            return
+        memory.parts[row] = torch.tensor([[0, 0], [0, 0], [share * self._past, self._past]])
+        memory.tails[row] = NO_TOKEN
+        first = len(tokens) - num_new
+        for part, added in ((TEXT, tokens[:first]), (PAST, tokens[first:])):
+            if added:
+                self._ops.add_text(memory, row, part, torch.tensor(added, device=memory.entries.device))
+        self._release(row)
 
     def timed(self, times: StepTimes) -> None:
         if self._gate is not None and self.network is not None:
@@ -174,13 +233,15 @@ class MemoryDrafter(Drafter):
         first = self._nobody * self._past + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
-        share = self._take_share(row, context)
+        share = self._take_share(row, context.scope, stores=context.store)
         past = (0, 0) if share is None else (share * self._past, self._past)
         memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], past])
         memory.scopes[row] = self._nobody if share is None else share
         memory.tails[row] = NO_TOKEN
         memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
         memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
+        if context.store and share is not None:
+            self._answering[row] = context, len(context.tokens)
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
             (TEXT, context.tokens[:num_prompt]),
@@ -191,14 +252,12 @@ class MemoryDrafter(Drafter):
             if tokens:
                 self._ops.add_text(memory, row, part, torch.tensor(tokens, device=memory.entries.device))
 
-    def _take_share(self, row: int, context: DraftContext) -> int | None:
+    def _take_share(self, row: int, scope: str | None, *, stores: bool) -> int | None:
+        """The share that the row reads, and adds to if it stores; None for none."""
         self._release(row)
-        if context.scope is None:
+        if scope is None:
             return None
-        if context.store:
-            share, evicted = self._shares.take(context.scope) or (None, None)
-        else:
-            share, evicted = self._shares.read(context.scope), None
+        share, evicted = (self._shares.take(scope) or (None, None)) if stores else (self._shares.read(scope), None)
         if share is not None:
             self._held[row] = share
         if share is not None and evicted is not None:
@@ -209,10 +268,21 @@ class MemoryDrafter(Drafter):
     def _release(self, row: int) -> None:
         if row in self._held:
             self._shares.release(self._held.pop(row))
+        if row in self._answering:  # a text goes on growing while it runs
+            context, known = self._answering.pop(row)
+            tokens, num_new = context.tokens[max(0, known - CONTEXT) :], len(context.tokens) - known
+            for listener in self.listeners if num_new > 0 else ():
+                listener.answered(context.scope, tokens, num_new)
+
+    def _past_of(self, scope: str, share: int) -> PastAnswers:
+        memory, first = self._memory, share * self._past
+        entries = memory.entries[first : first + self._past]
+        return PastAnswers(scope, share, self._renewals[share], entries, memory.weights[share], memory.squares[share])
 
     def _clear(self, shares: Iterable[int]) -> None:
         """Begin again with nothing remembered in these shares."""
         for share in shares:
+            self._renewals[share] += 1  # first: who copies while this clears shall see that its copy is void
             self._memory.entries[share * self._past : (share + 1) * self._past] = 0
             self._memory.weights[share] = _prior()
             self._memory.squares[share] = _PRIOR_SQUARES

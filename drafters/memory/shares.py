@@ -1,6 +1,7 @@
 """Which share of the memory a scope uses. An owner's scopes never use another owner's shares."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from drafters.protocol import MemorySizes
 
@@ -36,13 +37,22 @@ class Shares:
         found = self._find(scope)
         if found is None:
             unread = [share for share in self._shares_of(scope) if not share.readers]
-            found = min(unread, key=lambda share: share.last_used, default=None)
+            found = min(unread, key=lambda share: (share.scope is not None, share.last_used), default=None)
         if found is None:
             return None
         evicted = found.scope if found.scope != scope else None
         self._uses += 1
         found.scope, found.last_used, found.readers = scope, self._uses, found.readers + 1
         return found.number, evicted
+
+    def adopt(self, scope: str) -> int | None:
+        """The scope's share, or an unused one as if it was used before all others, or None."""
+        unused = (share for share in self._shares_of(scope) if share.scope is None)
+        found = self._find(scope) or next(unused, None)
+        if found is None:
+            return None
+        found.scope = scope
+        return found.number
 
     def release(self, number: int) -> None:
         """One reader less."""
@@ -59,8 +69,8 @@ class Shares:
         return [share.number for share in cleared]
 
     def held(self) -> dict[str, int]:
-        """The share of each scope."""
-        shares = (share for shares in self._owned.values() for share in shares)
+        """The share of each scope, the one that was used longest ago first."""
+        shares = sorted(chain.from_iterable(self._owned.values()), key=lambda share: share.last_used)
         return {share.scope: share.number for share in shares if share.scope is not None}
 
     def _find(self, scope: str) -> _Share | None:
@@ -76,7 +86,12 @@ class Shares:
             return []
         if owner not in self._owned:
             if len(self._owned) == self.sizes.owners:
-                return []
+                adopted = (own for own, shares in self._owned.items() if not any(share.last_used for share in shares))
+                gone = next(adopted, None)  # may have no key any more; its answers are cleared as those of any scope
+                if gone is None:
+                    return []
+                self._owned[owner] = self._owned.pop(gone)
+                return self._owned[owner]
             first = len(self._owned) * self.sizes.scopes
             self._owned[owner] = [_Share(first + place) for place in range(self.sizes.scopes)]
         return self._owned[owner]

@@ -7,7 +7,6 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pydantic import SecretStr
 from starlette.requests import Request
 
 from service.api.tenants import Tenant, Tenants
@@ -86,9 +85,7 @@ class Server:
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.settings.naming_key).hexdigest()
 
 
-def naming_key(shared: SecretStr | None) -> bytes:
-    """The key that scopes are hashed with, 32 bytes: the same one in replicas that share a secret, because the one that
-    learns counts the queries of all; else one of this process alone."""
-    if shared is None:
-        return secrets.token_bytes(_KEY_BYTES)
-    return hmac.digest(shared.get_secret_value().encode(), _NAMING, "sha256")
+def naming_key(secret: bytes | None) -> bytes:
+    """The key that scopes are hashed with, 32 bytes: the same one wherever the secret is: over restarts, and in
+    replicas, of which one counts the queries of all. Without a secret it is one of this process alone."""
+    return secrets.token_bytes(_KEY_BYTES) if secret is None else hmac.digest(secret, _NAMING, "sha256")
