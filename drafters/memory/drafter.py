@@ -72,7 +72,9 @@ class MemoryDrafter(Drafter):
         self._nobody = num_shares  # weights of rows that have no share
         self._shares = Shares(sizes.memory)
         self._held: dict[int, int] = {}  # share of each running row that has one
-        self._answering: dict[int, tuple[DraftContext, int]] = {}  # rows that store, and tokens there were at the start
+        self._answering: dict[
+            int, tuple[str, Sequence[int], int]
+        ] = {}  # of rows that store: scope, text, its tokens at start
         self._renewals = [0] * num_shares
         self.listeners: list[PastListener] = []
         self._memory.weights[:] = _prior()
@@ -240,8 +242,8 @@ class MemoryDrafter(Drafter):
         memory.tails[row] = NO_TOKEN
         memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
         memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
-        if context.store and share is not None:
-            self._answering[row] = context, len(context.tokens)
+        if context.store and context.scope is not None and share is not None:
+            self._answering[row] = context.scope, context.tokens, len(context.tokens)
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
             (TEXT, context.tokens[:num_prompt]),
@@ -269,10 +271,10 @@ class MemoryDrafter(Drafter):
         if row in self._held:
             self._shares.release(self._held.pop(row))
         if row in self._answering:  # a text goes on growing while it runs
-            context, known = self._answering.pop(row)
-            tokens, num_new = context.tokens[max(0, known - CONTEXT) :], len(context.tokens) - known
+            scope, text, known = self._answering.pop(row)
+            num_new = len(text) - known
             for listener in self.listeners if num_new > 0 else ():
-                listener.answered(context.scope, tokens, num_new)
+                listener.answered(scope, text[max(0, known - CONTEXT) :], num_new)
 
     def _past_of(self, scope: str, share: int) -> PastAnswers:
         memory, first = self._memory, share * self._past

@@ -12,8 +12,8 @@ from drafters.tree import DraftTree, VerifyResult
 KIB = 1024
 
 
-def drafter_of(num_bytes: int = 64 * KIB, **sizes: int) -> MemoryDrafter:
-    memory = MemorySizes(num_bytes=num_bytes, **sizes)
+def drafter_of(num_bytes: int = 64 * KIB, owners: int = 1, scopes: int = 1) -> MemoryDrafter:
+    memory = MemorySizes(num_bytes=num_bytes, owners=owners, scopes=scopes)
     return MemoryDrafter(DraftingSizes(max_sequences=2, max_length=64, max_nodes=8, memory=memory))
 
 
