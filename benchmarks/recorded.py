@@ -1,10 +1,9 @@
 """`python -m benchmarks recorded`: the memory without a network against SuffixDecoding (arXiv 2411.04975, by its own
-package), on recorded answers.
+package), on recorded answers and without a model.
 
-A simulation without a model: each step proposes a tree, and takes its longest path that stands in the recorded answer,
-and the token behind it. Both have seen the answers before this one, and remember the present text. Each plays every
-answer with several settings, all of which remember the same; a mean of so many nodes per step is that of the two
-settings, one of which a request gets by lot, that need the fewest steps.
+Each step proposes a tree and takes its longest path that stands in the recorded answer, and the token behind it. Both
+have seen all answers before this one. Each plays every answer with several settings; a mean of so many nodes per step
+is that of the two settings, one of which a request gets by lot, that need the fewest steps.
 """
 
 from collections import defaultdict
@@ -14,7 +13,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -30,28 +29,17 @@ from service.config import LoadedConfig
 from service.errors import StartupError
 from service.training.regenerate import Response, read_responses
 
-OURS, THEIRS, MIXED = "memory", "SuffixDecoding", "all kinds in one"
+OURS, THEIRS, ALL = "memory", "SuffixDecoding", "all kinds in one"
 
 Nodes = Sequence[tuple[int, int]]
-"""Token and parent of each; ROOT stands for the root."""
+"""Token and parent of each, ROOT for the root; parents stand before their children."""
 
 _MOST = 64  # nodes of a tree
-_SURVIVAL = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0025)
+_SURVIVAL = (0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0025)
 """Of ours: nodes that are less likely are left out."""
-_THEIRS = tuple(product((0.3, 0.1, 0.03), (1.0, 2.0, 4.0, 8.0, 16.0), (-1.0, 0.0, 2.0)))
+_THEIRS = (*product((0.3, 0.1, 0.03), (1, 2, 4, 8, 16), (0,)), *product((0.1,), (1, 2, 4), (-1, 2)))
 """Of theirs, by default (0.1, 1, 0): least odds of a node, most nodes per token that is matched, and how many more."""
 _TREE_DEPTH = 64  # of their trees, by default
-
-
-class Player(Protocol):
-    """Proposes what may follow one text at a time."""
-
-    def start(self, number: int, text: Response) -> None: ...
-
-    def propose(self) -> Nodes:
-        """Parents stand before their children."""
-
-    def take(self, tokens: Sequence[int]) -> None: ...
 
 
 class Ours:
@@ -71,7 +59,9 @@ class Ours:
         return list(zip(tree.tokens[0, :count].tolist(), tree.parents[0, :count].tolist(), strict=True))
 
     def take(self, tokens: Sequence[int]) -> None:
-        self._drafter.commit(committed(self._rows, [tokens]))
+        none, given = torch.zeros(0), (self._rows, torch.tensor([tokens]), torch.tensor([len(tokens)]))
+        verdict = DraftTree.empty(1), VerifyResult(none, none, none, none)  # it asks for what was taken alone
+        self._drafter.commit(Committed(*given, *verdict, None, none, none))
 
 
 class Theirs:
@@ -82,8 +72,9 @@ class Theirs:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
             raise StartupError("theirs is a package that is not here: pip install arctic-inference") from error
-        self._cache, self._least, self._factor, self._offset = SuffixDecodingCache(_TREE_DEPTH), least, factor, offset
-        self._number, self._text = -1, np.zeros(0, np.int32)
+        self._cache, self._number, self._text = SuffixDecodingCache(_TREE_DEPTH), -1, np.zeros(0, np.int32)
+        limits = {"max_spec_factor": factor, "max_spec_offset": offset, "min_token_prob": least}
+        self._how = {"max_spec_tokens": _MOST, "use_tree_spec": True, **limits}
 
     def start(self, number: int, text: Response) -> None:
         if self._number >= 0:
@@ -92,15 +83,7 @@ class Theirs:
         self._cache.start_request(number, self._text)
 
     def propose(self) -> Nodes:
-        draft = self._cache.speculate(
-            self._number,
-            self._text,
-            max_spec_tokens=_MOST,
-            max_spec_factor=self._factor,
-            max_spec_offset=self._offset,
-            min_token_prob=self._least,
-            use_tree_spec=True,
-        )
+        draft = self._cache.speculate(self._number, self._text, **self._how)
         return list(zip(draft.token_ids, draft.parents, strict=True))
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -108,34 +91,17 @@ class Theirs:
         self._cache.add_active_response(self._number, tokens)
 
 
-def committed(rows: torch.Tensor, lines: Sequence[Sequence[int]]) -> Committed:
-    """What was taken, for a drafter that asks for no more than that."""
-    longest, none = max(map(len, lines)), torch.zeros(0)
-    return Committed(
-        rows=rows,
-        tokens=torch.tensor([[*line, *[-1] * (longest - len(line))] for line in lines]),
-        counts=torch.tensor([len(line) for line in lines]),
-        tree=DraftTree.empty(len(lines)),
-        result=VerifyResult(none, none, none, none),
-        features=None,
-        positions=none,
-        slots=none,
-    )
-
-
 def accepted(nodes: Nodes, follows: Sequence[int]) -> int:
     """How many tokens of what follows are a path from the root."""
-    children = {(parent, token): number for number, (token, parent) in enumerate(nodes)}
-    parent = ROOT
+    children, parent = {(parent, token): number for number, (token, parent) in enumerate(nodes)}, ROOT
     for depth, token in enumerate(follows):
-        found = children.get((parent, token))
-        if found is None:
+        if (parent, token) not in children:
             return depth
-        parent = found
+        parent = children[parent, token]
     return len(follows)
 
 
-def played(player: Player, texts: Iterable[Response]) -> np.ndarray:
+def played(player: Ours | Theirs, texts: Iterable[Response]) -> np.ndarray:
     """Tokens, steps and nodes of each answer. # -> [3, texts]"""
     counts = []
     for number, text in enumerate(texts):
@@ -151,33 +117,31 @@ def played(player: Player, texts: Iterable[Response]) -> np.ndarray:
 
 
 def matched(settings: Sequence[np.ndarray], mean: float) -> np.ndarray:
-    """What is expected of two settings by lot, whose mean of nodes per step is this one and that need the fewest steps;
-    of the one that comes nearest from below where none has so many. # each [3, texts] -> [3, texts]"""
+    """What is expected of two settings by lot that have this mean of nodes per step and need the fewest steps; where no
+    setting has so many, of the one that has the most. # each [3, texts] -> [3, texts]"""
     over = [counts[2].sum() - mean * counts[1].sum() for counts in settings]
-    best = settings[int(np.argmax(over))] if max(over) < 0 else None
+    found = [max(settings, key=lambda counts: counts[2].sum() / counts[1].sum())] if max(over) <= 0 else []
     for few, many in product(range(len(settings)), repeat=2):
         if over[few] <= 0 < over[many]:
             share = over[many] / (over[many] - over[few])
-            both = share * settings[few] + (1 - share) * settings[many]
-            best = both if best is None or both[1].sum() < best[1].sum() else best
-    if best is None:
-        raise StartupError(f"every setting has more than {mean:g} nodes per step: give other --nodes")
-    return best
+            found.append(share * settings[few] + (1 - share) * settings[many])
+    if not found:
+        raise StartupError(f"--nodes {mean:g}: every setting has more; give more")
+    return min(found, key=lambda counts: float(counts[1].sum()))
 
 
 def row_of(stream: str, mean: float, mine: np.ndarray, others: np.ndarray) -> Row:
-    """Tokens per step of both, with the target's own token and without, and the ratios with their intervals over
-    requests. # mine, others [3, texts] of the same texts"""
+    """Tokens per step of both, and ratios with their intervals: of all tokens, and without the target's own of each
+    step. # mine, others [3, texts] of the same texts"""
     columns = np.concatenate([mine, others])
-    tau = [float(counts[0].sum() / counts[1].sum()) for counts in (mine, others)]
+    means = [counts.sum(1) / counts[1].sum() for counts in (mine, others)]
     return {
-        "stream": stream,
+        "kind": stream,
         "requests": mine.shape[1],
         "tokens": int(mine[0].sum()),
         "mean_nodes": mean,
-        "nodes": [float(counts[2].sum() / counts[1].sum()) for counts in (mine, others)],
-        "tokens_per_step": tau,
-        "accepted_per_step": [one - 1 for one in tau],
+        "nodes": [float(of_step[2]) for of_step in means],
+        "tokens_per_step": [float(of_step[0]) for of_step in means],
         "ratio": paired_bootstrap(lambda sums: sums[4] / sums[1], columns, seed=0),
         "accepted_ratio": paired_bootstrap(
             lambda sums: (sums[0] / sums[1] - 1) / (sums[3] / sums[4] - 1), columns, seed=0
@@ -187,61 +151,46 @@ def row_of(stream: str, mean: float, mine: np.ndarray, others: np.ndarray) -> Ro
 
 def run(
     loaded: LoadedConfig,
-    responses: Annotated[
-        list[Path], typer.Option("--responses", metavar="FILE", help="JSONL file of `adaptree train regenerate`.")
-    ],
+    responses: Annotated[list[Path], typer.Option(metavar="FILE", help="JSONL of `adaptree train regenerate`.")],
     nodes: Annotated[str, typer.Option(metavar="N,...", help="Mean nodes per step of both.")] = "4,8,16",
     limit: Annotated[int | None, typer.Option(min=2, help="Only the first so many requests of each kind.")] = None,
     out: Out = None,
 ) -> bool:
-    """Tokens per step of the memory alone against SuffixDecoding, without a model: recorded answers by kind, each
-    kind for itself and all in one."""
+    """Tokens per step of the memory alone against SuffixDecoding, each kind of recorded answers for itself and all in
+    one."""
     refuse_unwritable(out)
     torch.set_num_threads(1)
-    streams = defaultdict[str, list[Response]](list)
+    streams, means, rows = defaultdict[str, list[Response]](list), numbers(nodes, "--nodes"), list[Row]()
     for text in read_responses(responses):
         if limit is None or len(streams[text.task]) < limit:
             streams[text.task].append(text)
-            streams[MIXED].append(text)
-    settings: dict[str, list[Callable[[], Player]]] = {
+            streams[ALL].append(text)
+    players: dict[str, list[Callable[[], Ours | Theirs]]] = {
         OURS: [partial(Ours, least, loaded.config.memory_bytes) for least in _SURVIVAL],
-        THEIRS: [partial(Theirs, *one) for one in _THEIRS],
+        THEIRS: [partial(Theirs, *setting) for setting in _THEIRS],
     }
-    means, rows, curves = numbers(nodes, "--nodes"), list[Row](), {}
-    with counted(len(streams) * (len(_SURVIVAL) + len(_THEIRS)), "settings") as advance:
+    with counted(sum(map(len, players.values())) * len(streams), "settings") as advance:
         for stream, texts in streams.items():
-            counts: dict[str, list[np.ndarray]] = {name: [] for name in settings}
-            for name, make in ((name, make) for name, made in settings.items() for make in made):
+            counts: dict[str, list[np.ndarray]] = {name: [] for name in players}
+            for name, make in ((name, make) for name, made in players.items() for make in made):
                 counts[name].append(played(make(), texts))
                 advance(1)
             rows += [row_of(stream, mean, *(matched(found, mean) for found in counts.values())) for mean in means]
-            curves[stream] = {name: sorted(map(_point, found)) for name, found in counts.items()}
-    kinds_only = [row for row in rows if row["stream"] != MIXED]
     summary = {
-        "by_mean_nodes": {
-            str(mean): {
-                key: geometric_mean(row[key][0] for row in kinds_only if row["mean_nodes"] == mean) for key in _RATIOS
-            }
-            for mean in means
-        },
-        "nodes_and_tokens_per_step_by_setting": curves,
+        f"{key}, {mean} nodes": geometric_mean(
+            row[key][0] for row in rows if row["mean_nodes"] == mean and row["kind"] != ALL
+        )
+        for key, mean in product(("ratio", "accepted_ratio"), means)
     }
     conditions = {**surroundings(), "arctic_inference": version("arctic_inference")}
-    table = table_of(_COLUMNS, rows, section=lambda row: row["stream"])
-    return report(conditions, out, rows, summary, table, f"{summary['by_mean_nodes']}")
+    table = table_of(_COLUMNS, rows, section=lambda row: row["kind"])
+    return report(conditions, out, rows, summary, table, *(f"{key}: {value:.3f}" for key, value in summary.items()))
 
 
-def _point(counts: np.ndarray) -> tuple[float, float]:
-    tokens, steps, proposed = counts.sum(1).tolist()
-    return proposed / steps, tokens / steps
-
-
-_RATIOS = ("ratio", "accepted_ratio")
 _COLUMNS: tuple[Column, ...] = (
-    ("kind", lambda row: row["stream"]),
-    ("requests", lambda row: str(row["requests"])),
-    ("nodes", lambda row: "{:.1f} and {:.1f}".format(*row["nodes"])),
-    ("tokens per step", lambda row: "{:.3f} and {:.3f}".format(*row["tokens_per_step"])),
+    ("kind", lambda row: row["kind"]),
+    ("nodes", lambda row: "{:.1f}, {:.1f}".format(*row["nodes"])),
+    ("tokens per step", lambda row: "{:.3f}, {:.3f}".format(*row["tokens_per_step"])),
     ("ratio", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["ratio"])),
     ("of accepted alone", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["accepted_ratio"])),
 )
