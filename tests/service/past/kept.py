@@ -1,5 +1,5 @@
-"""A program that keeps past answers in a file: children that write again and again and are killed, each of which must find
-what the one before has left; then this process does so, and says that it is there, until it is killed.
+"""A program that keeps past answers in a file: children that write again and again and are killed, each of which must
+find what the one before has left; then this process does so, and says that it is there, until it is killed.
 
 One process for all of it, since imports take longer than the rest; it has one thread when it forks.
 """
