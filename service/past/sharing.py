@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _KEPT_ANSWERS = 8 * MAX_QUERIES
 """In the stream: of 512 tokens each some MiB, and as many as a busy server gives while another one loads its model."""
 _KEPT_SECONDS = 3600  # after the last answer of any replica
+_FIRST = "0-0"
 _READ_ANSWERS = 16  # at once
 _STEP_SECONDS = 0.1
 _LOST_SECONDS = 2.0  # between two tries
@@ -82,7 +83,7 @@ class SharedAnswers:
         self._tokenizer, self._vocab = tokenizer, vocab
         self._name = secrets.token_hex(8)  # no other start of any process has this one
         self._stream = f"adaptree:{tokenizer[:16]}:answers"
-        self._last: bytes | str | None = None if knows_earlier else "0-0"  # entry that was read
+        self._last: bytes | str = "" if knows_earlier else _FIRST  # entry that was read; "": the newest that there is
         self._to_send = deque[_Answer](maxlen=MAX_QUERIES)
         self._to_forget = deque[_Answer]()
         self._is_told = False  # to forget, by another one
@@ -138,9 +139,9 @@ class SharedAnswers:
     def step(self) -> None:
         """Send what waits, then add what others have sent since, one answer between two steps. Raises StoreLost, and
         CancelledError at the end."""
-        if self._last is None:
+        if not self._last:
             newest = self._store.command("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
-            self._last = newest[0][0] if newest else "0-0"
+            self._last = newest[0][0] if newest else _FIRST
         while self._to_forget:
             self._store.command("DEL", self._stream)  # answers of others that are lost by it cost sharing only
             self._send(self._to_forget[0])
