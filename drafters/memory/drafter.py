@@ -25,7 +25,8 @@ from kernels.memory import BUCKET_BYTES, CONTEXT, NO_TOKEN, ORDERS, PAST, PREDIC
 
 _Told = TypeVar("_Told", Read, Committed)
 
-_ANSWERED = 8192  # tokens of a text whose contexts all have a place; longer ones lose what is rarest
+ANSWERED = 8192
+"""Tokens of a text whose contexts all have a place; longer ones lose what is rarest."""
 _RATE = 0.1  # AdaGrad's, of a weight that has not been learnt: 0.05 to 0.3 give the same trees
 _SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: a share of places in use within 1/64
 _PRIOR_SQUARES = 20.0  # what the prior's weights count for, in squared gradients: some hundred labels
@@ -59,7 +60,7 @@ class MemoryDrafter(Drafter):
         device, rows = torch.device(sizes.device), sizes.max_sequences + 1
         self.network = network
         self._max_nodes = sizes.max_nodes
-        self._own = _power_of_two(min(sizes.max_length, _ANSWERED) * len(ORDERS) // WAYS)  # buckets of a text
+        self._own = _power_of_two(min(sizes.max_length, ANSWERED) * len(ORDERS) // WAYS)  # buckets of a text
         num_shares = sizes.memory.owners * sizes.memory.scopes
         self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
         buckets = num_shares * self._past + 2 * rows * self._own
