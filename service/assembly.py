@@ -325,7 +325,7 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     if "weights" in needs and folder is None and not (made_up or starts):
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
-            "make them with `adaptree train drafter`, or set drafter to lookup"
+            "make them with `adaptree train drafter`, or set drafter to memory"
         )
     wanted = trained_kind_of(name)
     if wanted is not None and folder is not None and (kind := kind_in(folder)) != wanted:
