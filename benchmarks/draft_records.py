@@ -40,7 +40,7 @@ class StepRecord:
     root: int = -1  # the last committed token before the step
     truth: TokenPath = ()  # what followed the root, as far as the text went
     accepted: int = 0  # accepted length; truth[accepted] is the bonus token
-    candidates: Odds = field(default_factory=dict)  # the whole tree, all sources merged
+    candidates: Odds = field(default_factory=dict)  # the whole tree, all sources together
     proposals: dict[str, Odds] = field(default_factory=dict)  # by source; empty when nobody was asked
     places: list[Place] = field(default_factory=list)
     verified: Odds = field(default_factory=dict)  # with survival as it was corrected

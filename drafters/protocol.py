@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.lattice import Witness, unwitnessed
+from drafters.memory.counts import MemoryCounts
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
@@ -23,7 +24,7 @@ class DraftContext:
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
     cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
     store: bool = True  # False: nothing of it may be kept or learnt from
-    scope: str = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME
+    scope: str | None = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME; None: no one's
     warm: bool = False  # whether its tokens are drawn, at a temperature above 0
 
 
@@ -122,6 +123,7 @@ class MemorySizes:
     num_bytes: int = 0  # of all shares; 0: no past answers are remembered
     owners: int = 1
     scopes: int = 1  # of an owner
+    has_keys: bool = False  # whether owners are API keys: what comes without one, the server's own, has no share then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,10 @@ class Drafter(Protocol):
         """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""
         return [0] * len(rows)
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all; what keeps none has nothing to forget."""
+        return
+
     def credits(self) -> Mapping[str, int]:
         """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
         return {}
@@ -213,3 +219,7 @@ class Drafter(Protocol):
     def rank_outcomes(self) -> RankOutcomes:
         """How its rank head has done lately; waits for the device. Empty without such a head."""
         return RankOutcomes()
+
+    def memory_counts(self) -> MemoryCounts | None:
+        """What its memory of past answers holds and has been good for; None where it has none."""
+        return None

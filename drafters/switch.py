@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 from drafters.taps import SharedTaps
@@ -128,7 +129,7 @@ class SwitchDrafter(Drafter):
     reads_prompts = False
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
-        self._both = first, second
+        self._both = self.parts = first, second
         self._taps = SharedTaps(first, second)
         self.tap_layers = self._taps.layers
         self.reads_prompts = first.reads_prompts or second.reads_prompts
@@ -204,6 +205,10 @@ class SwitchDrafter(Drafter):
         first, second = (one.finish(rows) for one in self._both)
         return [max(counts) for counts in zip(first, second, strict=True)]
 
+    def forget(self, scope: str | None = None) -> None:
+        for one in self._both:
+            one.forget(scope)
+
     def renew(self) -> None:
         self._choice.renew()
         self._follows = True
@@ -213,6 +218,10 @@ class SwitchDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         first, second = (one.rank_outcomes() for one in self._both)
         return RankOutcomes({**first.predicted, **second.predicted}, {**first.right, **second.right})
+
+    def memory_counts(self) -> MemoryCounts | None:
+        first, second = (one.memory_counts() for one in self._both)
+        return first or second
 
     def _learn(self, asked: int, committed: Committed) -> None:
         observe = self._choice.end()

@@ -138,12 +138,16 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Count what was committed in each text and, where the row stores, in its scope's past answers, whose weights learn
     then which candidates came true. Returns how many accepted tokens (all but the last of each row) the trees without
-    the network had, how many there are, and how many were committed.
-    # rows, counts [batch] int64; tokens [batch, depth + 1] int64 -> [3] int64"""
+    the network had, how many there are, how many were committed, how many past answers remember from now on, and, for
+    each order, how many they had seen already, behind a context of that length and no longer one.
+    # rows, counts [batch] int64; tokens [batch, depth + 1] int64 -> [4 + len(ORDERS)] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
-    right = sum(_learnt(_Reader(memory, row), line[:count], rate) for row, line, count in given)
+    known = [0] * len(ORDERS)
+    right = sum(_learnt(_Reader(memory, row), line[:count], rate, known) for row, line, count in given)
     accepted = sum(max(0, count - 1) for *_, count in given)
-    return torch.tensor([right, accepted, sum(count for *_, count in given)], device=rows.device)
+    remembered = sum(count for row, _, count in given if memory.stores[row] and memory.parts[row, PAST, 1])
+    committed = sum(count for *_, count in given)
+    return torch.tensor([right, accepted, committed, remembered, *known], device=rows.device)
 
 
 @dataclass(slots=True)
@@ -322,8 +326,8 @@ def _hold(nodes: list[_Node], expanded: set[int], node: _Node, most: int) -> Non
         expanded.discard(place)
 
 
-def _learnt(reader: _Reader, tokens: list[int], rate: float) -> int:
-    """`learn_committed` of one row."""
+def _learnt(reader: _Reader, tokens: list[int], rate: float, known: list[int]) -> int:
+    """`learn_committed` of one row; adds to `known`."""
     context, proposed = reader.tail(), ROOT if reader.network else None
     stores = bool(reader.memory.stores[reader.row])
     for token in tokens:
@@ -338,6 +342,8 @@ def _learnt(reader: _Reader, tokens: list[int], rate: float) -> int:
             if one.token == token:
                 proposed = one.node if one.node >= 0 else None
                 reader.memory.predicted[reader.row] += one.seen[PREDICTION].order > 0
+                if (order := one.seen[PAST].order) >= 0:
+                    known[order] += 1
         for part in (TEXT, PAST) if stores else (TEXT,):
             reader.add(context, part, token)
         context = _then(context, token)

@@ -325,7 +325,7 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     if "weights" in needs and folder is None and not (made_up or starts):
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
-            "make them with `adaptree train drafter`, or set drafter to lookup"
+            "make them with `adaptree train drafter`, or set drafter to memory"
         )
     wanted = trained_kind_of(name)
     if wanted is not None and folder is not None and (kind := kind_in(folder)) != wanted:
@@ -416,4 +416,5 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
 def _memory_sizes(config: ServiceConfig) -> MemorySizes:
     """A share for each API key; where users of a key are kept apart, for as many of each as can be served at a time."""
     scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
-    return MemorySizes(num_bytes=config.memory_bytes, owners=max(1, len(config.api_keys)), scopes=scopes)
+    owners, has_keys = max(1, len(config.api_keys)), bool(config.api_keys)
+    return MemorySizes(num_bytes=config.memory_bytes, owners=owners, scopes=scopes, has_keys=has_keys)

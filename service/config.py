@@ -196,6 +196,11 @@ class ServiceConfig(BaseModel):
         "Past answers that drafts copy from, at no cost: a size (256MiB; 32 bytes a token), auto (64MiB) or "
         "off. It changes the speed of answers, never their text. API keys do not share: each has an equal part.",
     )
+    memory_file: Path | None = _setting(
+        None,
+        "File that keeps past answers over restarts, for the server's user alone to read; its key lies beside it, "
+        "FILE.key. Unset: a restart forgets them.",
+    )
     draft_blocks: int = _setting(
         1,
         "M, blocks of a trained drafter's tree: forward passes of the drafter per step. One pays best beside the "
@@ -272,10 +277,10 @@ class ServiceConfig(BaseModel):
             raise ValueError("a fixed budget_policy keeps no pace; set it to cost")
         return release
 
-    @field_validator("state_dir")
+    @field_validator("state_dir", "memory_file")
     @classmethod
-    def _home_expanded(cls, path: Path) -> Path:
-        return path.expanduser()
+    def _home_expanded(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser()
 
     @property
     def model_source(self) -> str:

@@ -45,6 +45,9 @@ class EngineHandle(Protocol):
     def abort(self, request_id: str) -> None:
         """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all, before the next step."""
+
     def wake(self) -> None: ...  # an idle engine steps once, so that new weights need not wait for a request
 
     def drain(self) -> None: ...  # finish what runs
@@ -270,6 +273,11 @@ class Runtime:
             stream.close()
             raise
         return stream
+
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all: no request that is submitted later reads them."""
+        self.check_ready()
+        self._loaded().engine.forget(scope)
 
     async def off_loop(self, call: Callable[[], Result]) -> Result:
         """Run blocking work, such as tokenization, beside the event loop."""

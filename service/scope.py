@@ -26,6 +26,11 @@ class Scope:
         """The part of the prefix cache, and of any memory of past texts, that a request reads and fills."""
         return f"{self.key}/{self.name}" if self.separate_names else self.key
 
+    def past(self, *, shown: bool) -> str | None:
+        """Whose past answers a request reads and adds to; `shown`: whether its client sees what is drafted from them.
+        None: no one's, for what is shown must be the client's own, and only a key proves that."""
+        return None if shown and not self.key else self.cache_namespace
+
     @property
     def account(self) -> str:
         """Who is charged: by fairness for tokens, by the learner for samples. Many names gain a key nothing."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -13,6 +14,8 @@ from fastapi import FastAPI
 
 from adaptation.checkpoint import owned
 from adaptation.records import Event
+from drafters.protocol import Drafter
+from drafters.registry import memory_of
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
 from service.api.connections import GuardedProtocol
@@ -31,6 +34,7 @@ from service.learning.adaptive import Adaptive, build_adaptive, learning_folder,
 from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
+from service.past.file import MemoryFile, key_beside
 from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import ModelCard, Runtime, Served
 from service.seeding import ANSWER_TOKENS, answer_seeds
@@ -159,9 +163,25 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     gains = None if assembly.costs is None else assembly.costs.gains_file
     if gains is not None:
         restore_gains(engine.policy, gains)
-    ended = (lambda: None) if gains is None else partial(keep_gains, engine.policy, gains)
+    ended: list[Callable[[], None]] = [] if gains is None else [partial(keep_gains, engine.policy, gains)]
     thread = EngineThread(engine, telling(metrics, live), ended)
+    ended += keep_past_answers(assembly, engine.drafter, thread)
     return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
+
+
+def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread) -> list[Callable[[], None]]:
+    """Begin to keep what is remembered over restarts, as far as that is configured. Raises StartupError.
+    # -> what is to be called when the engine has ended"""
+    config, memory = assembly.config, memory_of(drafter)
+    if config.memory_file is None:
+        return []
+    if memory is None:
+        logger.warning("memory_file: the drafter %s remembers no past answers", assembly.drafter_name)
+        return []
+    names = naming_key(naming_secret(config))
+    file = MemoryFile(config.memory_file, memory, thread, tokenizer=assembly.tokenizer.fingerprint, names=names)
+    file.start()
+    return [file.finish]
 
 
 def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
@@ -236,5 +256,13 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         allowed_hosts=config.checked_hosts,
         cors_origins=config.cors_origins,
         separate_names=config.prefix_cache == "per_client",
-        naming_key=naming_key(config.adaptation.redis_secret),
+        naming_key=naming_key(naming_secret(config)),
     )
+
+
+def naming_secret(config: ServiceConfig) -> bytes | None:
+    """What scopes shall have the same names by as long as it is the same. Raises StartupError."""
+    shared, file = config.adaptation.redis_secret, config.memory_file
+    if shared is not None:
+        return shared.get_secret_value().encode()
+    return None if file is None else key_beside(file)

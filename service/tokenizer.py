@@ -2,7 +2,9 @@
 control tokens only where the template writes them; in anything a client wrote they are text."""
 
 import copy
+import hashlib
 import inspect
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -75,6 +77,11 @@ class ChatTokenizer:
             token.content: token_id for token_id, token in added.items() if token.special
         }
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what each token means."""
+        return hashlib.sha256(json.dumps(sorted(self._parsing.get_vocab().items())).encode()).hexdigest()
 
     @property
     def chat_template(self) -> str | None:

@@ -3,10 +3,11 @@ Legend: batch; rows = sequences of the engine's table."""
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
-from typing import TypeVar
+from operator import add
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +15,41 @@ from torch import Tensor
 from drafters import readback
 from drafters.calibration import MIN_SURVIVAL
 from drafters.gating import AskGate
+from drafters.memory.counts import MemoryCounts
 from drafters.memory.shares import Shares
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.memory import BUCKET_BYTES, NO_TOKEN, ORDERS, PREDICTION, TEXT, WAYS, Memory
+from kernels.memory import BUCKET_BYTES, CONTEXT, NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
 
 _Told = TypeVar("_Told", Read, Committed)
 
 _ANSWERED = 8192  # tokens of a text whose contexts all have a place; longer ones lose what is rarest
 _RATE = 0.1  # AdaGrad's, of a weight that has not been learnt: 0.05 to 0.3 give the same trees
+_SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: a share of places in use within 1/64
 _PRIOR_SQUARES = 20.0  # what the prior's weights count for, in squared gradients: some hundred labels
+
+
+@dataclass(frozen=True, slots=True)
+class PastAnswers:
+    """What is remembered of a scope, in views that steps go on writing to."""
+
+    scope: str
+    share: int
+    renewals: int  # of the share: another number later says that it began again, maybe for another scope
+    entries: Tensor  # [buckets, WAYS] int64
+    weights: Tensor  # [KINDS, FEATURES] float32
+    squares: Tensor  # like weights
+
+
+class PastListener(Protocol):
+    """Hears what becomes of past answers, from the engine thread."""
+
+    def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """The last `num_new` tokens were remembered; up to CONTEXT others stand before them."""
+
+    def forgot(self, scope: str | None) -> None: ...
 
 
 class MemoryDrafter(Drafter):
@@ -39,10 +63,20 @@ class MemoryDrafter(Drafter):
         num_shares = sizes.memory.owners * sizes.memory.scopes
         self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
         buckets = num_shares * self._past + 2 * rows * self._own
-        self._memory = Memory.empty(rows, buckets, num_shares + 1, sizes.max_nodes, device)
+        self._spare = rows  # a row of no sequence
+        self._memory = Memory.empty(rows + 1, buckets, num_shares + 1, sizes.max_nodes, device)
+        past = num_shares * self._past
+        self._counts = MemoryCounts(reserved_bytes=past * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))
+        self._sample = self._memory.entries[: past : max(1, past // _SAMPLED)]
+        self._num_commits = 0
         self._nobody = num_shares  # weights of rows that have no share
         self._shares = Shares(sizes.memory)
         self._held: dict[int, int] = {}  # share of each running row that has one
+        self._answering: dict[
+            int, tuple[str, Sequence[int], int]
+        ] = {}  # of rows that store: scope, text, its tokens at start
+        self._renewals = [0] * num_shares
+        self.listeners: list[PastListener] = []
         self._memory.weights[:] = _prior()
         self._memory.squares[:] = _PRIOR_SQUARES
         self._ops = ops.on(device)
@@ -121,7 +155,8 @@ class MemoryDrafter(Drafter):
     def commit(self, committed: Committed) -> None:
         given = self._memory, committed.rows, committed.tokens, committed.counts
         observe = None if self._gate is None or not self._has_asked else self._gate.end()
-        self._outcomes.read(self._ops.learn_committed(*given, _RATE), partial(self._credit, observe))
+        counts = self._with_usage(self._ops.learn_committed(*given, _RATE))
+        self._outcomes.read(counts, partial(self._credit, observe))
         self._has_asked = False
         if self.network is None:
             return
@@ -139,7 +174,43 @@ class MemoryDrafter(Drafter):
 
     def forget(self, scope: str | None = None) -> None:
         """Forget past answers of this scope, or of all, and what was learnt from them."""
-        self._clear(self._shares.forget(scope))
+        shares = self._shares.forget(scope)
+        self._clear(shares)
+        self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
+        for listener in self.listeners:
+            listener.forgot(scope)
+
+    @property
+    def share_buckets(self) -> int:
+        """Of each share; 0: no past answers are remembered."""
+        return self._past
+
+    def past_answers(self) -> list[PastAnswers]:
+        """By scope, what was used longest ago first."""
+        return [self._past_of(scope, share) for scope, share in self._shares.held().items()]
+
+    def is_current(self, past: PastAnswers) -> bool:
+        """Whether the share has not begun again since; from any thread."""
+        return self._renewals[past.share] == past.renewals
+
+    def adopt(self, scope: str) -> PastAnswers | None:
+        """Room for what was remembered of this scope at an earlier time: its share, or an unused one, or None."""
+        share = self._shares.adopt(scope)
+        return None if share is None else self._past_of(scope, share)
+
+    def add_answer(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """Remember what another engine answered in this scope, as of `PastListener.answered`, if there is a share."""
+        memory, row = self._memory, self._spare
+        share = self._take_share(row, scope, stores=True)
+        if share is None:
+            return
+        memory.parts[row] = torch.tensor([[0, 0], [0, 0], [share * self._past, self._past]])
+        memory.tails[row] = NO_TOKEN
+        first = len(tokens) - num_new
+        for part, added in ((TEXT, tokens[:first]), (PAST, tokens[first:])):
+            if added:
+                self._ops.add_text(memory, row, part, torch.tensor(added, device=memory.entries.device))
+        self._release(row)
 
     def timed(self, times: StepTimes) -> None:
         if self._gate is not None and self.network is not None:
@@ -155,19 +226,24 @@ class MemoryDrafter(Drafter):
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes() if self.network is None else self.network.rank_outcomes()
 
+    def memory_counts(self) -> MemoryCounts:
+        return self._counts
+
     def _start(self, context: DraftContext) -> None:
         """Take in a text: its prompt, the prediction that may follow, and what it has answered so far."""
         memory, row, own = self._memory, context.row, self._own
         first = self._nobody * self._past + 2 * row * own
         num_predicted = own if context.prediction else 0
         memory.entries[first : first + own + num_predicted] = 0
-        share = self._take_share(row, context.scope)
+        share = self._take_share(row, context.scope, stores=context.store)
         past = (0, 0) if share is None else (share * self._past, self._past)
         memory.parts[row] = torch.tensor([[first, own], [first + own, num_predicted], past])
         memory.scopes[row] = self._nobody if share is None else share
         memory.tails[row] = NO_TOKEN
-        memory.predicted[row] = 0
+        memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
         memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
+        if context.store and context.scope is not None and share is not None:
+            self._answering[row] = context.scope, context.tokens, len(context.tokens)
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
             (TEXT, context.tokens[:num_prompt]),
@@ -178,23 +254,37 @@ class MemoryDrafter(Drafter):
             if tokens:
                 self._ops.add_text(memory, row, part, torch.tensor(tokens, device=memory.entries.device))
 
-    def _take_share(self, row: int, scope: str) -> int | None:
+    def _take_share(self, row: int, scope: str | None, *, stores: bool) -> int | None:
+        """The share that the row reads, and adds to if it stores; None for none."""
         self._release(row)
-        taken = self._shares.take(scope)
-        if taken is None:
+        if scope is None:
             return None
-        self._held[row], evicted = taken
-        if evicted is not None:
-            self._clear([self._held[row]])
-        return self._held[row]
+        share, evicted = (self._shares.take(scope) or (None, None)) if stores else (self._shares.read(scope), None)
+        if share is not None:
+            self._held[row] = share
+        if share is not None and evicted is not None:
+            self._clear([share])
+            self._counts = replace(self._counts, evicted_scopes=self._counts.evicted_scopes + 1)
+        return share
 
     def _release(self, row: int) -> None:
         if row in self._held:
             self._shares.release(self._held.pop(row))
+        if row in self._answering:  # a text goes on growing while it runs
+            scope, text, known = self._answering.pop(row)
+            num_new = len(text) - known
+            for listener in self.listeners if num_new > 0 else ():
+                listener.answered(scope, text[max(0, known - CONTEXT) :], num_new)
+
+    def _past_of(self, scope: str, share: int) -> PastAnswers:
+        memory, first = self._memory, share * self._past
+        entries = memory.entries[first : first + self._past]
+        return PastAnswers(scope, share, self._renewals[share], entries, memory.weights[share], memory.squares[share])
 
     def _clear(self, shares: Iterable[int]) -> None:
         """Begin again with nothing remembered in these shares."""
         for share in shares:
+            self._renewals[share] += 1  # first: who copies while this clears shall see that its copy is void
             self._memory.entries[share * self._past : (share + 1) * self._past] = 0
             self._memory.weights[share] = _prior()
             self._memory.squares[share] = _PRIOR_SQUARES
@@ -204,7 +294,8 @@ class MemoryDrafter(Drafter):
 
     def _credit(self, observe: Observe | None, outcome: Sequence[float]) -> None:
         """Credit a network that was asked with the accepted tokens that the memory alone would not have had."""
-        alone, accepted, committed = map(int, outcome)
+        alone, accepted, committed, remembered, *known = map(int, outcome)
+        self._count(remembered, known[: len(ORDERS)], *known[len(ORDERS) :])
         extra = max(0, accepted - alone) if observe is not None else 0
         if self.network is None:
             return
@@ -212,6 +303,22 @@ class MemoryDrafter(Drafter):
         self._credits[self.network.name] += extra
         if observe is not None:
             observe((extra, committed))
+
+    def _with_usage(self, counts: Tensor) -> Tensor:
+        """What was counted and, now and then, how many places of the sample are in use."""
+        self._num_commits += 1
+        if self._num_commits % _SAMPLE_EVERY != 1 or not self._past:
+            return counts
+        return torch.cat([counts, (self._sample != 0).sum()[None]])
+
+    def _count(self, remembered: int, known: Sequence[int], used: int | None = None) -> None:
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            used_share=counts.used_share if used is None else used / self._sample.numel(),
+            remembered_tokens=counts.remembered_tokens + remembered,
+            known_tokens=tuple(map(add, counts.known_tokens, known)),
+        )
 
 
 def _followed(what: _Told, *, follow: bool) -> _Told:

@@ -126,7 +126,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     if described.target_identity != target.identity:
         raise DrafterError(
             f"drafter {folder}: trained for target {described.target_identity}, but this one is {target.identity}; "
-            "train a drafter for it with `adaptree train drafter`, or set drafter to lookup"
+            "train a drafter for it with `adaptree train drafter`, or set drafter to memory"
         )
     weights = read_weights(folder, described.config)
     if _HEAD not in weights:  # it is the target's output rows of the draft tokens

@@ -308,14 +308,16 @@ void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, c
 }
 
 void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, const int64_t* tokens, int64_t width,
-                     const int64_t* counts, float rate, int64_t* accepted) {
+                     const int64_t* counts, float rate, int64_t* sums) {
     Candidates found;
-    accepted[0] = accepted[1] = accepted[2] = 0;
+    int64_t* const known = sums + 4;  // by order
+    std::fill_n(sums, 4 + NUM_ORDERS, 0);
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
         const int64_t* said = tokens + b * width;
         const int64_t most = std::max<int64_t>(0, counts[b] - 1);
-        accepted[0] += right(memory->alone.line(rows[b]), said, most), accepted[1] += most, accepted[2] += counts[b];
+        sums[0] += right(memory->alone.line(rows[b]), said, most), sums[1] += most, sums[2] += counts[b];
+        if (memory->stores[rows[b]] && reader.buckets(PAST)) sums[3] += counts[b];
         Context context = reader.tail();
         int64_t proposed = *reader.network.num_nodes ? ROOT : NO_PARENT;
         for (int64_t i = 0; i < counts[b]; i++) {
@@ -335,6 +337,7 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
                 if (!is_true) continue;
                 if (one.node >= 0) proposed = one.node;
                 memory->predicted[rows[b]] += one.seen[PREDICTION].order > 0;
+                if (one.seen[PAST].order >= 0) known[one.seen[PAST].order]++;
             }
             for (int part : {TEXT, PAST})
                 if (part == TEXT || memory->stores[rows[b]]) reader.add(context, part, said[i]);

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from kernels.cpu.library import address, function
 from kernels.cpu.trees import Trees, empty_tree
-from kernels.memory import Memory
+from kernels.memory import ORDERS, Memory
 from kernels.trees import DraftTree
 
 _BEFORE_TREES = Memory._fields[: Memory._fields.index("alone")]
+_SUMS = 4 + len(ORDERS)
 
 
 class _Memory(ctypes.Structure):
@@ -40,10 +41,10 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 
 def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
     """As the reference."""
-    rows, tokens, counts, accepted = rows.contiguous(), tokens.contiguous(), counts.contiguous(), rows.new_empty(3)
+    rows, tokens, counts, sums = rows.contiguous(), tokens.contiguous(), counts.contiguous(), rows.new_empty(_SUMS)
     given = rows.data_ptr(), len(rows), tokens.data_ptr(), tokens.shape[1], counts.data_ptr()
-    function("learn_committed", "ppnpnpfp")(_of(memory), *given, rate, accepted.data_ptr())
-    return accepted
+    function("learn_committed", "ppnpnpfp")(_of(memory), *given, rate, sums.data_ptr())
+    return sums
 
 
 def _of(memory: Memory) -> object:

@@ -14,6 +14,7 @@ from service.api.completions import completions_router
 from service.api.errors import REQUEST_ID_HEADER, install_error_handlers
 from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, info_router
+from service.api.memory import memory_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, HeadMiddleware, LimitMiddleware, RefusingMiddleware
 from service.api.openapi import described
 from service.api.page import page_router
@@ -49,6 +50,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app.include_router(responses_router(server))
     app.include_router(info_router(server, render_metrics))
     app.include_router(adaptation_router(server))
+    app.include_router(memory_router(server))
     app.include_router(page_router())
     app.include_router(feed_router(feed))
     app.openapi = cache(partial(described, app))  # type: ignore[method-assign]  # an unknown address asks for it, too

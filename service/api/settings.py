@@ -5,12 +5,10 @@ import hmac
 import logging
 import secrets
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from pydantic import SecretStr
 from starlette.requests import Request
 
-from service.api.responses_schemas import ResponsesRequest
-from service.api.schemas import SamplingFields
 from service.api.tenants import Tenant, Tenants
 from service.runtime import Runtime
 from service.scope import Scope
@@ -41,6 +39,16 @@ class ApiSettings:
     naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
 
 
+class Named(Protocol):
+    """What says for which user of its sender a request is."""
+
+    @property
+    def safety_identifier(self) -> str | None: ...
+
+    @property
+    def user(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """What every route works with."""
@@ -63,7 +71,7 @@ class Server:
             self._seen.add(name)
             logger.warning(message, name)
 
-    def scope_of(self, request: Request, body: SamplingFields | ResponsesRequest | None = None) -> Scope:
+    def scope_of(self, request: Request, body: Named | None = None) -> Scope:
         """Who sent a request: the key that the middleware has checked, and a name: `safety_identifier`, else `user`,
         else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
@@ -77,9 +85,7 @@ class Server:
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.settings.naming_key).hexdigest()
 
 
-def naming_key(shared: SecretStr | None) -> bytes:
-    """The key that scopes are hashed with, 32 bytes: the same one in replicas that share a secret, because the one that
-    learns counts the queries of all; else one of this process alone."""
-    if shared is None:
-        return secrets.token_bytes(_KEY_BYTES)
-    return hmac.digest(shared.get_secret_value().encode(), _NAMING, "sha256")
+def naming_key(secret: bytes | None) -> bytes:
+    """The key that scopes are hashed with, 32 bytes: the same one wherever the secret is: over restarts, and in
+    replicas, of which one counts the queries of all. Without a secret it is one of this process alone."""
+    return secrets.token_bytes(_KEY_BYTES) if secret is None else hmac.digest(secret, _NAMING, "sha256")

@@ -92,7 +92,7 @@ def measure_set(
         "tau": tau(speculative),
         "draft_share": sum(step.stats.draft_seconds for step in steps) / sum(step.seconds for step in steps),
         "mismatched_tokens": mismatches(plain, speculative),
-        "accepted_by_source": dict(sorted(accepted.items())),  # a token that several had proposed counts for each
+        "accepted_by_source": dict(sorted(accepted.items())),
         "peers": peers,
         "over_peers": {
             name: {ours: speeds[ours] / speed for ours in (PLAIN, SPECULATIVE)} for name, speed in peers.items()

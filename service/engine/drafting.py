@@ -77,7 +77,7 @@ class DraftStage:
                         num_generated=s.num_generated,
                         cached=None if s.lease is None else s.lease.slots,
                         store=s.request.store,
-                        scope=s.request.scope.cache_namespace,
+                        scope=s.request.scope.past(shown=s.request.speculation.trace),
                         warm=s.request.sampling.temperature > 0,
                     )
                     for s in sequences
@@ -155,6 +155,7 @@ class DraftStage:
             stats.predicted_verify_seconds = self._policy.learn(budget, stats)
         stats.drafting = self._policy.outlook(load)
         stats.drafted_blocks, self._num_blocks = self._drafter.num_blocks - self._num_blocks, self._drafter.num_blocks
+        stats.memory = self._drafter.memory_counts()
         self._num_learnt += 1
         if self._num_learnt % _REPORT_EVERY == 0:
             stats.survival_error = self._calibration.error()

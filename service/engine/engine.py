@@ -165,6 +165,10 @@ class Engine:
         every = (*self.scheduler.running, *self.scheduler.waiting)
         return self._end({one: Finish("abort") for one in every if one.request.request_id == request_id})
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all."""
+        self.drafter.forget(scope)
+
     def step(self) -> StepReport:
         """Advance every scheduled sequence: by a piece of its prompt, or by one token and its tree's accepted ones.
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from drafters.memory.counts import MemoryCounts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStats:
@@ -35,7 +37,7 @@ class StepStats:
     drafted_nodes: int
     accepted_tokens: int
     accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
-    accepted_by_source: Mapping[str, int]  # accepted tokens by who proposed them; one may have been several's
+    accepted_by_source: Mapping[str, int]  # accepted tokens by who proposed them
     budget_reason: str
     draft_seconds: float
     verify_seconds: float
@@ -47,6 +49,7 @@ class StepStats:
     drafting: DraftingOutlook | None = None  # None where nodes are fixed
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
     drafted_blocks: int = 0
+    memory: MemoryCounts | None = None  # since the start; None: the drafter remembers no answers
     # Read late, and so only now and then:
     survival_error: float | None = None  # calibration error (ECE) of survival
     rank_predicted: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens

@@ -6,9 +6,11 @@ Only records cross: requests and aborts in, outputs out. The engine itself is to
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[list[SequenceOutput]], None]
 Observe = Callable[[StepReport, LoadStats], None]
 _Message = Callable[[Engine], None]
+_Result = TypeVar("_Result")
+_PATIENCE_SECONDS = 0.1
 
 
 class EngineThread:
@@ -31,9 +35,9 @@ class EngineThread:
         self,
         engine: Engine,
         observe: Observe = lambda report, load: None,
-        ended: Callable[[], None] = lambda: None,
+        ended: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """`ended` is called when the thread has been stopped or drained, from the thread."""
+        """`ended` are called when the thread has been stopped or drained, from the thread."""
         self._engine = engine
         self._observe = observe
         self._ended = ended
@@ -67,6 +71,27 @@ class EngineThread:
 
         self._inbox.put(end)
 
+    def forget(self, scope: str | None = None) -> None:
+        """Forget past answers of this scope, or of all, before the next step: no later request reads them."""
+        self._inbox.put(lambda engine: engine.forget(scope))
+
+    def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
+        """What `call` returns, or raises, in the engine's thread before the next step. Raises CancelledError once
+        `unless` is set, or the engine has failed; then it may have been called."""
+        future = Future[_Result]()
+
+        def answer(engine: Engine) -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(answer)
+        while not unless.is_set() and self.failure is None:
+            with suppress(TimeoutError):
+                return future.result(_PATIENCE_SECONDS)
+        raise CancelledError
+
     def wake(self) -> None:
         """Make an idle engine step once: new weights wait for a step, not for the next request."""
         self._inbox.put(None)
@@ -87,7 +112,8 @@ class EngineThread:
         try:
             with serving(self._engine.target.device):
                 self._loop(deliver)
-            self._ended()
+            for ended in self._ended:
+                ended()
         except Exception as error:
             logger.exception("the engine stopped")
             self.failure = error

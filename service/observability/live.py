@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from adaptation.records import AdaptationStatus, Event
+from drafters.memory.counts import MemoryCounts
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.observability.metric_tables import label_of
 
@@ -18,7 +19,7 @@ _MOST_WAITING: Final = 65_536  # records nobody has added up yet; of more the ol
 Record = TypeVar("Record")
 Json = dict[str, Any]
 
-_CHARTED: Final = ("unix_seconds", "tokens_per_second", "tau", "budget", "running", "waiting")
+_CHARTED: Final = ("unix_seconds", "tokens_per_second", "tau", "budget", "accepted_by_source", "running", "waiting")
 
 
 class Live:
@@ -31,6 +32,7 @@ class Live:
         self._finished: deque[FinishStats] = deque(maxlen=_MOST_WAITING)
         self._happened: deque[Json] = deque(maxlen=_MOST_WAITING)
         self._load = LoadStats(num_running=0, num_waiting=0, slots_used=0, slots_total=0)
+        self._memory: MemoryCounts | None = None
         self._learning: AdaptationStatus | None = None
         self._ticked = clock()
         self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
@@ -62,6 +64,7 @@ class Live:
         sources: Counter[str] = Counter()
         for step in steps:
             sources.update(step.accepted_by_source)
+            self._memory = step.memory
         moment: Json = {
             "unix_seconds": self._now(),  # its end
             "seconds": seconds,
@@ -72,6 +75,7 @@ class Live:
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
             "drafting": steps[-1].drafting if steps else None,  # None: nothing ran, or nodes are fixed
             "accepted_by_source": sources,
+            "memory": self._memory,  # as of the last step; None: the drafter remembers no answers
             "phase_seconds": {
                 "draft": sum(step.draft_seconds for step in steps),
                 "verify": sum(step.verify_seconds for step in steps),

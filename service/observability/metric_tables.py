@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from adaptation.records import AdaptationStatus, Event, EventKind
+from drafters.memory.counts import MemoryCounts
 from service.engine.stats import FinishStats, LoadStats, StepStats
 
 Record = TypeVar("Record", contravariant=True)
@@ -82,6 +83,8 @@ SIZES: Final = ("1", "2", "4", "8", "16", "32", "64")
 """Sequences of a batch, each for up to twice as many, the last for all that are more."""
 RANKS: Final = ("1", "2-4", "5-10")
 """Classes of the rank head that hold candidates; the fourth, beyond, holds none."""
+CONTEXTS: Final = ("1", "2", "4", "8")
+"""Lengths of the contexts that the memory counts, in tokens."""
 
 _LATENCY: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -255,6 +258,24 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
             "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
         ),
     )
+
+
+MEMORY: Final[Table[MemoryCounts]] = (
+    Counter("memory_remembered_tokens", "Tokens of answers remembered.", lambda m: m.remembered_tokens),
+    Counter(
+        "memory_known_tokens{context}",
+        "Tokens generated that remembered answers, this one included, had seen, by the longest context in tokens.",
+        lambda m: dict(zip(CONTEXTS, m.known_tokens, strict=True)),
+        CONTEXTS,
+    ),
+    Gauge("memory_bytes", "Memory set aside for past answers.", lambda m: m.reserved_bytes),
+    Gauge("memory_usage_ratio", "Share of its places in use, 0 to 1, by a sample.", lambda m: m.used_share),
+    Counter(
+        "memory_evicted_scopes", "Scopes whose past answers made room for another one's.", lambda m: m.evicted_scopes
+    ),
+    Counter("memory_forgotten_shares", "Shares of past answers emptied on request.", lambda m: m.forgotten_shares),
+)
+"""What is remembered; of a drafter without a memory all stay at 0."""
 
 
 def _accepted_per_position(stats: StepStats) -> dict[str, float]:

@@ -20,6 +20,7 @@ from service.observability.metric_tables import (
     EVENTS,
     FINISH,
     LOAD,
+    MEMORY,
     Gauge,
     Histogram,
     Record,
@@ -51,7 +52,7 @@ class Metrics(Collector):
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons))
         self._server = server_table(key_names)
-        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *FINISH, *EVENTS, *self._server, *ADAPTATION)
+        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *MEMORY, *FINISH, *EVENTS, *self._server, *ADAPTATION)
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
         labels = {"model_name": model, "engine": "0"}
@@ -69,6 +70,8 @@ class Metrics(Collector):
 
     def observe_step(self, stats: StepStats) -> None:
         self._add(self._steps, stats)
+        if stats.memory is not None:
+            self._set(MEMORY, stats.memory)
 
     def observe_finish(self, stats: FinishStats) -> None:
         self._add(FINISH, stats)

@@ -1,6 +1,7 @@
 """`adaptree top`: a server's live state in the terminal, from its feed."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
@@ -89,7 +90,18 @@ class Screen:
         if (drafting := moment["drafting"]) is not None:
             gain = f"{_number(drafting['gain'], 2)} ± {_number(drafting['gain_sd'], 2)} plain steps"
             table.add_row("drafting gains", gain, f"may still lose {_number(drafting['balance_seconds'], 2)} s")
+        if (memory := moment["memory"]) is not None:
+            told = f"{memory['remembered_tokens']:,} tokens remembered, {memory['used_share']:.0%} full"
+            table.add_row("past answers", told, self._from_memory())
         return table
+
+    def _from_memory(self) -> str:
+        """Of the last minute."""
+        accepted: Counter[str] = Counter()
+        for point in self._points:
+            accepted.update(point["accepted_by_source"])
+        total = accepted.total()
+        return f"{accepted['memory'] / total:.0%} of accepted tokens come from the memory" if total else ""
 
     def _curve(self, name: str, floor: float = 0.0) -> str:
         """The last minute as a row of blocks; a gap where nothing is known."""

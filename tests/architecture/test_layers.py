@@ -45,6 +45,7 @@ ALLOWED = {
     "service.ingress": ("service.ingress", "service.api", *LEAVES),
     "service.ray_serve": PACKAGES,
     "service.learning": PACKAGES,
+    "service.past": PACKAGES,
     "service.seeding": ("service.runtime", *LEAVES, *RECORDS),
     "service.observability.top": LEAVES,
     "service.serve": PACKAGES,

@@ -18,7 +18,7 @@ from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from tests.service.bench.parts import varied_prompts
 
-MERGED = "memory+specblock"
+JOINT = "memory+specblock"
 PROMPTS = varied_prompts()[:4]
 POLICY = FixedBudget(12)
 
@@ -61,7 +61,7 @@ def test_an_observed_drafter_drafts_the_same(trained_assembly: Assembly, name: s
     assert sum(map(sum, nodes)) > 0
 
 
-@pytest.mark.parametrize("name", [MERGED, "specblock", "memory"])
+@pytest.mark.parametrize("name", [JOINT, "specblock", "memory"])
 def test_records_tell_the_whole_answer(trained_assembly: Assembly, name: str) -> None:
     steps, runs = watched(trained_assembly, name, 0.0, concurrency=1)
     emitted = [token for step in steps for token in step.emitted]
@@ -79,7 +79,7 @@ def test_records_tell_the_whole_answer(trained_assembly: Assembly, name: str) ->
 def test_every_node_of_the_trained_drafter_was_said_by_a_forward(
     trained_assembly: Assembly, temperature: float, coupled: bool
 ) -> None:
-    steps, _ = watched(trained_assembly, MERGED, temperature, coupled=coupled)
+    steps, _ = watched(trained_assembly, JOINT, temperature, coupled=coupled)
     asked = [step for step in steps if step.proposals.get("specblock")]
     assert len(asked) > 20, "one source was passed over"
     late = 0

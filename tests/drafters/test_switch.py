@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Readback
 from drafters.regret import CAP_STEPS, RegretLedger
@@ -41,6 +42,9 @@ class Part:
     def renew(self) -> None:
         self.heard.append("renew")
 
+    def forget(self, scope: str | None = None) -> None:
+        self.heard.append(("forget", scope))
+
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
         self.heard.append("grow")
         return DraftTree.empty(len(rows))
@@ -63,6 +67,9 @@ class Part:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({self.name: 2.0}, {self.name: 1.0})
+
+    def memory_counts(self) -> MemoryCounts | None:
+        return MemoryCounts(reserved_bytes=64) if self.name == "memory" else None
 
 
 def committed(accepted: int, batch: int = 1, features: Tensor | None = None, choices: int = 1) -> Committed:
@@ -154,6 +161,12 @@ def test_each_doubt_of_the_target_decides_for_itself() -> None:
     assert sum(asked[64][-100:]) > 95
 
 
+def test_both_forget() -> None:
+    switch = SwitchDrafter(*parts(), SIZES)
+    switch.forget("scope")
+    assert heard_by(switch) == [[("forget", "scope")], [("forget", "scope")]]
+
+
 def test_traffic_that_changes_is_noticed() -> None:
     switch = SwitchDrafter(*parts(), SIZES)
     assert sum(run(switch, (1, 3), (1.0, 1.2), steps=200)[-50:]) >= 45
@@ -233,6 +246,8 @@ def test_both_hear_everything_and_it_speaks_for_both() -> None:
     assert (switch.name, switch.version, switch.num_blocks, switch.wants_scores) == ("switch(memory,net)", 4, 10, True)
     assert switch.finish([0, 1]) == [6, 6]
     assert switch.rank_outcomes() == RankOutcomes({"memory": 2.0, "net": 2.0}, {"memory": 1.0, "net": 1.0})
+    for both in ((first, second), (second, first)):
+        assert SwitchDrafter(*both, SIZES).memory_counts() == MemoryCounts(reserved_bytes=64)
 
 
 def test_one_that_is_yet_to_be_made_leaves_the_other_alone() -> None:

@@ -326,6 +326,21 @@ def test_what_drafting_is_believed_to_gain_is_said(page: Browser) -> None:
         page.open("about:blank")
 
 
+def test_what_past_answers_hold_and_bring_is_said(page: Browser) -> None:
+    live = Live()
+    with served(app_of(runtime_of(ScriptedEngine(say("ab"))), live=live)) as url:
+        page.open(url + "/")
+        page.until("document.getElementById('state').className === 'ready'")
+        assert page.value("document.getElementById('memory').hidden")
+        live.observe_step(STEP)
+        page.until("!document.getElementById('memory').hidden")
+        held = "Past answers: 1,234 tokens remembered, their room 13 % full; "
+        assert page.text("#memory") == held + "60 % of accepted tokens come from the memory."
+        live.observe_step(replace(STEP, accepted_by_source={"specblock": 5}))
+        page.until("document.getElementById('memory').textContent.includes('30 %')")
+        page.open("about:blank")
+
+
 def test_open_pages_do_not_hold_up_the_end(page: Browser, server: Process) -> None:
     page.open(server.url + "/")
     page.until("document.getElementById('state').className === 'ready'")

@@ -1,4 +1,4 @@
-"""A trained drafter from a folder, alone and merged with memory: found by its path, refused for another target, and
+"""A trained drafter from a folder, alone and joined with the memory: found by its path, refused for another target, and
 never a token different from plain decoding."""
 
 from dataclasses import replace

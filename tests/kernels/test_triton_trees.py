@@ -47,7 +47,7 @@ def test_fates(batch: int, nodes: int, longest: int, device: str) -> None:
 
 
 def test_one_tree_for_all_texts(device: str) -> None:
-    """As of lookup, whose parents and depths are the same in every line."""
+    """As of a drafter whose parents and depths are the same in every line."""
     tree, (committed, counts) = trees(3, 30, 1), text(3, 6, 1)
     parents, depths = (values[:1].expand(3, -1) for values in (tree.parents, tree.depths))
     expected = REFERENCE.fates(tree.tokens, parents, depths, committed, counts)

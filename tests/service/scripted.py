@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.script = script
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.forgotten: list[str | None] = []
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
         self.num_waiting = 0
@@ -89,6 +90,9 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    def forget(self, scope: str | None = None) -> None:
+        self.forgotten.append(scope)
 
     def wake(self) -> None:
         self.num_woken += 1

@@ -8,7 +8,7 @@ from adaptation.records import Event
 from service.engine.stats import StepStats
 from service.observability.live import KEPT_MOMENTS, Live
 from tests.service.scripted import STATUS
-from tests.service.test_metrics import FINISH, LOAD, OUTLOOK, STEP
+from tests.service.test_metrics import FINISH, LOAD, MEMORY, OUTLOOK, STEP
 
 
 class Clock:
@@ -42,6 +42,19 @@ def test_a_second_is_added_up() -> None:
     assert moment["finished"] == {"stop": 1}
     assert (moment["running"], moment["waiting"], moment["slots_used_share"]) == (3, 2, 0.25)
     assert (moment["learning"], moment["events"], moment["drafting"]) == (None, [], None)
+    live.observe_step(STEP)
+    live.observe_step(replace(STEP, memory=replace(MEMORY, remembered_tokens=9)))
+    for _ in range(2):
+        assert live.tick()["memory"] == replace(MEMORY, remembered_tokens=9), "it holds until it is told anew"
+    assert [point["accepted_by_source"] for point in live.past()["points"]] == [
+        {"memory": 7, "specblock": 4},
+        {"memory": 6, "specblock": 4},
+        {},
+    ]
+
+
+def test_the_latest_outlook_is_shown() -> None:
+    live = Live()
     live.observe_step(replace(STEP, drafting=OUTLOOK))
     assert live.tick()["drafting"] == OUTLOOK
 

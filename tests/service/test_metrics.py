@@ -7,11 +7,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaptation.records import Event
+from drafters.memory.counts import MemoryCounts
 from drafters.ranks import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
+from kernels.memory import ORDERS
 from service.config import ServiceConfig
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
 from service.observability.metric_tables import (
+    CONTEXTS,
     EVENT_REASONS,
     FINISH_REASONS,
     LIMITS,
@@ -26,6 +29,14 @@ from tests.service.scripted import STATUS
 REASONS = ("load", "gain", "off")
 SOURCES = ("memory", "specblock")
 
+MEMORY = MemoryCounts(
+    reserved_bytes=4096,
+    used_share=0.125,
+    remembered_tokens=1234,
+    known_tokens=(40, 30, 20, 10),
+    evicted_scopes=2,
+    forgotten_shares=1,
+)
 OUTLOOK = DraftingOutlook(sequences=2, gain=0.25, gain_sd=0.05, balance_seconds=0.75, lost_seconds=0.125)
 STEP = StepStats(
     prompt_tokens=7,
@@ -44,6 +55,7 @@ STEP = StepStats(
     predicted_verify_seconds=0.55,
     verify_rows=30,
     drafted_blocks=2,
+    memory=MEMORY,
     survival_error=0.025,
     rank_predicted={"1": 8.0, "2-4": 4.0, "5-10": 1.0},
     rank_right={"1": 6.0, "2-4": 5.0, "5-10": 0.5},
@@ -137,6 +149,25 @@ def test_a_step_is_exported() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_a_memory_is_shown_as_it_was_in_the_last_step() -> None:
+    metrics = made()
+    metrics.observe_step(STEP)
+    metrics.observe_step(replace(STEP, memory=replace(MEMORY, remembered_tokens=1240)))
+    metrics.observe_step(replace(STEP, memory=None))
+    found = series(metrics)
+    assert {name: value for name, value in found.items() if name.startswith("adaptree_memory_")} == {
+        "adaptree_memory_remembered_tokens_total": 1240,
+        "adaptree_memory_known_tokens_total{1}": 40,
+        "adaptree_memory_known_tokens_total{2}": 30,
+        "adaptree_memory_known_tokens_total{4}": 20,
+        "adaptree_memory_known_tokens_total{8}": 10,
+        "adaptree_memory_bytes": 4096,
+        "adaptree_memory_usage_ratio": 0.125,
+        "adaptree_memory_evicted_scopes_total": 2,
+        "adaptree_memory_forgotten_shares_total": 1,
+    }
+
+
 def test_the_prefix_cache_is_counted_in_tokens() -> None:
     metrics = made()
     metrics.observe_finish(FINISH)
@@ -227,12 +258,12 @@ def test_the_page_is_closed_and_small() -> None:
         for reason in (*reasons, "a sentence: with a colon"):
             metrics.observe_event(Event(kind, 1, reason))
     assert set(series(metrics)) == at_start
-    assert len(at_start) <= 515
+    assert len(at_start) <= 525
 
 
-def test_the_page_of_a_server_holds_at_most_515_series() -> None:
+def test_the_page_of_a_server_holds_at_most_525_series() -> None:
     metrics = metrics_of(ServiceConfig())
-    assert 300 < len(series(metrics)) <= 515
+    assert 300 < len(series(metrics)) <= 525
 
 
 def test_an_unknown_label_is_refused() -> None:
@@ -340,6 +371,10 @@ def test_the_vllm_names_show_the_same_values_with_the_labels_of_vllm() -> None:
     names = {sample.name for family in families.values() for sample in family.samples}
     assert {"vllm:spec_decode_num_drafts_total", "vllm:time_to_first_token_seconds_bucket"} <= names
     assert {"vllm:num_requests_running", "vllm:request_success_total"} <= names
+
+
+def test_contexts_are_those_of_the_memory() -> None:
+    assert tuple(map(str, ORDERS)) == CONTEXTS
 
 
 def test_the_classes_of_the_rank_head_are_those_of_the_drafter() -> None:

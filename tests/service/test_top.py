@@ -53,9 +53,16 @@ def test_a_moment_is_shown() -> None:
     assert "7.0 (gain)" in line_of(text, "budget")
     assert "may still lose 0.75 s" in line_of(text, "drafting gains")
     assert "0.25 ± 0.05 plain steps" in text
+    assert "1,234 tokens remembered, 12% full" in line_of(text, "past answers")
+    assert "60% of accepted tokens come from the memory" in line_of(text, "past answers")
     assert line_of(text, "head").split() == ["head", "0.5000", "3", "3"]
     assert line_of(text, "full").split() == ["full", "inf", "0", "1"]
     assert "2 published, 1 refused, 1 rolled back" in text
+
+
+def test_where_no_answer_is_remembered_or_no_token_accepted() -> None:
+    assert "past answers" not in shown(("moment", moment(memory=None)))
+    assert "come from the memory" not in shown(("moment", moment(accepted_by_source={})))
 
 
 def test_the_last_minute_is_a_curve_with_gaps() -> None:

@@ -37,6 +37,18 @@ function showDrafting(now) {
   byId("drafting").textContent = `Drafting gains ${gain}; ${ledger}.`;
 }
 
+// Of accepted tokens those of the last minutes, of which the charts keep the points.
+function showMemory(memory) {
+  byId("memory").hidden = !memory;
+  if (!memory) return;
+  const accepted = charts.points.map((point) => point.accepted_by_source);
+  const total = accepted.flatMap(Object.values).reduce((sum, count) => sum + count, 0);
+  const own = accepted.reduce((sum, counts) => sum + (counts.memory ?? 0), 0);
+  const share = total ? `${number((100 * own) / total, 0)} % of accepted tokens come from the memory` : "no token accepted lately";
+  const held = `${memory.remembered_tokens.toLocaleString("en")} tokens remembered`;
+  byId("memory").textContent = `Past answers: ${held}, their room ${number(100 * memory.used_share, 0)} % full; ${share}.`;
+}
+
 function take({ name, data }) {
   const news = JSON.parse(data);
   if (name === "past") {
@@ -48,6 +60,7 @@ function take({ name, data }) {
   showState(news.state, STATES[news.state] ?? news.state);
   charts.add(news);
   showDrafting(news.drafting);
+  showMemory(news.memory);
   learning.show(news);
 }
 

@@ -116,9 +116,9 @@ export class Charts {
   }
 
   add(moment) {
-    const { unix_seconds, tau, tokens_per_second, budget, running, waiting, learning } = moment;
+    const { unix_seconds, tau, tokens_per_second, budget, accepted_by_source, running, waiting, learning } = moment;
     const [version, values] = learning ? [learning.version, learning.values] : [null, {}];
-    this.points.push({ unix_seconds, tau, tokens_per_second, budget, running, waiting, version, values });
+    this.points.push({ unix_seconds, tau, tokens_per_second, budget, accepted_by_source, running, waiting, version, values });
     this.points = this.points.filter((point) => unix_seconds - point.unix_seconds <= SECONDS);
     for (const chart of this.charts) {
       chart.figure.hidden = chart.form.learning === true && !learning;

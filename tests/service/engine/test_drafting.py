@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
@@ -19,6 +20,7 @@ from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
+from service.scope import Scope
 from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
@@ -56,6 +58,8 @@ class Recorder:
 
     def timed(self, times: StepTimes) -> None: ...
 
+    def forget(self, scope: str | None = None) -> None: ...
+
     def credits(self) -> dict[str, int]:
         return {}
 
@@ -64,6 +68,9 @@ class Recorder:
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes({"1": 2.0}, {"1": 1.0})
+
+    def memory_counts(self) -> MemoryCounts:
+        return MemoryCounts(reserved_bytes=self.num_blocks)
 
 
 def decoding(
@@ -130,6 +137,16 @@ def test_what_pads_trees_keeps_their_promises() -> None:
     stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
     tree, _ = stage.build(batch_of(decoding(0), reading=2), 100)
     assert_valid_tree(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "trace", "scope"), [("k", False, "k"), ("k", True, "k"), ("", False, ""), ("", True, None)]
+)
+def test_what_is_shown_is_drafted_from_the_past_of_a_key_alone(key: str, trace: bool, scope: str | None) -> None:
+    recorder, sequence = Recorder(), decoding(0, speculation=SpeculationParams(trace=trace))
+    sequence.request = replace(sequence.request, scope=Scope(key, "n"))
+    DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU).start([sequence])
+    assert [context.scope for context in recorder.started] == [scope]
 
 
 def test_the_drafter_is_told_of_whoever_starts() -> None:
@@ -218,6 +235,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
+    assert stats.memory == MemoryCounts(reserved_bytes=2)
     ((told, taken),) = watcher.outcomes
     load = told.load
     assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)

@@ -24,8 +24,8 @@ LAUNCHES = {
     "specblock": (18, 10),
     "memory+specblock": (27, 14),
 }
-"""By drafter, outside of graphs, and graphs replayed; the default one is the last. Lookup alone is right here to the
-last node: otherwise slots are freed by one more."""
+"""By drafter, outside of graphs, and graphs replayed; the default one is the last. The memory alone is right here to
+the last node: otherwise slots are freed by one more."""
 
 
 def captured(folder: Path, drafter: str) -> Assembly:

@@ -1,0 +1,1 @@
+"""Past answers beyond the engine: in a file over restarts, and shared by replicas."""

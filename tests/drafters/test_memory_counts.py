@@ -1,0 +1,93 @@
+"""What the memory tells of itself: what it remembers, what it had seen, how full it is, and whose answers went."""
+
+import pytest
+import torch
+
+from drafters.memory.counts import MemoryCounts
+from drafters.memory.drafter import MemoryDrafter
+from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
+from drafters.readback import Readback
+from drafters.tree import DraftTree, VerifyResult
+
+KIB = 1024
+
+
+def drafter_of(num_bytes: int = 64 * KIB, owners: int = 1, scopes: int = 1) -> MemoryDrafter:
+    memory = MemorySizes(num_bytes=num_bytes, owners=owners, scopes=scopes)
+    return MemoryDrafter(DraftingSizes(max_sequences=2, max_length=64, max_nodes=8, memory=memory))
+
+
+def answer(drafter: MemoryDrafter, *tokens: int, scope: str = "owner", store: bool = True, steps: int = 1) -> None:
+    """The same step so often, of a text that begins with token 1."""
+    drafter.start([DraftContext(0, [1], scope=scope, store=store)])
+    said = torch.tensor([tokens])
+    length = torch.tensor([len(tokens) - 1])
+    result = VerifyResult(said[:, 1:], length, said[:, 0], said)
+    one = torch.zeros(1, dtype=torch.int64)
+    for _ in range(steps):
+        drafter.commit(Committed(one, said, length + 1, DraftTree.empty(1), result, None, one, torch.zeros_like(said)))
+    drafter.finish([0])
+
+
+def test_tokens_remembered_and_known_are_counted() -> None:
+    drafter = drafter_of()
+    assert drafter.memory_counts() == MemoryCounts(reserved_bytes=64 * KIB, known_tokens=(0, 0, 0, 0))
+    answer(drafter, 2, 3, 4, 5, 6)
+    counts = drafter.memory_counts()
+    assert (counts.remembered_tokens, counts.known_tokens) == (5, (0, 0, 0, 0))
+    answer(drafter, 2, 3, 4, 5, 6)
+    counts = drafter.memory_counts()
+    assert (counts.remembered_tokens, counts.known_tokens) == (10, (1, 2, 2, 0))
+    answer(drafter, 2, 3, store=False)
+    counts = drafter.memory_counts()
+    assert (counts.remembered_tokens, counts.known_tokens) == (10, (2, 3, 2, 0))
+
+
+def test_places_in_use_are_those_of_past_answers() -> None:
+    """Of a memory of no more buckets than are sampled all are seen; the texts' own places are not counted."""
+    drafter = drafter_of()
+    answer(drafter, 2, 3, 4, 5, 6)
+    assert drafter.memory_counts().used_share == (5 + 4 + 2) / (64 * KIB / 8), "behind 1, 2 and 4 tokens"
+    answer(drafter, 7, store=False, steps=64)
+    assert drafter.memory_counts().used_share == (5 + 4 + 2) / (64 * KIB / 8)
+
+
+@pytest.mark.parametrize("num_bytes", [192 * KIB, 4096 * KIB])
+def test_a_sample_of_a_large_memory_is_close(num_bytes: int) -> None:
+    drafter = drafter_of(num_bytes, owners=3)
+    generator = torch.Generator().manual_seed(1)
+    for owner in range(3):
+        tokens = torch.randint(2, 1000, (num_bytes // 150,), generator=generator).tolist()
+        answer(drafter, *tokens, scope=str(owner))
+    answer(drafter, 7, store=False, steps=64)
+    counts = drafter.memory_counts()
+    used = (drafter._memory.entries[: counts.reserved_bytes // 64] != 0).double().mean()
+    assert 0.3 < used < 0.9
+    assert counts.used_share == pytest.approx(float(used), abs=3 / 64)
+
+
+def test_evicted_scopes_and_forgotten_shares_are_counted() -> None:
+    drafter = drafter_of(owners=1, scopes=2)
+    for scope in ("owner/a", "owner/b", "owner/c", "owner/a"):
+        answer(drafter, 2, 3, scope=scope)
+    assert drafter.memory_counts().evicted_scopes == 2
+    drafter.forget("owner/b")
+    assert drafter.memory_counts().forgotten_shares == 0, "it was evicted"
+    drafter.forget()
+    assert drafter.memory_counts().forgotten_shares == 2
+
+
+def test_without_room_nothing_is_remembered() -> None:
+    drafter = drafter_of(0)
+    answer(drafter, 2, 3, steps=64)
+    assert drafter.memory_counts() == MemoryCounts(reserved_bytes=0, known_tokens=(0, 0, 0, 0))
+
+
+def test_counts_come_with_what_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
+    drafter = drafter_of()
+    answer(drafter, 2, 3)
+    assert drafter.memory_counts().remembered_tokens == 0
+    answer(drafter, 2, 3)
+    assert drafter.memory_counts().remembered_tokens == 2
+    assert drafter.memory_counts().used_share > 0
