@@ -79,8 +79,9 @@ class AdaptationConfig(BaseModel):
     )
     redis_url: SecretStr | None = Field(
         default=None,
-        description="Redis server through which several replicas share one learner: redis://, rediss:// or unix://. "
-        "Unset: each server learns by itself. Texts of queries pass through it: let nobody else reach it.",
+        description="Redis server through which replicas share one learner and, with redis_secret, past answers, these "
+        "also without learning: redis://, rediss:// or unix://. Unset: each server is by itself. Texts of queries and "
+        "answers pass through it: let nobody else reach it.",
     )
     redis_secret: SecretStr | None = Field(
         default=None,
@@ -94,8 +95,10 @@ class AdaptationConfig(BaseModel):
         first, last = self.epsilon
         if not 0 <= last <= first <= 1:
             raise ValueError("epsilon must be two shares, the second not above the first")
-        if self.redis_url is not None and not self.enabled:
-            raise ValueError("redis_url is set, but enabled is not: nobody would learn")
+        if self.redis_url is not None and not self.enabled and self.redis_secret is None:
+            raise ValueError(
+                "redis_url is set, but neither enabled, to learn together, nor redis_secret, to share past answers"
+            )
         return self
 
 

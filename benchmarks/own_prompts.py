@@ -1,14 +1,15 @@
-"""`python -m benchmarks.own_prompts KIND FILE`: prompts of kinds that no public set has, from texts that lie on any
-Debian machine with Python.
+"""`python -m benchmarks.own_prompts KIND FILE`: prompts of kinds that no public set has, made up or from texts that lie
+on any Debian machine with Python.
 
 `advertisements` of installed programs, unit `tests` for functions of the standard library, `summaries` of pieces of
-Python's manual, 1,500 characters and more."""
+Python's manual, 1,500 characters and more, and calls of `tools` as JSON."""
 
 import ast
 import inspect
 import json
 import pkgutil
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -60,10 +61,43 @@ def _summaries() -> Iterator[str]:
                 piece = ""
 
 
+_TOOLS = {
+    "get_weather": "What will the weather be like in {city} on {day}?",
+    "book_table": "Book a table for {people} in {city} on {day}.",
+    "find_flights": "Which flights from {city} to {to} are there on {day}, for {people} people?",
+    "add_event": "Put dinner with {name} into my calendar, {day} in {city}.",
+    "send_message": "Tell {name} that we are {people} people now.",
+    "convert_money": "How much is {amount} {currency} in dollars?",
+    "pay_bill": "Pay {name} {amount} {currency} on {day}.",
+    "track_parcel": "Where is the parcel {amount} from {city}?",
+}
+_VALUES = {
+    "city": ("Lisbon", "Oslo", "Kyoto", "Nairobi", "Quito", "Prague", "Boston", "Hanoi"),
+    "to": ("Rome", "Lima", "Cairo", "Delhi"),
+    "day": ("Monday", "Tuesday", "Friday", "Sunday", "May 3", "June 21"),
+    "people": ("two", "3", "four", "6", "ten"),
+    "name": ("Ana", "Boris", "Chen", "Dara", "Emil", "Farah", "Greta"),
+    "amount": ("15", "80", "120", "349", "1250", "7200"),
+    "currency": ("euros", "yen", "pounds", "francs"),
+}
+
+
+def _tool_calls() -> Iterator[str]:
+    """Each for one of four tools."""
+    rng, form = random.Random(0), '{"name": ..., "arguments": {...}}'
+    for _ in range(2 * COUNT):
+        names = rng.sample(list(_TOOLS), 4)
+        tools = [{"name": name, "arguments": re.findall(r"{(\w+)}", _TOOLS[name])} for name in names]
+        asked = _TOOLS[names[0]].format(**{name: rng.choice(values) for name, values in _VALUES.items()})
+        listed = "\n".join(sorted(map(json.dumps, tools)))
+        yield f"You can call these tools:\n{listed}\n\nAnswer with one call as JSON, {form}, and nothing else. {asked}"
+
+
 KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "advertisements": _advertisements,
     "tests": _unit_tests,
     "summaries": _summaries,
+    "tools": _tool_calls,
 }
 
 

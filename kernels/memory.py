@@ -6,14 +6,18 @@ a successor and how often it was seen. A new successor takes the place with the 
 bucket fade then, so that what is frequent and recent stays; a bucket is one cache line, whatever is held.
 
 A sequence reads up to three parts: its own text (the prompt and its answer so far), the answer that its client
-predicts, and past answers of its scope. The chance of a candidate given that its parent is accepted is
+predicts, and past answers of its scope. What the target chose after a node that it rejected counts in the text, too, at
+a quarter of a sighting: it is what the target says after such a context (as in Lookahead decoding, Fu et al., 2024).
+The chance of a candidate given that its parent is accepted is
 
     p = 1 / (1 + exp(-sum_g w[feature_g])),
 
 over one feature of each group: per part, how long the longest context is behind which the token was seen, and its share
 of what was seen there; whether longer contexts are known; how much was seen in all; and, jointly, what the network
-claims and how strongly texts agree. Weights are learnt online by AdaGrad (Duchi et al., 2011) from candidates whose
-parent came true, per scope.
+claims and how strongly texts agree; and, where tokens are drawn, the candidate's sampling noise at its position, which
+is known beforehand and which a network's claim includes. Where the network proposes no children of a node, it claims
+for them what it proposes at their depth under other nodes. Weights are learnt online by AdaGrad (Duchi et al., 2011)
+from candidates whose parent came true, per scope.
 
 Legend: batch = some rows; rows = sequences of the engine's table; scopes = who shares past answers; kinds = 4 sets of
 weights: whether the network proposes children of the parent, and 2 more where the temperature is above 0.
@@ -28,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.gumbel import hash_bits, row_keys
 from kernels.trees import ROOT, DraftTree
 
 ORDERS = (1, 2, 4, 8)
@@ -50,19 +55,22 @@ _TOKEN_BITS, _COUNT_BITS, _TAG_BITS = 20, 16, 28
 _BUCKET_SHIFT, _TAG_SHIFT = 40, 12  # of a hash
 _MOST = (1 << _COUNT_BITS) - 1
 _SIGHTING = 16  # in 1/16, so that counts can fade by an eighth
+_AFTER_REJECTED = _SIGHTING // 4
 _WORD = (1 << 64) - 1
 
 _SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # of what was seen behind a context
 _TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # sightings behind a context
 _STRENGTH_EDGES = (0.34, 0.9)  # of a share, where it stands beside a claim
 _LEAST_ODDS = -10  # log2 of a claim's
-_CLAIMS = 18  # no parent of the network's, not proposed, and log2 of the odds up to 5
+_CLAIMS = 18  # nothing proposed at this depth, not this token, and log2 of the odds up to 5
 _STRENGTHS = len(_STRENGTH_EDGES) + 2
 _SHARES, _TOTALS, _LENGTHS = len(_SHARE_EDGES) + 1, len(_TOTAL_EDGES) + 1, len(ORDERS) + 1
 _OF_SHARE, _OF_KNOWN, _OF_TOTAL = len(ORDERS) * _SHARES + 1, _LENGTHS**2, _TOTALS + 1
 _OF_PART = _OF_SHARE + _OF_KNOWN + _OF_TOTAL
+_OF_CLAIM = _CLAIMS * _STRENGTHS**2
+_NOISES = 13  # of none, and by zeros that the noise's hash begins with: of 2^10 tokens one has more than are told apart
 
-FEATURES = len(PARTS) * _OF_PART + _CLAIMS * _STRENGTHS**2
+FEATURES = len(PARTS) * _OF_PART + _OF_CLAIM + _NOISES
 """Weights of a kind."""
 
 _LIMITS = (0.005, 0.98)  # of a chance: survival falls along a path, and a long one does not underflow
@@ -81,6 +89,8 @@ class Memory(NamedTuple):
     stores: Tensor  # [rows] bool, whether answers are remembered, and teach weights
     tails: Tensor  # [rows, CONTEXT] int64, last tokens of the text, the newest first
     predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had in their place
+    seeds: Tensor  # [rows] int64, of the sampling noise
+    roots: Tensor  # [rows] int64, absolute position of the last token
     alone: DraftTree  # [rows, nodes], last trees without a network's proposals
     network: DraftTree  # [rows, nodes], and what the network proposed, if it was asked
     factors: Tensor  # [len(ORDERS) + CONTEXT] int64, odd numbers of the hash
@@ -100,6 +110,8 @@ class Memory(NamedTuple):
             stores=number == 0,
             tails=number.new_full((rows, CONTEXT), NO_TOKEN),
             predicted=number.clone(),
+            seeds=number.clone(),
+            roots=number.clone(),
             alone=DraftTree.padding(rows, nodes, device),
             network=DraftTree.padding(rows, nodes, device),
             factors=_hash_factors().to(device),
@@ -135,15 +147,23 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
     return _tree(lines, max_nodes, rows.device)
 
 
-def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
+def learn_committed(
+    memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
+) -> Tensor:
     """Count what was committed in each text and, where the row stores, in its scope's past answers, whose weights learn
-    then which candidates came true. Returns how many accepted tokens (all but the last of each row) the trees without
-    the network had, how many there are, how many were committed, how many past answers remember from now on, and, for
-    each order, how many they had seen already, behind a context of that length and no longer one.
-    # rows, counts [batch] int64; tokens [batch, depth + 1] int64 -> [4 + len(ORDERS)] int64"""
+    then which candidates came true; and in the text what the target chose after nodes that it rejected. Returns how
+    many accepted tokens (all but the last of each row) the trees without the network had, how many there are, how many
+    were committed, how many past answers remember from now on, and, for each order, how many they had seen already,
+    behind a context of that length and no longer one.
+    # rows, counts [batch] int64; tokens [batch, depth + 1] int64; choices [batch, nodes + 1] int64, after the root and
+    after each verified node -> [4 + len(ORDERS)] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
-    known = [0] * len(ORDERS)
-    right = sum(_learnt(_Reader(memory, row), line[:count], rate, known) for row, line, count in given)
+    right, known = 0, [0] * len(ORDERS)
+    for line, (row, text, count) in enumerate(given):
+        reader = _Reader(memory, row)
+        before = reader.tail()
+        right += _learnt(reader, text[:count], rate, known)
+        _count_rejected(reader, before, _nodes_of(verified, line), choices[line].tolist())
     accepted = sum(max(0, count - 1) for *_, count in given)
     remembered = sum(count for row, _, count in given if memory.stores[row] and memory.parts[row, PAST, 1])
     committed = sum(count for *_, count in given)
@@ -190,6 +210,7 @@ class _Reader:
         self.memory, self.row = memory, row
         self._parts = memory.parts[row].tolist()
         self._factors = memory.factors.tolist()
+        self._draws = bool(memory.warm[row])
         self.network = _nodes_of(memory.network, row)
 
     def tail(self) -> tuple[int, ...]:
@@ -207,31 +228,37 @@ class _Reader:
             found.append((first + (own >> _BUCKET_SHIFT & (buckets - 1)), own >> _TAG_SHIFT & ((1 << _TAG_BITS) - 1)))
         return found
 
-    def add(self, context: tuple[int, ...], part: int, token: int) -> None:
-        """Count one sighting of the token behind each context."""
+    def add(self, context: tuple[int, ...], part: int, token: int, sighting: int = _SIGHTING) -> None:
+        """Count a sighting of the token behind each context."""
         for bucket, tag in self.places(context, part):
             entries = [entry & _WORD for entry in self.memory.entries[bucket].tolist()]
             name = tag << (64 - _TAG_BITS) | token << _COUNT_BITS
             known = [way for way, entry in enumerate(entries) if entry & ~_MOST == name and entry & _MOST]
             place = known[0] if known else min(range(WAYS), key=lambda way: entries[way] & _MOST)
             if known:
-                entries[place] = name | min(_MOST, (entries[place] & _MOST) + _SIGHTING)
+                entries[place] = name | min(_MOST, (entries[place] & _MOST) + sighting)
             else:
                 if entries[place] & _MOST:
                     entries = [entry - ((entry & _MOST) >> 3) for entry in entries]
-                entries[place] = name | _SIGHTING
+                entries[place] = name | sighting
             self.memory.entries[bucket] = torch.tensor([_signed(entry) for entry in entries])
 
-    def candidates(self, context: tuple[int, ...], proposed: int | None) -> list[tuple[Candidate, list[int]]]:
-        """What may follow, and the features of each."""
+    def candidates(
+        self, context: tuple[int, ...], proposed: int | None, depth: int
+    ) -> list[tuple[Candidate, list[int]]]:
+        """What may follow at a depth, and the features of each."""
         found: dict[int, Candidate] = {}
         known = [self._see(context, part, found) for part in PARTS]
-        children = [] if proposed is None else [n for n, node in enumerate(self.network) if node.parent == proposed]
-        above = 1.0 if proposed in (None, ROOT) else self.network[proposed].survival
-        for number in children:
-            one = found.setdefault(self.network[number].token, Candidate(self.network[number].token))
-            one.node, one.claim = number, float(np.float32(self.network[number].survival) / np.float32(above))
-        return [(one, _features(one, known, knows=bool(children))) for one in found.values()]
+        knows, claims = self.knows(proposed), False
+        for number, node in enumerate(self.network):
+            if node.parent == proposed if knows else node.depth == depth:
+                above = 1.0 if node.parent == ROOT else self.network[node.parent].survival
+                one = found.setdefault(node.token, Candidate(node.token))
+                one.claim = max(one.claim, float(np.float32(node.survival) / np.float32(above)))
+                one.node = number if knows else -1
+                claims = True
+        drawn = zip(found.values(), self._noise(list(found), depth), strict=True)
+        return [(one, _features(one, known, noise, claims=claims)) for one, noise in drawn]
 
     def knows(self, proposed: int | None) -> bool:
         """Whether the network proposes children of that node."""
@@ -241,6 +268,17 @@ class _Reader:
         """Weights and squares of a kind. # both [FEATURES]"""
         scope, kind = int(self.memory.scopes[self.row]), 2 * int(self.memory.warm[self.row]) + knows
         return self.memory.weights[scope, kind], self.memory.squares[scope, kind]
+
+    def _noise(self, tokens: list[int], depth: int) -> list[int]:
+        """How large each token's sampling noise at that depth is: by zeros that its hash begins with, each of which
+        adds log 2 to the noise (`kernels.gumbel`); 0 where none is drawn."""
+        if not self._draws:
+            return [0] * len(tokens)
+        row = slice(self.row, self.row + 1)
+        keys = row_keys(self.memory.seeds[row], self.memory.roots[row] + depth)
+        bits = hash_bits(keys, torch.tensor(tokens, dtype=torch.int32, device=keys.device))
+        hashes = [value & 0xFFFFFFFF for value in bits[0].tolist()]
+        return [1 if own >= 3 << 30 else min(34 - own.bit_length(), _NOISES - 1) for own in hashes]
 
     def _see(self, context: tuple[int, ...], part: int, found: dict[int, Candidate]) -> int:
         """Note what the part has seen behind the context; returns the longest order that it knows, or -1."""
@@ -258,8 +296,8 @@ class _Reader:
         return longest
 
 
-def _features(one: Candidate, known: Sequence[int], *, knows: bool) -> list[int]:
-    """Which weight of each group speaks for a candidate."""
+def _features(one: Candidate, known: Sequence[int], noise: int, *, claims: bool) -> list[int]:
+    """Which weight of each group speaks for a candidate; `claims`: whether the network proposes any in its place."""
     features, base = [], 0
     for part, seen in zip(PARTS, one.seen, strict=True):
         shared = seen.order * _SHARES + _passed(seen.share, _SHARE_EDGES)
@@ -268,12 +306,13 @@ def _features(one: Candidate, known: Sequence[int], *, knows: bool) -> list[int]
         total = _TOTALS if seen.order < 0 else _passed(seen.total, _TOTAL_EDGES)
         features.append(base + _OF_SHARE + _OF_KNOWN + total)
         base += _OF_PART
-    claim = 0 if not knows else 1
-    if one.node >= 0:
+    claim = int(claims)
+    if one.claim > 0:
         odds = np.log2(np.float32(one.claim) / max(np.float32(1e-6), 1 - np.float32(one.claim)))
         claim = 2 + min(max(floor(odds) - _LEAST_ODDS, 0), _CLAIMS - 3)
     own = max(_strength(one.seen[TEXT]), _strength(one.seen[PREDICTION]))
-    return [*features, base + (claim * _STRENGTHS + own) * _STRENGTHS + _strength(one.seen[PAST])]
+    features.append(base + (claim * _STRENGTHS + own) * _STRENGTHS + _strength(one.seen[PAST]))
+    return [*features, base + _OF_CLAIM + (0 if one.claim > 0 else noise)]
 
 
 def _strength(seen: Sighting) -> int:
@@ -310,7 +349,7 @@ def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
 
 def _children(reader: _Reader, parent: _Node, number: int) -> Iterator[_Node]:
     weights, _ = reader.weights(knows=reader.knows(parent.proposed))
-    for one, features in reader.candidates(parent.context, parent.proposed):
+    for one, features in reader.candidates(parent.context, parent.proposed, parent.depth + 1):
         survival = float(np.float32(parent.survival) * np.float32(_chance(weights, features)))
         proposed = one.node if one.node >= 0 else None
         yield _Node(one.token, number, parent.depth + 1, survival, _then(parent.context, one.token), proposed)
@@ -330,9 +369,9 @@ def _learnt(reader: _Reader, tokens: list[int], rate: float, known: list[int]) -
     """`learn_committed` of one row; adds to `known`."""
     context, proposed = reader.tail(), ROOT if reader.network else None
     stores = bool(reader.memory.stores[reader.row])
-    for token in tokens:
+    for depth, token in enumerate(tokens, 1):
         weights, squares = reader.weights(knows=reader.knows(proposed))
-        candidates = reader.candidates(context, proposed)
+        candidates = reader.candidates(context, proposed, depth)
         proposed = None
         for one, features in candidates:
             error = float(one.token == token) - _chance(weights, features)
@@ -349,6 +388,17 @@ def _learnt(reader: _Reader, tokens: list[int], rate: float, known: list[int]) -
         context = _then(context, token)
     reader.memory.tails[reader.row] = torch.tensor(context)
     return _right(_nodes_of(reader.memory.alone, reader.row), tokens[:-1])
+
+
+def _count_rejected(reader: _Reader, tail: tuple[int, ...], nodes: list[_Node], choices: list[int]) -> None:
+    """Count in the text what the target chose after each rejected node. # choices [nodes + 1]"""
+    accepted = {ROOT}
+    for number, node in enumerate(nodes):
+        node.context = _then(tail if node.parent == ROOT else nodes[node.parent].context, node.token)
+        if node.parent in accepted and choices[node.parent + 1] == node.token:
+            accepted.add(number)
+        else:
+            reader.add(node.context, TEXT, choices[number + 1], _AFTER_REJECTED)
 
 
 def _right(nodes: list[_Node], tokens: list[int]) -> int:

@@ -35,6 +35,7 @@ from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
 from service.past.file import MemoryFile, key_beside
+from service.past.sharing import SharedAnswers
 from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import ModelCard, Runtime, Served
 from service.seeding import ANSWER_TOKENS, answer_seeds
@@ -170,18 +171,26 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
 
 
 def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread) -> list[Callable[[], None]]:
-    """Begin to keep what is remembered over restarts, as far as that is configured. Raises StartupError.
-    # -> what is to be called when the engine has ended"""
+    """Begin to keep what is remembered over restarts, and to share it with replicas, as far as that is configured.
+    Raises StartupError. # -> what is to be called when the engine has ended"""
     config, memory = assembly.config, memory_of(drafter)
-    if config.memory_file is None:
-        return []
+    learning, tokenizer = config.adaptation, assembly.tokenizer.fingerprint
     if memory is None:
-        logger.warning("memory_file: the drafter %s remembers no past answers", assembly.drafter_name)
+        if config.memory_file is not None:
+            logger.warning("memory_file: the drafter %s remembers no past answers", assembly.drafter_name)
         return []
-    names = naming_key(naming_secret(config))
-    file = MemoryFile(config.memory_file, memory, thread, tokenizer=assembly.tokenizer.fingerprint, names=names)
-    file.start()
-    return [file.finish]
+    keepers: list[MemoryFile | SharedAnswers] = []
+    if config.memory_file is not None:
+        names = naming_key(naming_secret(config))
+        keepers.append(MemoryFile(config.memory_file, memory, thread, tokenizer=tokenizer, names=names))
+    if learning.redis_url is not None and learning.redis_secret is not None:
+        vocab = assembly.target.vocab_size
+        keepers.append(
+            SharedAnswers(learning, memory, thread, tokenizer=tokenizer, vocab=vocab, knows_earlier=bool(keepers))
+        )
+    for keeper in keepers:
+        keeper.start()
+    return [keeper.finish for keeper in keepers]
 
 
 def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:

@@ -32,7 +32,7 @@ from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.specblock.checkpoint import VOCABULARY, names_tokens
 
-Kind = Literal["query", "version", "state"]
+Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None
 """Shared by all replicas, and known to nobody else; None: whoever reaches the store is believed."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

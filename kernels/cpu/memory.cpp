@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "gumbel.h"
 #include "trees.h"
 
 namespace {
@@ -14,10 +15,11 @@ constexpr int ORDERS[] = {1, 2, 4, 8}, NUM_ORDERS = 4, CONTEXT = 8, WAYS = 8, MA
 constexpr int TEXT = 0, PREDICTION = 1, PAST = 2, PARTS = 3, KINDS = 4, NO_PARENT = -2;
 constexpr int TOKEN_BITS = 20, COUNT_BITS = 16, TAG_BITS = 28, TAG_PLACE = 64 - TAG_BITS, BUCKET_SHIFT = 40, TAG_SHIFT = 12;
 constexpr uint64_t TAGS = (uint64_t(1) << TAG_BITS) - 1, TOKENS = (uint64_t(1) << TOKEN_BITS) - 1;
-constexpr uint64_t MOST = (uint64_t(1) << COUNT_BITS) - 1, SIGHTING = 16;
+constexpr uint64_t MOST = (uint64_t(1) << COUNT_BITS) - 1, SIGHTING = 16, AFTER_REJECTED = SIGHTING / 4;
 constexpr int SHARES = 6, TOTALS = 6, LENGTHS = NUM_ORDERS + 1, CLAIMS = 18, STRENGTHS = 4;
 constexpr int OF_SHARE = NUM_ORDERS * SHARES + 1, OF_KNOWN = LENGTHS * LENGTHS, OF_PART = OF_SHARE + OF_KNOWN + TOTALS + 1;
-constexpr int GROUPS = 3 * PARTS + 1, FEATURES = PARTS * OF_PART + CLAIMS * STRENGTHS * STRENGTHS;
+constexpr int OF_CLAIM = CLAIMS * STRENGTHS * STRENGTHS, NOISES = 13;
+constexpr int GROUPS = 3 * PARTS + 2, FEATURES = PARTS * OF_PART + OF_CLAIM + NOISES;
 constexpr float LEAST = 0.005f, LIKELIEST = 0.98f;
 
 int passed(float value, std::initializer_list<float> edges) {
@@ -76,6 +78,7 @@ extern "C" struct Memory {
     const int64_t *parts, *scopes;  // [rows, PARTS, 2], [rows]
     const bool *warm, *stores;  // [rows]
     int64_t *tails, *predicted;  // [rows, CONTEXT], [rows]
+    const int64_t *seeds, *roots;  // [rows]
     Trees alone, network;  // [rows, nodes]
     const int64_t* factors;  // [NUM_ORDERS + CONTEXT]
 };
@@ -114,7 +117,7 @@ struct Reader {
         return NUM_ORDERS;
     }
 
-    void add(const Context& context, int part, int64_t token) const {
+    void add(const Context& context, int part, int64_t token, uint64_t sighting = SIGHTING) const {
         Place found[NUM_ORDERS];
         const int orders = places(context, part, found);
         for (int order = 0; order < orders; order++) {
@@ -127,12 +130,12 @@ struct Reader {
                 if (count < (entries[rarest] & MOST)) rarest = way;
             }
             if (known >= 0) {
-                entries[known] = name | std::min(MOST, (entries[known] & MOST) + SIGHTING);
+                entries[known] = name | std::min(MOST, (entries[known] & MOST) + sighting);
                 continue;
             }
             if (entries[rarest] & MOST)
                 for (int way = 0; way < WAYS; way++) entries[way] -= (entries[way] & MOST) >> 3;
-            entries[rarest] = name | SIGHTING;
+            entries[rarest] = name | sighting;
         }
     }
 
@@ -162,17 +165,28 @@ struct Reader {
         return proposed != NO_PARENT && std::find(network.parents, end, proposed) != end;
     }
 
-    // What may follow, with the features of each.
-    void candidates(const Context& context, int64_t proposed, bool knows, Candidates& found) const {
+    // Zeros that the hash of a token's sampling noise begins with, see kernels/gumbel.py: each adds log 2 to the noise.
+    static int noise(uint64_t key, int64_t token) {
+        const uint32_t bits = noise_bits(key, uint32_t(token));
+        return bits >> 30 == 3 ? 1 : std::min(bits ? 2 + __builtin_clz(bits) : NOISES, NOISES - 1);
+    }
+
+    // What may follow at a depth, with the features of each.
+    void candidates(const Context& context, int64_t proposed, bool knows, int64_t depth, Candidates& found) const {
         int known[PARTS];
         found.clear();
         for (int part = 0; part < PARTS; part++) known[part] = see(context, part, found);
-        const float above = proposed < 0 ? 1.0f : network.survival[proposed];
-        for (int64_t node = 0; knows && node < *network.num_nodes; node++) {
-            if (network.parents[node] != proposed) continue;
+        bool claims = false;
+        for (int64_t node = 0; node < *network.num_nodes; node++) {
+            const int64_t parent = network.parents[node];
+            if (knows ? parent != proposed : network.depths[node] != depth) continue;
             Candidate& one = of_token(found, network.tokens[node]);
-            one.node = node, one.claim = network.survival[node] / above;
+            one.claim = std::max(one.claim, network.survival[node] / (parent < 0 ? 1.0f : network.survival[parent]));
+            if (knows) one.node = node;
+            claims = true;
         }
+        const bool draws = memory.warm[row];
+        const uint64_t key = noise_key(memory.seeds[row], memory.roots[row] + depth);
         for (Candidate& one : found) {
             int *feature = one.features, base = 0;
             for (int part = 0; part < PARTS; part++, base += OF_PART) {
@@ -184,10 +198,11 @@ struct Reader {
                 *feature++ = base + OF_SHARE + OF_KNOWN + total;
             }
             const float odds = one.claim / std::max(1e-6f, 1.0f - one.claim);
-            const int level = one.node < 0 ? 0 : std::clamp(int(std::floor(std::log2(odds))) + 10, 0, CLAIMS - 3);
-            const int claim = !knows ? 0 : one.node < 0 ? 1 : 2 + level;
+            const int level = one.claim <= 0 ? 0 : std::clamp(int(std::floor(std::log2(odds))) + 10, 0, CLAIMS - 3);
+            const int claim = !claims ? 0 : one.claim <= 0 ? 1 : 2 + level;
             const int own = std::max(one.seen[TEXT].strength(), one.seen[PREDICTION].strength());
-            *feature = base + (claim * STRENGTHS + own) * STRENGTHS + one.seen[PAST].strength();
+            *feature++ = base + (claim * STRENGTHS + own) * STRENGTHS + one.seen[PAST].strength();
+            *feature = base + OF_CLAIM + (draws && one.claim <= 0 ? noise(key, one.token) : 0);
         }
     }
 
@@ -246,7 +261,7 @@ struct Tree {
 
     void expand(const Reader& reader, const Node& parent, int64_t number, float least) {
         const bool knows = reader.knows(parent.proposed);
-        reader.candidates(parent.context, parent.proposed, knows, found);
+        reader.candidates(parent.context, parent.proposed, knows, parent.depth + 1, found);
         const int64_t kind = reader.kind(knows);
         for (const Candidate& one : found) {
             const float survival = parent.survival * reader.chance(kind, one);
@@ -308,8 +323,10 @@ void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, c
 }
 
 void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, const int64_t* tokens, int64_t width,
-                     const int64_t* counts, float rate, int64_t* sums) {
+                     const int64_t* counts, const Trees* verified, const int64_t* choices, float rate, int64_t* sums) {
     Candidates found;
+    std::vector<Context> contexts;
+    std::vector<char> is_accepted;
     int64_t* const known = sums + 4;  // by order
     std::fill_n(sums, 4 + NUM_ORDERS, 0);
     for (int64_t b = 0; b < batch; b++) {
@@ -318,11 +335,12 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
         const int64_t most = std::max<int64_t>(0, counts[b] - 1);
         sums[0] += right(memory->alone.line(rows[b]), said, most), sums[1] += most, sums[2] += counts[b];
         if (memory->stores[rows[b]] && reader.buckets(PAST)) sums[3] += counts[b];
-        Context context = reader.tail();
+        const Context tail = reader.tail();
+        Context context = tail;
         int64_t proposed = *reader.network.num_nodes ? ROOT : NO_PARENT;
         for (int64_t i = 0; i < counts[b]; i++) {
             const bool knows = reader.knows(proposed);
-            reader.candidates(context, proposed, knows, found);
+            reader.candidates(context, proposed, knows, i + 1, found);
             const int64_t kind = reader.kind(knows);
             proposed = NO_PARENT;
             for (const Candidate& one : found) {
@@ -344,6 +362,15 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
             context = context.then(said[i]);
         }
         reader.set_tail(context);
+        const Trees tree = verified->line(b);
+        const int64_t* chosen = choices + b * (verified->width + 1) + 1;
+        contexts.resize(size_t(*tree.num_nodes)), is_accepted.resize(contexts.size());
+        for (int64_t node = 0; node < *tree.num_nodes; node++) {
+            const int64_t parent = tree.parents[node];
+            contexts[size_t(node)] = (parent < 0 ? tail : contexts[size_t(parent)]).then(tree.tokens[node]);
+            is_accepted[size_t(node)] = (parent < 0 || is_accepted[size_t(parent)]) && chosen[parent] == tree.tokens[node];
+            if (!is_accepted[size_t(node)]) reader.add(contexts[size_t(node)], TEXT, chosen[node], AFTER_REJECTED);
+        }
     }
 }
 }

@@ -39,11 +39,15 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
     return tree
 
 
-def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
+def learn_committed(
+    memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
+) -> Tensor:
     """As the reference."""
-    rows, tokens, counts, sums = rows.contiguous(), tokens.contiguous(), counts.contiguous(), rows.new_empty(_SUMS)
+    rows, tokens, counts, choices = (values.contiguous() for values in (rows, tokens, counts, choices))
+    tree, sums = Trees.of(DraftTree(*(values.contiguous() for values in verified))), rows.new_empty(_SUMS)
     given = rows.data_ptr(), len(rows), tokens.data_ptr(), tokens.shape[1], counts.data_ptr()
-    function("learn_committed", "ppnpnpfp")(_of(memory), *given, rate, sums.data_ptr())
+    asked = ctypes.byref(tree), choices.data_ptr(), rate, sums.data_ptr()
+    function("learn_committed", "ppnpnpppfp")(_of(memory), *given, *asked)
     return sums
 
 

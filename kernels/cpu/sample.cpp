@@ -3,6 +3,7 @@
 #pragma GCC optimize("fp-contract=off")
 #include <cmath>
 
+#include "gumbel.h"
 #include "vector.h"
 
 namespace {
@@ -18,12 +19,6 @@ Vec log_of(Vec x) {
     Vec series = (((z * (1 / 9.0f) + 1 / 7.0f) * z + 1 / 5.0f) * z + 1 / 3.0f) * z + 1.0f;
     Vec whole = __builtin_convertvector(exponent, Vec);
     return whole * 0.693359375f + (2.0f * s * series + whole * -2.12194440e-4f);  // log 2 in two parts
-}
-
-UVec mixed(UVec bits) {
-    bits = (bits ^ (bits >> 16)) * 0x7feb352du;
-    bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
-    return bits ^ (bits >> 16);
 }
 
 // As kernels/gumbel.py: -log(E), E = -log1p(-u), u = (hash(key, token) + 1/2) 2^-32, at most 1 - 2^-24.

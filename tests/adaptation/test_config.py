@@ -36,7 +36,7 @@ def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
         {"idle_share": -0.1},
         {"enabled": "perhaps"},
         {"train_device": "cuda:x"},
-        {"redis_url": "redis://localhost"},  # and nobody would learn
+        {"redis_url": "redis://localhost"},  # and nobody would learn, nor share
         {"redis_secret": "too short"},
     ],
     ids=str,

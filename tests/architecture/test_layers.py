@@ -30,6 +30,7 @@ RECORDS = (
     "service.engine.stats",
     "adaptation.config",
     "adaptation.records",
+    "drafters.memory.counts",
 )
 
 ALLOWED = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.gumbel import gumbel_noise_of
 from kernels.memory import CONTEXT, FEATURES, KINDS, PAST, PREDICTION, TEXT, Memory
 from kernels.ops import REFERENCE, Ops
 from kernels.trees import ROOT, DraftTree
@@ -43,10 +44,13 @@ def grow(with_: Ops, memory: Memory, row: int, network: DraftTree | None = None)
     return with_.grow_joint_tree(memory, torch.tensor([row]), network, NODES, LEAST)
 
 
-def learn(with_: Ops, memory: Memory, row: int, *tokens: int) -> int:
+def learn(
+    with_: Ops, memory: Memory, row: int, *tokens: int, verified: DraftTree | None = None, choices: tuple[int, ...] = ()
+) -> int:
     """Returns how many of the accepted ones the tree without a network had."""
     given = torch.tensor([row]), torch.tensor([tokens]), torch.tensor([len(tokens)])
-    alone, *rest = with_.learn_committed(memory, *given, RATE).tolist()
+    asked = verified or DraftTree.empty(1), torch.tensor([choices or (tokens[0],)])
+    alone, *rest = with_.learn_committed(memory, *given, *asked, RATE).tolist()
     assert rest[:2] == [len(tokens) - 1, len(tokens)]
     return int(alone)
 
@@ -95,15 +99,19 @@ def test_what_is_remembered_and_was_known_is_counted(with_: Ops) -> None:
     for row in range(ROWS):
         with_.add_text(memory, row, TEXT, torch.tensor([1]))
     memory.parts[2, PAST] = 0
-    given = torch.tensor([0]), torch.tensor([[2, 3, 4, 5, -1]]), torch.tensor([4])
-    assert with_.learn_committed(memory, *given, RATE).tolist() == [0, 3, 4, 4, 0, 0, 0, 0]
+
+    def counted(rows: list[int], tokens: list[list[int]], counts: list[int]) -> list[int]:
+        of, said, ends = torch.tensor(rows), torch.tensor(tokens), torch.tensor(counts)
+        plain = DraftTree.empty(len(rows)), torch.tensor([line[:1] for line in tokens])
+        sums: list[int] = with_.learn_committed(memory, of, said, ends, *plain, RATE).tolist()
+        return sums
+
+    assert counted([0], [[2, 3, 4, 5, -1]], [4]) == [0, 3, 4, 4, 0, 0, 0, 0]
     memory.stores[1] = False
-    rows, tokens = torch.tensor([1, 2]), torch.tensor([[2, 3, 4, 9, 5], [2, 3, 4, 9, 5]])
-    found = with_.learn_committed(memory, rows, tokens, torch.tensor([5, 4]), RATE).tolist()
+    found = counted([1, 2], [[2, 3, 4, 9, 5], [2, 3, 4, 9, 5]], [5, 4])
     assert found == [0, 7, 9, 0, 1, 2, 0, 0], "one row does not store, the other has no past answers"
-    tokens = torch.tensor([[6, 1, 2, 3, 4, 5]])
-    again = with_.learn_committed(memory, torch.tensor([0]), tokens, torch.tensor([6]), RATE)
-    assert again.tolist() == [0, 5, 6, 6, 1, 2, 1, 0], "2 behind 1, 3 and 4 behind two tokens, 5 behind four"
+    again = counted([0], [[6, 1, 2, 3, 4, 5]], [6])
+    assert again == [0, 5, 6, 6, 1, 2, 1, 0], "2 behind 1, 3 and 4 behind two tokens, 5 behind four"
 
 
 def test_a_prediction_continues_the_prompt_and_is_counted(with_: Ops) -> None:
@@ -151,6 +159,53 @@ def test_a_networks_nodes_and_texts_make_one_tree(with_: Ops) -> None:
     assert learn(with_, memory, 0, 5, 8) == 0, "the tree without the network had neither"
 
 
+def test_what_the_target_chose_after_rejected_nodes_is_proposed(with_: Ops) -> None:
+    """Of the tree 5 (9), 7 the target takes 5: what it would have said after 9 is known now, in this text alone."""
+    memory = trusting(memory_of())
+    for row in range(2):
+        with_.add_text(memory, row, TEXT, torch.tensor([1]))
+    verified = DraftTree.of(torch.tensor([[5, 7, 9]]), torch.tensor([[ROOT, ROOT, 0]]))
+    learn(with_, memory, 0, 5, 6, 9, verified=verified, choices=(5, 6, 8, 4))
+    paths = _paths(grow(with_, memory, 0))
+    assert (4,) in paths, "after 9"
+    assert not any(8 in path for path in paths), "after 7, which no text has"
+    assert learn(with_, memory, 1, 9) == 0
+    assert below_root(grow(with_, memory, 1)) == set(), "what was not said is no past answer"
+    entries = [entry & 0xFFFF for entry in memory.entries.flatten().tolist() if entry >> 16 & 0xFFFFF == 4]
+    assert set(entries) == {4}, "a quarter of a sighting"
+
+
+def test_a_network_claims_at_a_depth_after_other_nodes_too(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    with_.add_text(memory, 0, TEXT, torch.tensor([4, 7, 4]))
+    network = DraftTree.of(torch.tensor([[5, 8]]), torch.tensor([[ROOT, 0]]))
+    network = network._replace(survival=torch.tensor([[0.5, 0.4]]))
+    paths = _paths(grow(with_, memory, 0, network=network))
+    assert {(5, 8), (7, 8)} <= paths
+    assert (7, 5) not in paths, "claimed at another depth"
+
+
+def test_candidates_rank_by_the_noise_of_their_position_where_tokens_are_drawn(with_: Ops) -> None:
+    memory, successors = memory_of(), torch.arange(2, 9)
+    with_.add_text(memory, 0, TEXT, torch.stack([torch.ones_like(successors), successors], 1).flatten())
+    with_.add_text(memory, 0, TEXT, torch.tensor([1]))
+    assert grow(with_, memory, 0).survival[0, : len(successors)].unique().numel() == 1
+    memory.weights[:, :, -12:] = torch.arange(12) / 4
+    memory.warm.fill_(True)
+    memory.seeds.fill_(11)
+    for root in range(6):
+        memory.roots.fill_(root)
+        tree = grow(with_, memory, 0)
+        survival = {token: float(tree.survival[0, place]) for place, token in _roots_children(tree)}
+        noise = gumbel_noise_of(torch.tensor([11]), torch.tensor([root + 1]), successors)[0].tolist()
+        pairs = sorted(
+            (drawn, survival.get(token, 0.0)) for drawn, token in zip(noise, successors.tolist(), strict=True)
+        )
+        chances = [chance for _, chance in pairs]
+        assert chances == sorted(chances)
+        assert chances[0] < chances[-1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
     """Texts of few tokens, so that buckets fill; networks that know some of it; all that is remembered is equal."""
@@ -165,6 +220,10 @@ def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
         rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
         warm, stores = (torch.tensor([rng.random() < 0.6 for _ in range(ROWS)]) for _ in range(2))
         network = rng.choice((None, network_of(rng, len(rows))))
+        verified = network_of(rng, len(rows))
+        verified.num_nodes.sub_(torch.tensor([rng.randrange(3) for _ in rows]))
+        choices = torch.tensor([[rng.randrange(9) for _ in range(verified.width + 1)] for _ in rows])
+        seeds = torch.tensor([rng.randrange(1 << 62) for _ in range(ROWS)])
         tokens = torch.tensor([[rng.randrange(9) for _ in range(4)] for _ in rows])
         counts = torch.tensor([rng.randrange(1, 5) for _ in rows])
         results = []
@@ -172,9 +231,11 @@ def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
             of = torch.tensor(rows)
             memory.warm.copy_(warm)
             memory.stores.copy_(stores)
+            memory.seeds.copy_(seeds)
+            memory.roots.copy_(seeds.flip(0))
             alone = with_.grow_joint_tree(memory, of, None, NODES, LEAST)
             joint = alone if network is None else with_.grow_joint_tree(memory, of, network, NODES, LEAST)
-            right = with_.learn_committed(memory, of, tokens, counts, RATE)
+            right = with_.learn_committed(memory, of, tokens, counts, verified, choices, RATE)
             results.append((*alone, *joint, right))
         for expected, found in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -3,10 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import SecretStr
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import AdaptationStatus
@@ -14,13 +16,15 @@ from drafters import registry
 from drafters.kinds import Kind, Parts
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftingSizes, Read
+from drafters.registry import memory_of
 from service.api.tenants import Tenants
 from service.assembly import assemble
 from service.config import ServiceConfig
 from service.engine.requests import SequenceOutput
+from service.engine.thread import EngineThread
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
-from service.serve import load_served, metrics_of, rendered
+from service.serve import api_settings, keep_past_answers, load_served, metrics_of, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 from tests.service.engine.harness import generate, greedy, request
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
@@ -186,3 +190,22 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
         assert b"adaptree_adaptation_queries_total 0.0" in page
         opened.set()
     assert series(metrics)["adaptree_drafter_version"] == 0
+
+
+def test_past_answers_are_kept_and_shared_where_it_is_configured(tmp_path: Path) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    config = settings(folder, drafter="switch(memory,random)", memory_file=tmp_path / "past")
+    keys = [api_settings(config).naming_key for _ in range(2)]
+    assert keys[0] == keys[1]
+    assert api_settings(settings(folder)).naming_key not in keys
+    assembly = assemble(config)
+    memory = memory_of(assembly.drafter())
+    assert memory is not None
+    learning = AdaptationConfig(redis_url=SecretStr("redis://127.0.0.1:9"), redis_secret=SecretStr("x" * 16))
+    both = config.model_copy(update={"adaptation": learning})
+    for one, expected in ((config, 1), (both, 2), (settings(folder, drafter="memory"), 0)):
+        ends = keep_past_answers(replace(assembly, config=one), memory, EngineThread(assembly.engine(memory)))
+        assert len(ends) == expected
+        for end in ends:
+            end()
+    assert keep_past_answers(assembly, assembly.drafter("random"), EngineThread(assembly.engine(memory))) == []

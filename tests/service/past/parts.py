@@ -13,7 +13,9 @@ from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import DraftContext, MemorySizes
 from drafters.registry import memory_of
 from drafters.tree import DraftTree
+from service.engine.engine import StepReport
 from service.engine.requests import SequenceOutput
+from service.engine.stats import LoadStats, StepStats
 from service.engine.thread import EngineThread
 from service.past.file import MemoryFile
 from service.scope import Scope
@@ -41,7 +43,8 @@ class Server:
         assert memory is not None
         self.memory: MemoryDrafter = memory
         self.ended: list[Callable[[], None]] = []
-        self.thread = EngineThread(self.engine, ended=self.ended)
+        self.steps: list[StepStats] = []
+        self.thread = EngineThread(self.engine, self._observe, self.ended)
         self._answers: dict[str, list[int]] = {}
         self._done = threading.Semaphore(0)
 
@@ -72,6 +75,9 @@ class Server:
 
     def forget(self, scope: str | None) -> None:
         self.thread.between_steps(lambda: self.memory.forget(scope), threading.Event())
+
+    def _observe(self, report: StepReport, load: LoadStats) -> None:
+        self.steps += [report.stats] if report.stats is not None else []
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:

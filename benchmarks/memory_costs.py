@@ -1,0 +1,123 @@
+"""`python -m benchmarks memory-costs`: what a step takes to propose from the memory and to add to it, and what a token
+takes that is held."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.options import PromptFile
+from drafters.memory.drafter import MemoryDrafter
+from drafters.protocol import DraftContext, MemorySizes
+from kernels import ops
+from kernels.memory import PAST
+from service.assembly import Assembly
+from service.bench.anatomy import REST, Clock, watched
+from service.bench.commands import AnswerTokens, Out, Seed, numbers
+from service.bench.driver import Run
+from service.bench.experiment import (
+    PLAIN,
+    Column,
+    Measure,
+    Row,
+    conclude,
+    mismatches,
+    percentile,
+    plain_engine,
+    prepare,
+    read_sets,
+    table_of,
+    take_turns,
+)
+from service.config import LoadedConfig
+from service.engine.budget import FixedBudget
+from service.training.regenerate import read_responses
+
+MEMORY, PROPOSE, ADD = "memory", "propose", "add"
+_NODES = 8  # of a verified tree
+_TURNS = 4  # the first is not counted
+_PLACE_BYTES, _ROOM = 8, 64  # a token has up to four places; with so many bytes for each, few are lost
+_MORE = 1_000_000
+
+
+def drafter_of(assembly: Assembly, num_bytes: int) -> MemoryDrafter:
+    drafter = assembly.drafter("memory", limits=replace(assembly.limits, memory=MemorySizes(num_bytes=num_bytes)))
+    assert isinstance(drafter, MemoryDrafter)
+    return drafter
+
+
+def remember(drafter: MemoryDrafter, text: Tensor, vocab_size: int, tokens: range) -> float:
+    """Fill the past answers with these tokens of the text, which begins again with other words; bytes in use per token.
+    # text [count] int64"""
+    memory = drafter._memory
+    drafter.start([DraftContext(0, [0])])
+    for first in range(tokens.start, tokens.stop, len(text)):
+        piece = (text[: tokens.stop - first] + first) % vocab_size
+        ops.on(memory.entries.device).add_text(memory, 0, PAST, piece)
+    drafter.finish([0])
+    return _PLACE_BYTES * int(torch.count_nonzero(memory.entries)) / len(tokens)
+
+
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFile,
+    responses: Annotated[list[Path], typer.Option(metavar="FILE", help="JSONL of `adaptree train regenerate`.")],
+    held: Annotated[str, typer.Option(metavar="N,...", help="Tokens of past answers.")] = "10000,1000000,10000000",
+    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Sequences of a step.")] = "1,16",
+    max_tokens: AnswerTokens = 64,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """What the memory takes of a step beside a plain step, and bytes. Exit code 1 if any token differs."""
+    update = {"drafter": "memory", "budget_policy": "fixed"}
+    assembly = prepare(loaded.config.model_copy(update=update), out)
+    vocab_size, bound = assembly.target.vocab_size, assembly.limits.memory.num_bytes
+    text = torch.tensor(list(chain.from_iterable(one.response for one in read_responses(responses))))
+    sequences, rows, plain = numbers(concurrency), list[Row](), plain_engine(assembly)
+    (asked,) = read_sets(assembly, [prompts], _TURNS * max(sequences), max_tokens)
+    for tokens in numbers(held, "--held"):
+        room, clock = max(bound, _ROOM * tokens), Clock()
+        drafter = drafter_of(assembly, room)
+        of_token = remember(drafter, text, vocab_size, range(tokens))
+        vars(drafter).update(grow=clock.timed(PROPOSE, drafter.grow), commit=clock.timed(ADD, drafter.commit))
+        engine = assembly.engine(drafter, FixedBudget(_NODES))
+        watching = {name: watched(clock, one) for name, one in ((PLAIN, plain), (MEMORY, engine))}
+        for count in sequences:
+            runs = take_turns(asked.prompts[: _TURNS * count], watching, Measure(0.0, max_tokens, count, seed))
+            propose, add = (_microseconds(runs[MEMORY], part) for part in (PROPOSE, ADD))
+            step = _microseconds(runs[PLAIN], REST)  # all of it
+            row = {"held": tokens, "sequences": count, "room_bytes": room, "bytes_per_token": of_token}
+            row |= {"propose_microseconds": propose, "add_microseconds": add, "plain_step_microseconds": step}
+            rows.append({**row, "share": (propose + add) / step, "mismatched_tokens": mismatches(*runs.values())})
+    full = drafter_of(assembly, bound)
+    remember(full, text, vocab_size, range(bound // _PLACE_BYTES))
+    before = psutil.Process().memory_info().rss
+    remember(full, text, vocab_size, range(_MORE, 2 * _MORE))
+    summary = {
+        "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
+        "resident_bytes_of_a_million_tokens_more_at_the_bound": psutil.Process().memory_info().rss - before,
+    }
+    return conclude(assembly, out, rows, summary, table_of(_COLUMNS, rows), f"{summary}")
+
+
+def _microseconds(runs: Sequence[Run], part: str) -> float:
+    """The median over steps that read no prompt, the first turn left out."""
+    steps = (step for run in runs[1:] for step in run.steps if not step.stats.prompt_tokens)
+    return 1e6 * percentile((step.parts[part] for step in steps), 50)
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("held", lambda row: f"{row['held']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    ("propose, us", lambda row: f"{row['propose_microseconds']:.0f}"),
+    ("add, us", lambda row: f"{row['add_microseconds']:.0f}"),
+    ("plain step, us", lambda row: f"{row['plain_step_microseconds']:.0f}"),
+    ("share", lambda row: f"{row['share']:.1%}"),
+    ("bytes a token", lambda row: f"{row['bytes_per_token']:.1f}"),
+)
