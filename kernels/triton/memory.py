@@ -15,19 +15,21 @@ from torch import Tensor
 
 from kernels import memory as reference
 from kernels.memory import CONTEXT, FEATURES, KINDS, NO_TOKEN, ORDERS, PARTS, PAST, PREDICTION, TEXT, WAYS, Memory
+from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT, DraftTree
+from kernels.triton.sample import hash_bits
 from kernels.triton.trees import lanes
 
 _PAIRS = 128  # of a token and an order, whose buckets a program looks up at once
-_OWN = 32  # tokens for which one more program counts
+_OWN = 8  # tokens for which one more program counts
 _PROGRAMS = 128  # that count a text at most: about as many as a device has processors
 _HELD = 1024  # numbers of a tensor for which a warp has registers
 
 _AGES = tl.constexpr(triton.next_power_of_2(CONTEXT))
 _LANES = tl.constexpr(triton.next_power_of_2(len(ORDERS) * WAYS))
 _EACH_ORDER = tl.constexpr(triton.next_power_of_2(len(ORDERS)))
-_NUM_GROUPS = tl.constexpr(3 * len(PARTS) + 1)  # of features: three of each part, and a joint one
-_GROUPS = tl.constexpr(triton.next_power_of_2(3 * len(PARTS) + 1))
+_NUM_GROUPS = tl.constexpr(3 * len(PARTS) + 2)  # of features: three of each part, a joint one, and noise
+_GROUPS = tl.constexpr(triton.next_power_of_2(3 * len(PARTS) + 2))
 
 _ORDERS, _NUM_ORDERS, _CONTEXT, _WAYS = map(tl.constexpr, (ORDERS, len(ORDERS), CONTEXT, WAYS))
 _NUM_PARTS, _TEXT, _PREDICTION, _PAST = map(tl.constexpr, (len(PARTS), TEXT, PREDICTION, PAST))
@@ -37,12 +39,13 @@ _BUCKET_SHIFT, _TAG_SHIFT = tl.constexpr(reference._BUCKET_SHIFT), tl.constexpr(
 _TAG_PLACE, _TAGS = tl.constexpr(64 - reference._TAG_BITS), tl.constexpr((1 << reference._TAG_BITS) - 1)
 _COUNT_BITS, _TOKENS = tl.constexpr(reference._COUNT_BITS), tl.constexpr((1 << reference._TOKEN_BITS) - 1)
 _MOST, _SIGHTING = tl.constexpr(reference._MOST), tl.constexpr(reference._SIGHTING)
+_AFTER_REJECTED, _NOISES = tl.constexpr(reference._AFTER_REJECTED), tl.constexpr(reference._NOISES)
 _SHARE_EDGES, _SHARES = tl.constexpr(reference._SHARE_EDGES), tl.constexpr(reference._SHARES)
 _TOTAL_EDGES, _TOTALS = tl.constexpr(reference._TOTAL_EDGES), tl.constexpr(reference._TOTALS)
 _STRENGTH_EDGES, _STRENGTHS = tl.constexpr(reference._STRENGTH_EDGES), tl.constexpr(reference._STRENGTHS)
 _CLAIMS, _LEAST_ODDS = tl.constexpr(reference._CLAIMS), tl.constexpr(reference._LEAST_ODDS)
 _LENGTHS, _OF_SHARE, _OF_KNOWN = map(tl.constexpr, (reference._LENGTHS, reference._OF_SHARE, reference._OF_KNOWN))
-_OF_PART, _MAX_DEPTH = tl.constexpr(reference._OF_PART), tl.constexpr(reference._MAX_DEPTH)
+_OF_PART, _OF_CLAIM, _MAX_DEPTH = map(tl.constexpr, (reference._OF_PART, reference._OF_CLAIM, reference._MAX_DEPTH))
 _LOWEST, _HIGHEST = map(tl.constexpr, reference._LIMITS)
 
 
@@ -71,15 +74,24 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
     return tree
 
 
-def learn_committed(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, rate: float) -> Tensor:
+def learn_committed(
+    memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
+) -> Tensor:
     """As the reference. Rows of one scope write the same weights and past answers, and what a row writes the next one
-    reads: so one program goes over the rows in their order, and the result is the same each time."""
-    outcome = rows.new_empty(3)
+    reads: so one program goes over the rows in their order, and the result is the same each time. What the target chose
+    after rejected nodes is a row's own, and is counted by many programs after that."""
+    outcome, tails, rows = rows.new_empty(4 + len(ORDERS)), memory.tails[rows], rows.contiguous()
     _learn[(1,)](
-        memory, rows.contiguous(), tokens.contiguous(), counts.contiguous(), outcome, memory.network.width,
+        memory, rows, tokens.contiguous(), counts.contiguous(), outcome, memory.network.width,
         tokens.shape[1], len(rows), rate,
         NODES=lanes(memory.network.width), num_warps=triton.cdiv(_LANES.value**2, _HELD), enable_fp_fusion=False,
     )  # fmt: skip
+    if len(rows) and verified.width:
+        programs, tree = triton.cdiv(verified.width, _OWN), DraftTree(*(part.contiguous() for part in verified))
+        _add_rejected[len(rows), programs](
+            memory, rows, tails, tree, choices.contiguous(), tree.width,
+            MOST=MAX_DEPTH, PAIRS=_PAIRS, enable_fp_fusion=False,
+        )  # fmt: skip
     return outcome
 
 
@@ -102,11 +114,51 @@ def _add(
         token = tl.load(tokens + place, mask=place < count, other=0)
         context = _context(tail, tokens, place[:, None], age[None, :], (place < count)[:, None])
         bucket, tag = _places(memory, row, part, _hashes(memory, context, age[None, :], order))
-        _count(memory, bucket, tag, token, (bucket >= 0) & (place < count) & (bucket % programs == mine))
+        _count(memory, bucket, tag, token, (bucket >= 0) & (place < count) & (bucket % programs == mine), _SIGHTING)
         start += PAIRS
     if (mine == 0) & (part == _TEXT):
         newest = _context(tail, tokens, count, age, age < _CONTEXT)
         tl.store(memory.tails + row * _CONTEXT + age, newest, mask=age < _CONTEXT)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _add_rejected(
+    memory: tl.tuple,
+    rows: tl.tensor,
+    tails: tl.tensor,
+    tree: tl.tuple,
+    choices: tl.tensor,
+    nodes: tl.tensor,
+    MOST: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """What the target chose after a row's rejected nodes, counted as by `_add`. # tails [batch, CONTEXT], old ones"""
+    line, mine, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, count, tail = tl.load(rows + line), tl.load(tree.num_nodes + line), tails + line * _CONTEXT
+    pair, age = tl.arange(0, PAIRS), tl.arange(0, _AGES)[None, :]
+    tokens, parents, choices = tree.tokens + line * nodes, tree.parents + line * nodes, choices + line * (nodes + 1) + 1
+    start = 0
+    while start < count * _NUM_ORDERS:
+        node, order = (start + pair) // _NUM_ORDERS, (start + pair) % _NUM_ORDERS
+        exists = node < count
+        context, above, level = tl.full([PAIRS, _AGES], _NO_TOKEN, tl.int64), tl.where(exists, node, _ROOT), 0
+        ends, accepted = tl.zeros([PAIRS], tl.int32), exists
+        while (tl.max(above, 0) >= 0) & (level < MOST):
+            asked = above >= 0
+            token = tl.load(tokens + above, mask=asked, other=_NO_TOKEN)
+            context = tl.where((age == level) & asked[:, None], token[:, None], context)
+            above = tl.load(parents + above, mask=asked, other=_ROOT).to(tl.int32)
+            accepted = accepted & (~asked | (tl.load(choices + above, mask=asked, other=_NO_TOKEN) == token))
+            ends += asked.to(tl.int32)
+            level += 1
+        before = age - ends[:, None]
+        is_before = (before >= 0) & (before < _CONTEXT)
+        context = tl.where(is_before, tl.load(tail + before, mask=is_before, other=_NO_TOKEN), context)
+        bucket, tag = _places(memory, row, _TEXT, _hashes(memory, context, age, order))
+        chosen = tl.load(choices + node, mask=exists, other=0)
+        is_mine = (bucket >= 0) & exists & ~accepted & (bucket % programs == mine)
+        _count(memory, bucket, tag, chosen, is_mine, _AFTER_REJECTED)
+        start += PAIRS
 
 
 @triton.jit(do_not_specialize=["held", "width", "most"])
@@ -141,16 +193,14 @@ def _grow(
     context, proposed, number, depth, above, goes_on = tail, _ROOT, -1, 0, 1.0, True
     while goes_on:
         if depth < _MAX_DEPTH:
-            seen, knows, kind, rounds = _expanded(memory, row, network, proposed, context, age)
+            seen, of, kind, rounds = _expanded(memory, row, network, proposed, depth + 1, context, age)
             for now in range(rounds):
-                token, order, exists = _offered(memory, row, network, proposed, seen, now)
+                token, place, exists = _offered(memory, row, network, of, seen, now)
                 if _any(exists):
-                    node, _, score, is_first, _ = _weighed(
-                        memory, row, network, proposed, seen, knows, kind, now, token, order
-                    )
+                    node, _, score, is_new, _, _ = _weighed(memory, row, network, of, seen, kind, now, token, place)
                     likely = above * _chance(score)
                     fewest = tl.min(survival, 0)
-                    held_now = exists & is_first & (likely >= least) & (likely > fewest)
+                    held_now = exists & is_new & (likely >= least) & (likely > fewest)
                     while _any(held_now):
                         one = lane == tl.min(tl.where(held_now, lane, _LANES), 0)
                         taken = slot == tl.min(tl.where(survival == fewest, slot, NODES), 0)
@@ -195,30 +245,34 @@ def _learn(
     rate: tl.tensor,
     NODES: tl.constexpr,
 ) -> None:
-    age, lane = tl.arange(0, _AGES), tl.arange(0, _LANES)
+    age, lane, orders = tl.arange(0, _AGES), tl.arange(0, _LANES), tl.arange(0, _EACH_ORDER)
     right, accepted, total = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    remembered, known = tl.cast(0, tl.int64), tl.zeros([_EACH_ORDER], tl.int64)
     for line in range(batch):
         row, count, text = tl.load(rows + line), tl.load(counts + line), committed + line * longest
+        stores, tail, predicted = tl.load(memory.stores + row) != 0, memory.tails + row * _CONTEXT, tl.cast(0, tl.int64)
         right += _right(memory.alone, row, held, text, count - 1, NODES)
         accepted, total = accepted + tl.maximum(count - 1, 0), total + count
-        stores, tail, predicted = tl.load(memory.stores + row) != 0, memory.tails + row * _CONTEXT, tl.cast(0, tl.int64)
+        has_past = tl.load(memory.parts + (row * _NUM_PARTS + _PAST) * 2 + 1) > 0
+        remembered += tl.where(stores & has_past, count, 0)
         network = _proposals(memory.network, row * held, tl.load(memory.network.num_nodes + row))
-        proposed = tl.where(tl.load(memory.network.num_nodes + row) > 0, _ROOT, _UNKNOWN)
+        proposed = tl.where(network[4] > 0, _ROOT, _UNKNOWN)
         for place in range(count):
             said = tl.load(text + place)
             context = _context(tail, text, place, age, age < _CONTEXT)
-            seen, knows, kind, rounds = _expanded(memory, row, network, proposed, context.to(tl.int32), age)
+            seen, of, kind, rounds = _expanded(memory, row, network, proposed, place + 1, context.to(tl.int32), age)
             following = tl.cast(_UNKNOWN, tl.int32)
             for now in range(rounds):
-                token, order, exists = _offered(memory, row, network, proposed, seen, now)
+                token, stands, exists = _offered(memory, row, network, of, seen, now)
                 if _any(exists):
-                    node, features, _, is_first, is_predicted = _weighed(
-                        memory, row, network, proposed, seen, knows, kind, now, token, order
+                    node, features, _, is_new, in_prediction, in_past = _weighed(
+                        memory, row, network, of, seen, kind, now, token, stands
                     )
-                    labelled = exists & is_first
+                    labelled = exists & is_new
                     is_true = labelled & (token == said)
                     following = tl.maximum(following, tl.max(tl.where(is_true & (node >= 0), node, _UNKNOWN), 0))
-                    predicted += tl.sum((is_true & is_predicted).to(tl.int64), 0)
+                    predicted += (tl.max(tl.where(is_true, in_prediction, -1), 0) > 0).to(tl.int64)
+                    known += (orders == tl.max(tl.where(is_true, in_past, -1), 0)).to(tl.int64)
                     while stores & _any(labelled):
                         one = lane == tl.min(tl.where(labelled, lane, _LANES), 0)
                         feature = tl.sum(tl.where(one[None, :], features, 0), 1)
@@ -235,40 +289,49 @@ def _learn(
     tl.store(outcome, right)
     tl.store(outcome + 1, accepted)
     tl.store(outcome + 2, total)
+    tl.store(outcome + 3, remembered)
+    tl.store(outcome + 4 + orders, known, mask=orders < _NUM_ORDERS)
 
 
 @triton.jit
 def _expanded(
-    memory: tl.tuple, row: tl.tensor, network: tl.tuple, proposed: tl.tensor, context: tl.tensor, age: tl.tensor
+    memory: tl.tuple,
+    row: tl.tensor,
+    network: tl.tuple,
+    proposed: tl.tensor,
+    depth: tl.tensor,
+    context: tl.tensor,
+    age: tl.tensor,
 ) -> tl.tuple:
-    """What is common to all candidates behind a context: what names its places, whether the network proposes children,
-    where the weights of that kind begin, and in how many rounds all candidates come."""
+    """What is common to all candidates after a node: what names the places of its context; of the network's tree the
+    node, the depth, whether the node has children there, and whether that tree claims any in their place; where the
+    weights of that kind begin; and in how many rounds all candidates come."""
     order, _ = _lanes()
     seen = _hashes(memory, context.to(tl.int64)[None, :], age[None, :], order)
-    knows, start = tl.cast(0, tl.int32), 0
-    while start < network[3]:
-        _, is_child = _children(network, proposed, start)
+    knows, is_claimed, start = tl.cast(0, tl.int32), tl.cast(0, tl.int32), 0
+    while start < network[4]:
+        _, is_child, is_at_depth = _nodes(network, proposed, depth, start)
         knows = tl.maximum(knows, tl.max(is_child.to(tl.int32), 0))
+        is_claimed = tl.maximum(is_claimed, tl.max((is_child | is_at_depth).to(tl.int32), 0))
         start += _LANES
-    kind = 2 * tl.load(memory.warm + row).to(tl.int64) + knows
-    kind = (tl.load(memory.scopes + row) * _KINDS + kind) * _FEATURES
-    return seen, knows, kind, tl.where(knows > 0, tl.cdiv(network[3], _LANES), 0) + _NUM_PARTS
+    kind = (tl.load(memory.scopes + row) * _KINDS + 2 * tl.load(memory.warm + row).to(tl.int64) + knows) * _FEATURES
+    rounds = tl.where(is_claimed > 0, tl.cdiv(network[4], _LANES), 0) + _NUM_PARTS
+    return seen, (proposed, depth, knows, is_claimed), kind, rounds
 
 
 @triton.jit
 def _offered(
-    memory: tl.tuple, row: tl.tensor, network: tl.tuple, proposed: tl.tensor, seen: tl.tuple, now: tl.tensor
+    memory: tl.tuple, row: tl.tensor, network: tl.tuple, of: tl.tuple, seen: tl.tuple, now: tl.tensor
 ) -> tl.tuple:
-    """The candidates of a round: tokens, the orders that have them (-1: none), and whether there is one.
-    # each [LANES]"""
-    order, _ = _lanes()
+    """The candidates of a round: tokens, where they stand (a part's order, or a node of the network's), and whether
+    there is one. # each [LANES]"""
+    place, _ = _lanes()
     if now < _NUM_PARTS:
         token, count = _seen(memory, row, now, seen)
         exists = count > 0
     else:
-        token, exists = _children(network, proposed, (now - _NUM_PARTS) * _LANES)
-        order = tl.full([_LANES], -1, tl.int32)
-    return token, order, exists
+        place, token, exists = _claims(network, of, (now - _NUM_PARTS) * _LANES)
+    return token, place, exists
 
 
 @triton.jit
@@ -276,22 +339,21 @@ def _weighed(
     memory: tl.tuple,
     row: tl.tensor,
     network: tl.tuple,
-    proposed: tl.tensor,
+    of: tl.tuple,
     seen: tl.tuple,
-    knows: tl.tensor,
     kind: tl.tensor,
     now: tl.tensor,
     token: tl.tensor,
     place: tl.tensor,
 ) -> tl.tuple:
     """Of each candidate its node of the network's or -1, its features, the sum of their weights in the order of groups,
-    whether it was not a candidate already (of an earlier part, or behind a longer context), and whether the prediction
-    has it behind more than the shortest context.
-    # token, place (the order) [LANES] -> features [GROUPS, LANES], the others like token"""
+    whether it is new (in no part before, nor behind a longer context, nor claimed by a node before), and the longest
+    orders in which the prediction and past answers have it, or -1.
+    # token, place [LANES] -> features [GROUPS, LANES], the others like token"""
     order, _ = _lanes()
     weights = memory.weights + kind
     first, first_order = tl.full([_LANES], _NUM_PARTS, tl.int32), tl.full([_LANES], -1, tl.int32)
-    own, past, is_predicted = tl.zeros_like(first), tl.zeros_like(first), first < 0
+    own, past, predicted, past_order = tl.zeros_like(first), tl.zeros_like(first), first_order, first_order
     features, score = tl.zeros([_GROUPS, _LANES], tl.int32), tl.zeros([_LANES], tl.float32)
     for part in tl.static_range(_NUM_PARTS):
         others, counts = _seen(memory, row, part, seen)
@@ -310,35 +372,52 @@ def _weighed(
         features, score = _with(features, score, weights, 3 * part + 2, amount + part * _OF_PART)
         strength = tl.where(is_new, 0, 1 + _passed(share, _STRENGTH_EDGES, _STRENGTHS - 2))
         if part == _PAST:
-            past = strength
+            past, past_order = strength, longest
         else:
             own = tl.maximum(own, strength)
         if part == _PREDICTION:
-            is_predicted = longest > 0
+            predicted = longest
         is_first = ~is_new & (first == _NUM_PARTS)
         first, first_order = tl.where(is_first, part, first), tl.where(is_first, longest, first_order)
-    node, claim = _claimed(network, proposed, knows, token)
-    joint = (claim * _STRENGTHS + own) * _STRENGTHS + past + _NUM_PARTS * _OF_PART
-    features, score = _with(features, score, weights, _NUM_GROUPS - 1, joint)
-    return node, features, score, (first == tl.minimum(now, _NUM_PARTS)) & (first_order == place), is_predicted
+    node, first_node, claim, level = _claimed(network, of, token)
+    joint = (level * _STRENGTHS + own) * _STRENGTHS + past + _NUM_PARTS * _OF_PART
+    features, score = _with(features, score, weights, 3 * _NUM_PARTS, joint)
+    noise = tl.where(claim > 0, 0, _noise(memory, row, of[1], token)) + (_NUM_PARTS * _OF_PART + _OF_CLAIM)
+    features, score = _with(features, score, weights, 3 * _NUM_PARTS + 1, noise)
+    is_new = (first == tl.minimum(now, _NUM_PARTS)) & (tl.where(now < _NUM_PARTS, first_order, first_node) == place)
+    return node, features, score, is_new, predicted, past_order
 
 
 @triton.jit
-def _claimed(network: tl.tuple, proposed: tl.tensor, knows: tl.tensor, token: tl.tensor) -> tl.tuple:
-    """Which child of a proposed node has the token, or -1, and the class of what the network claims for it."""
-    node, start = tl.full([_LANES], -1, tl.int32), 0
-    while (knows > 0) & (start < network[3]):
-        others, is_child = _children(network, proposed, start)
-        is_there = (token[:, None] == others[None, :]) & is_child[None, :]
-        number = start + tl.arange(0, _LANES)
-        node = tl.maximum(node, tl.max(tl.where(is_there, number[None, :], -1), 1))
+def _claimed(network: tl.tuple, of: tl.tuple, token: tl.tensor) -> tl.tuple:
+    """Which child of a proposed node has the token, or -1; the first node that claims the token in this place; and the
+    class of what the network claims for it."""
+    _, _, knows, is_claimed = of
+    last, first = tl.full([_LANES], -1, tl.int32), tl.zeros([_LANES], tl.int32) + network[4]
+    claim, start = tl.zeros([_LANES], tl.float32), 0
+    while (is_claimed > 0) & (start < network[4]):
+        node, others, claims = _claims(network, of, start)
+        above = tl.load(network[1] + node, mask=claims, other=_ROOT)
+        survival = tl.load(network[3] + node, mask=claims, other=0.0)
+        survival = tl.div_rn(survival, tl.load(network[3] + above, mask=above >= 0, other=1.0))
+        is_there = (token[:, None] == others[None, :]) & claims[None, :]
+        claim = tl.maximum(claim, tl.max(tl.where(is_there, survival[None, :], 0.0), 1))
+        last = tl.maximum(last, tl.max(tl.where(is_there, node[None, :], -1), 1))
+        first = tl.minimum(first, tl.min(tl.where(is_there, node[None, :], network[4]), 1))
         start += _LANES
-    is_proposed = node >= 0
-    above = tl.load(network[2] + proposed, mask=proposed >= 0, other=1.0)
-    claim = tl.div_rn(tl.load(network[2] + node, mask=is_proposed, other=0.5), above)
-    odds = tl.floor(tl.log2(tl.div_rn(claim, tl.maximum(1 - claim, 1e-6))))
-    level = tl.minimum(tl.maximum(odds - _LEAST_ODDS, 0.0), _CLAIMS - 3.0).to(tl.int32)
-    return node, tl.where(is_proposed, 2 + level, knows)
+    odds = tl.div_rn(tl.where(claim > 0, claim, 0.5), tl.maximum(1 - claim, 1e-6))
+    level = tl.minimum(tl.maximum(tl.floor(tl.log2(odds)) - _LEAST_ODDS, 0.0), _CLAIMS - 3.0).to(tl.int32)
+    return tl.where(knows > 0, last, -1), first, claim, tl.where(claim > 0, 2 + level, is_claimed)
+
+
+@triton.jit
+def _noise(memory: tl.tuple, row: tl.tensor, depth: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """How large a token's sampling noise is: by zeros that its hash begins with; 0 where none is drawn."""
+    bits = hash_bits(tl.load(memory.seeds + row), tl.load(memory.roots + row) + depth, token).to(tl.int64)
+    zeros = tl.full([_LANES], 2, tl.int32)
+    for place in tl.static_range(_NOISES - 3):
+        zeros += (bits < (1 << (31 - place))).to(tl.int32)
+    return tl.where(tl.load(memory.warm + row) != 0, tl.where(bits >= 3 << 30, 1, zeros), 0)
 
 
 @triton.jit
@@ -382,11 +461,18 @@ def _count_said(
     """Count the token behind the context of each order."""
     seen = _hashes(memory, context[None, :], age[None, :], tl.arange(0, _EACH_ORDER))
     bucket, tag = _places(memory, row, part, seen)
-    _count(memory, bucket, tag, token, bucket >= 0)
+    _count(memory, bucket, tag, token, bucket >= 0, _SIGHTING)
 
 
 @triton.jit
-def _count(memory: tl.tuple, buckets: tl.tensor, tags: tl.tensor, token: tl.tensor, asked: tl.tensor) -> None:
+def _count(
+    memory: tl.tuple,
+    buckets: tl.tensor,
+    tags: tl.tensor,
+    token: tl.tensor,
+    asked: tl.tensor,
+    amount: tl.constexpr,
+) -> None:
     """Count sightings one after the other, for several may be of one bucket."""
     sighting, way = tl.arange(0, buckets.shape[0]), tl.arange(0, _WAYS)
     names = (tags << _TAG_PLACE) | (token.to(tl.int64) << _COUNT_BITS)
@@ -397,9 +483,9 @@ def _count(memory: tl.tuple, buckets: tl.tensor, tags: tl.tensor, token: tl.tens
         count = entry & _MOST
         is_known, fewest = (entry - count == name) & (count > 0), tl.min(count, 0)
         rarest = way == tl.min(tl.where(count == fewest, way, _WAYS), 0)
-        counted = tl.where(is_known, name | tl.minimum(count + _SIGHTING, _MOST), entry)
+        counted = tl.where(is_known, name | tl.minimum(count + amount, _MOST), entry)
         faded = tl.where(fewest > 0, entry - (count >> 3), entry)
-        entered = tl.where(rarest, name | _SIGHTING, faded)
+        entered = tl.where(rarest, name | amount, faded)
         tl.debug_barrier()
         tl.store(places, tl.where(tl.max(is_known.to(tl.int32), 0) > 0, counted, entered))
         tl.debug_barrier()  # the next one may be of the same bucket
@@ -460,17 +546,32 @@ def _context(tail: tl.tensor, text: tl.tensor, place: tl.tensor, age: tl.tensor,
 
 @triton.jit
 def _proposals(tree: tl.tuple, first: tl.tensor, count: tl.tensor) -> tl.tuple:
-    """A network's tree: tokens, parents and survival, and how many nodes it has."""
-    return tree.tokens + first, tree.parents + first, tree.survival + first, tl.cast(count, tl.int32)
+    """A network's tree: tokens, parents, depths and survival, and how many nodes it has."""
+    return (
+        tree.tokens + first,
+        tree.parents + first,
+        tree.depths + first,
+        tree.survival + first,
+        tl.cast(count, tl.int32),
+    )
 
 
 @triton.jit
-def _children(network: tl.tuple, proposed: tl.tensor, start: tl.tensor) -> tl.tuple:
-    """Tokens of as many nodes as there are lanes, and which of them are children of that one."""
-    tokens, parents, _, count = network
+def _nodes(network: tl.tuple, proposed: tl.tensor, depth: tl.tensor, start: tl.tensor) -> tl.tuple:
+    """Of as many nodes as there are lanes: their numbers, which are children of that one, and which are at a depth."""
+    _, parents, depths, _, count = network
     node = start + tl.arange(0, _LANES)
     is_child = tl.load(parents + node, mask=node < count, other=_UNKNOWN - 1) == proposed
-    return tl.load(tokens + node, mask=is_child, other=_NO_TOKEN).to(tl.int32), is_child
+    return node, is_child, tl.load(depths + node, mask=node < count, other=-1) == depth
+
+
+@triton.jit
+def _claims(network: tl.tuple, of: tl.tuple, start: tl.tensor) -> tl.tuple:
+    """Of as many nodes as there are lanes: numbers, tokens, and which of them claim a token in this place."""
+    proposed, depth, knows, _ = of
+    node, is_child, is_at_depth = _nodes(network, proposed, depth, start)
+    claims = tl.where(knows > 0, is_child, is_at_depth)
+    return node, tl.load(network[0] + node, mask=claims, other=_NO_TOKEN).to(tl.int32), claims
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def _launch_memory(tree: Tensor) -> None:
         DEVICE.add_text(memory, 0, 0, tree[0])
         for network in (None, proposed):
             DEVICE.grow_joint_tree(memory, lines, network, nodes, 0.0025)
-        DEVICE.learn_committed(memory, lines, tree[:, :65], counts, 0.1)
+        DEVICE.learn_committed(memory, lines, tree[:, :65], counts, proposed, tree[:, : nodes + 1], 0.1)
 
 
 def _launch_layer(dtype: torch.dtype) -> None:

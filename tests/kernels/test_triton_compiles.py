@@ -27,6 +27,7 @@ KERNELS = {
     "_mark",
     "_correct",
     "_add",
+    "_add_rejected",
     "_grow",
     "_learn",
 }

@@ -65,7 +65,7 @@ def test_texts_are_counted(length: int, buckets: int, device: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
 def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
-    """With a row of padding; in one step from texts alone, in the next with a network."""
+    """With a row of padding; in one step from texts alone, in the next with a network; some texts are drawn."""
     rng, expected = random.Random(batch), memory_of()
     for row in range(PADDING):
         text = torch.tensor([rng.randrange(6) for _ in range(12 + 6 * row)])
@@ -78,17 +78,23 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         counts = torch.tensor([*(rng.randrange(1, 3) for _ in range(batch)), 0])
         network = network_of(rng, len(rows)).first(len(rows), NODES)
         network.num_nodes[:] = torch.tensor([network.width] * batch + [0])
-        for name in ("warm", "stores"):
-            drawn = torch.tensor([rng.random() < 0.6 for _ in range(ROWS)])
-            for memory in (expected, found):
-                getattr(memory, name).copy_(drawn)
+        verified = network_of(rng, len(rows)).first(len(rows), 4)
+        verified.num_nodes[:] = torch.tensor([*(verified.width - line % 2 for line in range(batch)), 0])
+        choices = torch.tensor([[rng.randrange(6) for _ in range(verified.width + 1)] for _ in rows])
+        for memory in (expected, found):
+            drawn = random.Random(batch + with_network)
+            for values in (memory.warm, memory.stores):
+                values.copy_(torch.tensor([drawn.random() < 0.6 for _ in range(ROWS)]))
+            for values in (memory.seeds, memory.roots):
+                values.copy_(torch.tensor([drawn.randrange(1 << 62) for _ in range(ROWS)]))
         given = rows.to(device), tokens.to(device), counts.to(device)
         tree = REFERENCE.grow_joint_tree(expected, rows, network if with_network else None, NODES, LEAST)
         proposed = network.to(torch.device(device)) if with_network else None
         assert_same_trees(KERNELS.grow_joint_tree(found, given[0], proposed, NODES, LEAST), tree)
         assert tree.num_nodes.any()
-        outcome = REFERENCE.learn_committed(expected, rows, tokens, counts, RATE)
-        assert torch.equal(KERNELS.learn_committed(found, *given, RATE).cpu(), outcome)
+        outcome = REFERENCE.learn_committed(expected, rows, tokens, counts, verified, choices, RATE)
+        asked = verified.to(torch.device(device)), choices.to(device)
+        assert torch.equal(KERNELS.learn_committed(found, *given, *asked, RATE).cpu(), outcome)
         assert_remembers(found, expected)
 
 
@@ -104,7 +110,8 @@ def test_a_network_of_many_nodes(device: str) -> None:
     same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
     assert_same_trees(same, tree)
     assert_same_trees(found.network, expected.network)
-    said = torch.tensor([[36]]), torch.tensor([1])
-    REFERENCE.learn_committed(expected, row, *said, RATE)
-    KERNELS.learn_committed(found, row.to(device), *(value.to(device) for value in said), RATE)
+    said, nodes = (torch.tensor([[36]]), torch.tensor([1])), DraftTree.empty(1)
+    REFERENCE.learn_committed(expected, row, *said, nodes, said[0], RATE)
+    tokens, counts = (value.to(device) for value in said)
+    KERNELS.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
     assert_remembers(found, expected)
