@@ -61,7 +61,8 @@ _WORD = (1 << 64) - 1
 _SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # of what was seen behind a context
 _TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # sightings behind a context
 _STRENGTH_EDGES = (0.34, 0.9)  # of a share, where it stands beside a claim
-_CLAIMS = 18  # nothing proposed at this depth, not this token, and log2 of the odds from -10 to 5
+_LEAST_ODDS = -10  # log2 of a claim's
+_CLAIMS = 18  # nothing proposed at this depth, not this token, and log2 of the odds up to 5
 _STRENGTHS = len(_STRENGTH_EDGES) + 2
 _SHARES, _TOTALS, _LENGTHS = len(_SHARE_EDGES) + 1, len(_TOTAL_EDGES) + 1, len(ORDERS) + 1
 _OF_SHARE, _OF_KNOWN, _OF_TOTAL = len(ORDERS) * _SHARES + 1, _LENGTHS**2, _TOTALS + 1
@@ -308,7 +309,7 @@ def _features(one: Candidate, known: Sequence[int], noise: int, *, claims: bool)
     claim = int(claims)
     if one.claim > 0:
         odds = np.log2(np.float32(one.claim) / max(np.float32(1e-6), 1 - np.float32(one.claim)))
-        claim = 2 + min(max(floor(odds) + 10, 0), _CLAIMS - 3)
+        claim = 2 + min(max(floor(odds) - _LEAST_ODDS, 0), _CLAIMS - 3)
     own = max(_strength(one.seen[TEXT]), _strength(one.seen[PREDICTION]))
     features.append(base + (claim * _STRENGTHS + own) * _STRENGTHS + _strength(one.seen[PAST]))
     return [*features, base + _OF_CLAIM + (0 if one.claim > 0 else noise)]

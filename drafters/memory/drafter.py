@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from operator import add
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from drafters.memory.counts import MemoryCounts
 from drafters.memory.shares import Shares
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
-from drafters.tree import Candidates, DraftTree
+from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
+from kernels.graph_runner import by_batch
 from kernels.memory import BUCKET_BYTES, CONTEXT, NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
 
 _Told = TypeVar("_Told", Read, Committed)
@@ -87,6 +88,13 @@ class MemoryDrafter(Drafter):
         self._has_asked = False
         self._follows = True  # texts, for the network
         self._credits = {} if network is None else {"memory": 0, network.name: 0}
+        most, capture = sizes.max_sequences, sizes.capture
+        padding, trees = torch.full((most,), most, device=device), DraftTree.padding(most, sizes.max_nodes, device)
+        nothing = padding.new_full((most, MAX_DEPTH + 1), NO_TOKEN), torch.zeros_like(padding)
+        choices = padding.new_zeros(most, sizes.max_nodes + 1)
+        self._grow_alone = by_batch(self._run_grow, capture, most, (padding,))
+        self._join = by_batch(self._run_grow, capture, most, (padding, trees))
+        self._learn = by_batch(self._run_learn, capture, most, (padding, *nothing, trees, choices))
 
     @property
     def name(self) -> str:
@@ -149,16 +157,16 @@ class MemoryDrafter(Drafter):
         if not self._has_asked:
             return tree
         proposed = self.network.grow(rows, noise)
-        return self._ops.grow_joint_tree(self._memory, rows, proposed, self._max_nodes, MIN_SURVIVAL)
+        return self._join((rows, proposed)).first(rows.shape[0])
 
     def recall(self, rows: Tensor) -> DraftTree:
         """What texts alone propose. # rows [batch] int64"""
-        return self._ops.grow_joint_tree(self._memory, rows, None, self._max_nodes, MIN_SURVIVAL)
+        return self._grow_alone((rows,)).first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
         told = committed.rows, committed.tokens, committed.counts, committed.tree, committed.result.target_tokens
         observe = None if self._gate is None or not self._has_asked else self._gate.end()
-        counts = self._with_usage(self._ops.learn_committed(self._memory, *told, _RATE))
+        counts = self._with_usage(self._learn(told))
         self._outcomes.read(counts, partial(self._credit, observe))
         self._has_asked = False
         if self.network is None:
@@ -231,6 +239,12 @@ class MemoryDrafter(Drafter):
 
     def memory_counts(self) -> MemoryCounts:
         return self._counts
+
+    def _run_grow(self, rows: Tensor, proposed: DraftTree | None = None) -> DraftTree:
+        return self._ops.grow_joint_tree(self._memory, rows, proposed, self._max_nodes, MIN_SURVIVAL)
+
+    def _run_learn(self, rows: Tensor, *told: Any) -> Tensor:
+        return self._ops.learn_committed(self._memory, rows, *told, _RATE)
 
     def _start(self, context: DraftContext) -> None:
         """Take in a text: its prompt, the prediction that may follow, and what it has answered so far."""

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.memory import Memory
 from kernels.ops import OPS, Ops, has_twin, twin
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
@@ -49,8 +52,10 @@ def catch_launches(architecture: int) -> dict[str, str]:
             name: value for name, value in options.items() if name not in _RESERVED
         }
         constants = {name: named[name] for name in (kernel.arg_names[i] for i in kernel.constexprs)}
+        constants |= {name: None for name, value in named.items() if value is None}
         signature = {name: "constexpr" if name in constants else _type_of(value) for name, value in named.items()}
-        key = f"{kernel.__name__}({', '.join(kind for kind in signature.values() if kind != 'constexpr')}) {constants}"
+        kinds = (kind for kind in _leaves(tuple(signature.values())) if kind != "constexpr")
+        key = f"{kernel.__name__}({', '.join(map(str, kinds))}) {constants}"
         if key not in compiled:
             source = ASTSource(kernel, signature, constants, _aligned(kernel, signature, named))
             wanted = {name: options[name] for name in _OPTIONS if name in options}
@@ -66,14 +71,31 @@ def _aligned(
 ) -> dict[tuple[int], list[list[object]]]:
     """What a launch specialises on: pointers and numbers that are multiples of 16."""
     return {
-        (place,): [["tt.divisibility", 16]]
+        path: [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if isinstance(named[name], Tensor)
-        or (signature[name] == "i32" and name not in kernel.do_not_specialize and int(str(named[name])) % 16 == 0)
+        for path, value in _places(named[name], (place,))
+        if isinstance(value, Tensor)
+        or (signature[name] == "i32" and name not in kernel.do_not_specialize and int(str(value)) % 16 == 0)
     }
 
 
-def _type_of(value: object) -> str:
+def _places(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
+    """An argument, or what is in one that is a tuple, by where it stands."""
+    if isinstance(value, tuple):
+        for place, part in enumerate(value):
+            yield from _places(part, (*path, place))
+    else:
+        yield path, value
+
+
+def _leaves(values: object) -> list[object]:
+    return [leaf for _, leaf in _places(values, ())]
+
+
+def _type_of(value: object) -> Any:
+    """Of a tuple a tuple of the same kind."""
+    if isinstance(value, tuple):
+        return type(value)(*map(_type_of, value))
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
@@ -107,8 +129,20 @@ def launch_everything(dtype: torch.dtype) -> None:
     DEVICE.fates(tree, tree - 1, tree, tree[:, :65], zeros)
     DEVICE.ancestor_matrix(tree - 1)
     correct_survival(DraftTree(tree, tree - 1, tree, tree.float(), zeros), zeros, torch.ones(64))
+    _launch_memory(tree)
     states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
     DEVICE.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
+
+
+def _launch_memory(tree: Tensor) -> None:
+    """With trees of the most nodes, and of few. # tree [2, MAX_NODES]"""
+    lines, counts = torch.arange(2), torch.zeros(2, dtype=torch.int64)
+    for nodes in (MAX_NODES, 64):
+        memory, proposed = Memory.empty(2, 8, 1, nodes), DraftTree.padding(2, nodes)
+        DEVICE.add_text(memory, 0, 0, tree[0])
+        for network in (None, proposed):
+            DEVICE.grow_joint_tree(memory, lines, network, nodes, 0.0025)
+        DEVICE.learn_committed(memory, lines, tree[:, :65], counts, proposed, tree[:, : nodes + 1], 0.1)
 
 
 def _launch_layer(dtype: torch.dtype) -> None:

@@ -1,10 +1,12 @@
-"""What Triton's interpreter lacks: device functions, products in the device's order, and rounding to bf16.
+"""What Triton's interpreter lacks: device functions, products in the device's order, rounding to bf16, and speed.
 
 Logarithms are torch's, so that they have the bits of the reference on the CPU. Products in full precision run key by
 key, as the multiply-adds of a device do. The interpreter cuts float32 off where a device rounds to the nearest bf16.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra import libdevice
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 _Cast = Callable[[InterpreterBuilder, TensorHandle, tl.dtype], TensorHandle]
 
@@ -23,7 +26,19 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libdevice, "log", _elementwise(torch.log))
     monkeypatch.setattr(libdevice, "log1p", _elementwise(torch.log1p))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(InterpretedFunction, "__call__", _called)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", _rounding(InterpreterBuilder.cast_impl))
+
+
+def _called(function: InterpretedFunction, *args: Any, **options: Any) -> Any:
+    """A function that a kernel calls. Preparing the language for it takes longer than most functions, and once does."""
+    _prepare(function)
+    return function.rewrite()(*args, **options)
+
+
+@cache
+def _prepare(function: InterpretedFunction) -> None:
+    interpreter._patch_lang(function.fn)
 
 
 def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[tl.tensor], tl.tensor]:

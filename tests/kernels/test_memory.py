@@ -219,8 +219,8 @@ def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
     for _ in range(12):
         rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
         warm, stores = (torch.tensor([rng.random() < 0.6 for _ in range(ROWS)]) for _ in range(2))
-        network = rng.choice((None, _network(rng, len(rows))))
-        verified = _network(rng, len(rows))
+        network = rng.choice((None, network_of(rng, len(rows))))
+        verified = network_of(rng, len(rows))
         verified.num_nodes.sub_(torch.tensor([rng.randrange(3) for _ in rows]))
         choices = torch.tensor([[rng.randrange(9) for _ in range(verified.width + 1)] for _ in rows])
         seeds = torch.tensor([rng.randrange(1 << 62) for _ in range(ROWS)])
@@ -245,7 +245,7 @@ def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
     torch.testing.assert_close(theirs.weights, mine.weights, rtol=1e-3, atol=1e-4)
 
 
-def _network(rng: random.Random, batch: int) -> DraftTree:
+def network_of(rng: random.Random, batch: int) -> DraftTree:
     """Trees of three to nine nodes, each below an earlier one or the root."""
     nodes = rng.randrange(3, 10)
     parents = torch.tensor([[rng.randrange(ROOT, n) for n in range(nodes)] for _ in range(batch)])

@@ -26,6 +26,10 @@ KERNELS = {
     "_judge",
     "_mark",
     "_correct",
+    "_add",
+    "_add_rejected",
+    "_grow",
+    "_learn",
 }
 SMALLEST_SHARED = 99 * 1024  # bytes a program may have on the smallest of these devices
 MOST_SPILLED = 32  # bytes of a thread

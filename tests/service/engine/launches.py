@@ -15,7 +15,7 @@ from kernels.graph_runner import rerun
 from kernels.ops import REFERENCE, Ops
 
 _FREE = ("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.lift_fresh", "aten.detach")
-_DEVICE_LAUNCHES = {"sample": 8, "rank_features": 1}
+_DEVICE_LAUNCHES = {"sample": 8, "rank_features": 1, "grow_joint_tree": 1, "learn_committed": 3}
 Result = TypeVar("Result")
 
 

@@ -26,6 +26,7 @@ TREE_SIZES = "service.engine.tree_width:rows tolist"
 ON_THE_HOST = (
     "kernels.cpu.",
     "kernels.tree_attention:",
+    "kernels.memory:",
     "kernels.sample:",
     "drafters.readback:",
     "kernels.staging:",

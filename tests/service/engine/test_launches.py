@@ -20,9 +20,9 @@ torch.set_num_threads(1)
 LAUNCHES = {
     "none": (5, 3),
     "memory": (13, 8),
-    "switch(memory,random)": (15, 8),
+    "switch(memory,random)": (27, 8),
     "specblock": (18, 10),
-    "memory+specblock": (27, 14),
+    "memory+specblock": (25, 13),
 }
 """By drafter, outside of graphs, and graphs replayed; the default one is the last. The memory alone is right here to
 the last node: otherwise slots are freed by one more."""

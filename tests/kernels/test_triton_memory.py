@@ -1,0 +1,117 @@
+"""Counts of what followed contexts, joint trees and what is learnt of them by the device kernels, against the
+references."""
+
+import random
+
+import pytest
+import torch
+
+from kernels.memory import PREDICTION, TEXT, Memory
+from kernels.ops import REFERENCE, Ops, twin
+from kernels.trees import ROOT, DraftTree
+from tests.kernels.test_memory import LEAST, RATE, network_of, trusting
+
+KERNELS = Ops(**{op: twin(op, "triton") for op in ("add_text", "grow_joint_tree", "learn_committed")})
+ROWS, SCOPES, NODES, BUCKETS = 5, 2, 5, 4
+PADDING = ROWS - 1  # the row that fills up batches, which has no parts
+
+
+def memory_of(buckets: int = BUCKETS, proposed: int = NODES) -> Memory:
+    """Rows that share two scopes, with room for as many nodes of a network's tree."""
+    memory = trusting(Memory.empty(ROWS, (2 * ROWS + SCOPES) * buckets, SCOPES, proposed))
+    for row in range(PADDING):
+        lines = 2 * row, 2 * row + 1, 2 * ROWS + row % SCOPES
+        memory.parts[row] = torch.tensor([[line * buckets, buckets] for line in lines])
+        memory.scopes[row] = row % SCOPES
+    return memory
+
+
+def copied(memory: Memory, device: str) -> Memory:
+    """The same on another device, with tensors of its own."""
+    parts = (part.to(torch.device(device)) for part in memory)
+    cloned = (DraftTree(*map(torch.clone, part)) if isinstance(part, DraftTree) else part.clone() for part in parts)
+    return Memory(*cloned)
+
+
+def assert_same_trees(found: DraftTree, expected: DraftTree) -> None:
+    """Padding included."""
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    torch.testing.assert_close(found.survival.cpu(), expected.survival, rtol=1e-5, atol=1e-6)
+
+
+def assert_remembers(found: Memory, expected: Memory) -> None:
+    """Integers are equal, and weights to rounding."""
+    for name in ("entries", "tails", "predicted"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    for name in ("weights", "squares"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "buckets"), [(1, 4), (40, 4), (40, 1)])
+def test_texts_are_counted(length: int, buckets: int, device: str) -> None:
+    """Of few tokens, so that buckets fill, and orders and programs come to the same ones."""
+    generator = torch.Generator().manual_seed(length)
+    expected = memory_of(buckets)
+    found = copied(expected, device)
+    for row, part in ((1, TEXT), (1, PREDICTION), (1, TEXT), (PADDING, TEXT)):
+        tokens = torch.randint(9, (length,), generator=generator)
+        REFERENCE.add_text(expected, row, part, tokens)
+        KERNELS.add_text(found, row, part, tokens.to(device))
+        length = min(length, 3)
+    assert_remembers(found, expected)
+    assert expected.entries.any()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
+    """With a row of padding; in one step from texts alone, in the next with a network; some texts are drawn."""
+    rng, expected = random.Random(batch), memory_of()
+    for row in range(PADDING):
+        text = torch.tensor([rng.randrange(6) for _ in range(12 + 6 * row)])
+        REFERENCE.add_text(expected, row, TEXT, text)
+        REFERENCE.add_text(expected, row, PREDICTION, text[: 5 * row])
+    found = copied(expected, device)
+    for with_network in (False, True):
+        rows = torch.tensor([*rng.sample(range(PADDING), batch), PADDING])
+        tokens = torch.tensor([[rng.randrange(6) for _ in range(2)] for _ in rows])
+        counts = torch.tensor([*(rng.randrange(1, 3) for _ in range(batch)), 0])
+        network = network_of(rng, len(rows)).first(len(rows), NODES)
+        network.num_nodes[:] = torch.tensor([network.width] * batch + [0])
+        verified = network_of(rng, len(rows)).first(len(rows), 4)
+        verified.num_nodes[:] = torch.tensor([*(verified.width - line % 2 for line in range(batch)), 0])
+        choices = torch.tensor([[rng.randrange(6) for _ in range(verified.width + 1)] for _ in rows])
+        for memory in (expected, found):
+            drawn = random.Random(batch + with_network)
+            for values in (memory.warm, memory.stores):
+                values.copy_(torch.tensor([drawn.random() < 0.6 for _ in range(ROWS)]))
+            for values in (memory.seeds, memory.roots):
+                values.copy_(torch.tensor([drawn.randrange(1 << 62) for _ in range(ROWS)]))
+        given = rows.to(device), tokens.to(device), counts.to(device)
+        tree = REFERENCE.grow_joint_tree(expected, rows, network if with_network else None, NODES, LEAST)
+        proposed = network.to(torch.device(device)) if with_network else None
+        assert_same_trees(KERNELS.grow_joint_tree(found, given[0], proposed, NODES, LEAST), tree)
+        assert tree.num_nodes.any()
+        outcome = REFERENCE.learn_committed(expected, rows, tokens, counts, verified, choices, RATE)
+        asked = verified.to(torch.device(device)), choices.to(device)
+        assert torch.equal(KERNELS.learn_committed(found, *given, *asked, RATE).cpu(), outcome)
+        assert_remembers(found, expected)
+
+
+def test_a_network_of_many_nodes(device: str) -> None:
+    """More than come in one round, and more children than a tree has room for."""
+    parents = torch.tensor([[ROOT] * 40 + [0] * 5])
+    survival = torch.linspace(0.9, 0.1, parents.shape[1])[None]
+    network = DraftTree.of(torch.arange(parents.shape[1])[None], parents)._replace(survival=survival)
+    expected = memory_of(proposed=network.width)
+    REFERENCE.add_text(expected, 2, TEXT, torch.tensor([3, 36, 3, 41, 3]))
+    found, row = copied(expected, device), torch.tensor([2])
+    tree = REFERENCE.grow_joint_tree(expected, row, network, NODES, LEAST)
+    same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
+    assert_same_trees(same, tree)
+    assert_same_trees(found.network, expected.network)
+    said, nodes = (torch.tensor([[36]]), torch.tensor([1])), DraftTree.empty(1)
+    REFERENCE.learn_committed(expected, row, *said, nodes, said[0], RATE)
+    tokens, counts = (value.to(device) for value in said)
+    KERNELS.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
+    assert_remembers(found, expected)
