@@ -2,6 +2,7 @@
 references."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,12 @@ def memory_of(buckets: int = BUCKETS, proposed: int = NODES) -> Memory:
 
 def copied(memory: Memory, device: str) -> Memory:
     """The same on another device, with tensors of its own."""
-    parts = (part.to(torch.device(device)) for part in memory)
-    cloned = (DraftTree(*map(torch.clone, part)) if isinstance(part, DraftTree) else part.clone() for part in parts)
-    return Memory(*cloned)
+
+    def moved(part: Any) -> Any:
+        there = part.to(torch.device(device))
+        return DraftTree(*map(torch.clone, there)) if isinstance(part, DraftTree) else there.clone()
+
+    return Memory(*map(moved, memory))
 
 
 def assert_same_trees(found: DraftTree, expected: DraftTree) -> None:
