@@ -164,6 +164,7 @@ def learn_committed(
         before = reader.tail()
         right += _learnt(reader, text[:count], rate, known)
         _count_rejected(reader, before, _nodes_of(verified, line), choices[line].tolist())
+        memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0  # a step may commit without having grown
     accepted = sum(max(0, count - 1) for *_, count in given)
     remembered = sum(count for row, _, count in given if memory.stores[row] and memory.parts[row, PAST, 1])
     committed = sum(count for *_, count in given)

@@ -371,6 +371,7 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
             is_accepted[size_t(node)] = (parent < 0 || is_accepted[size_t(parent)]) && chosen[parent] == tree.tokens[node];
             if (!is_accepted[size_t(node)]) reader.add(contexts[size_t(node)], TEXT, chosen[node], AFTER_REJECTED);
         }
+        *reader.network.num_nodes = *memory->alone.line(rows[b]).num_nodes = 0;
     }
 }
 }

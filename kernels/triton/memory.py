@@ -286,6 +286,8 @@ def _learn(
         tl.debug_barrier()  # all have read the tail
         tl.store(tail + age, newest, mask=age < _CONTEXT)
         tl.store(memory.predicted + row, tl.load(memory.predicted + row) + predicted)
+        tl.store(memory.alone.num_nodes + row, 0)
+        tl.store(memory.network.num_nodes + row, 0)
     tl.store(outcome, right)
     tl.store(outcome + 1, accepted)
     tl.store(outcome + 2, total)

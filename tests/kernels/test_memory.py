@@ -114,6 +114,17 @@ def test_what_is_remembered_and_was_known_is_counted(with_: Ops) -> None:
     assert again == [0, 5, 6, 6, 1, 2, 1, 0], "2 behind 1, 3 and 4 behind two tokens, 5 behind four"
 
 
+def test_a_step_that_grew_no_tree_is_not_judged_by_an_older_one(with_: Ops) -> None:
+    memory = trusting(memory_of())
+    with_.add_text(memory, 0, TEXT, torch.tensor([5, 6, 7, 8, 5, 6]))
+    network = network_of(random.Random(1), 1)
+    grow(with_, memory, 0, network)
+    grow(with_, memory, 0)
+    assert learn(with_, memory, 0, 7, 8) == 1
+    assert learn(with_, memory, 0, 7, 8) == 0
+    assert not memory.network.num_nodes.any()
+
+
 def test_a_prediction_continues_the_prompt_and_is_counted(with_: Ops) -> None:
     memory = trusting(memory_of())
     with_.add_text(memory, 0, TEXT, torch.tensor([1, 2]))

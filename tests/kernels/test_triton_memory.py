@@ -48,6 +48,8 @@ def assert_remembers(found: Memory, expected: Memory) -> None:
     """Integers are equal, and weights to rounding."""
     for name in ("entries", "tails", "predicted"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    for mine, theirs in ((found.alone, expected.alone), (found.network, expected.network)):
+        assert torch.equal(mine.num_nodes.cpu(), theirs.num_nodes)
     for name in ("weights", "squares"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-4, atol=1e-5)
 
