@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from operator import add
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -243,8 +243,8 @@ class MemoryDrafter(Drafter):
     def _run_grow(self, rows: Tensor, proposed: DraftTree | None = None) -> DraftTree:
         return self._ops.grow_joint_tree(self._memory, rows, proposed, self._max_nodes, MIN_SURVIVAL)
 
-    def _run_learn(self, rows: Tensor, *told: Any) -> Tensor:
-        return self._ops.learn_committed(self._memory, rows, *told, _RATE)
+    def _run_learn(self, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor) -> Tensor:
+        return self._ops.learn_committed(self._memory, rows, tokens, counts, verified, choices, _RATE)
 
     def _start(self, context: DraftContext) -> None:
         """Take in a text: its prompt, the prediction that may follow, and what it has answered so far."""

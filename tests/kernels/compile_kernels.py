@@ -68,7 +68,7 @@ def catch_launches(architecture: int) -> dict[str, str]:
 
 def _aligned(
     kernel: JITFunction, signature: dict[str, str], named: dict[str, object]
-) -> dict[tuple[int], list[list[object]]]:
+) -> dict[tuple[int, ...], list[list[object]]]:
     """What a launch specialises on: pointers and numbers that are multiples of 16."""
     return {
         path: [["tt.divisibility", 16]]

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from kernels.memory import PREDICTION, TEXT, Memory
 from kernels.ops import REFERENCE, Ops, twin
@@ -26,11 +27,10 @@ def memory_of(buckets: int = BUCKETS, proposed: int = NODES) -> Memory:
     return memory
 
 
-def copied(memory: Memory, device: str) -> Memory:
+def copy_of(memory: Memory, device: str) -> Memory:
     """The same on another device, with tensors of its own."""
-    parts = (part.to(torch.device(device)) for part in memory)
-    cloned = (DraftTree(*map(torch.clone, part)) if isinstance(part, DraftTree) else part.clone() for part in parts)
-    return Memory(*cloned)
+    copied: Memory = pytree.tree_map(lambda part: part.to(device, copy=True), memory)
+    return copied
 
 
 def assert_same_trees(found: DraftTree, expected: DraftTree) -> None:
@@ -53,7 +53,7 @@ def test_texts_are_counted(length: int, buckets: int, device: str) -> None:
     """Of few tokens, so that buckets fill, and orders and programs come to the same ones."""
     generator = torch.Generator().manual_seed(length)
     expected = memory_of(buckets)
-    found = copied(expected, device)
+    found = copy_of(expected, device)
     for row, part in ((1, TEXT), (1, PREDICTION), (1, TEXT), (PADDING, TEXT)):
         tokens = torch.randint(9, (length,), generator=generator)
         REFERENCE.add_text(expected, row, part, tokens)
@@ -71,7 +71,7 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         text = torch.tensor([rng.randrange(6) for _ in range(12 + 6 * row)])
         REFERENCE.add_text(expected, row, TEXT, text)
         REFERENCE.add_text(expected, row, PREDICTION, text[: 5 * row])
-    found = copied(expected, device)
+    found = copy_of(expected, device)
     for with_network in (False, True):
         rows = torch.tensor([*rng.sample(range(PADDING), batch), PADDING])
         tokens = torch.tensor([[rng.randrange(6) for _ in range(2)] for _ in rows])
@@ -105,7 +105,7 @@ def test_a_network_of_many_nodes(device: str) -> None:
     network = DraftTree.of(torch.arange(parents.shape[1])[None], parents)._replace(survival=survival)
     expected = memory_of(proposed=network.width)
     REFERENCE.add_text(expected, 2, TEXT, torch.tensor([3, 36, 3, 41, 3]))
-    found, row = copied(expected, device), torch.tensor([2])
+    found, row = copy_of(expected, device), torch.tensor([2])
     tree = REFERENCE.grow_joint_tree(expected, row, network, NODES, LEAST)
     same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
     assert_same_trees(same, tree)
