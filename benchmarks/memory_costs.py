@@ -81,6 +81,7 @@ def run(
     text = torch.tensor(list(chain.from_iterable(one.response for one in read_responses(responses))))
     sequences, rows, plain = numbers(concurrency), list[Row](), plain_engine(assembly)
     (asked,) = read_sets(assembly, [prompts], _TURNS * max(sequences), max_tokens)
+    endless = asked.prompts * _TURNS * max(sequences)
     for tokens in numbers(held, "--held"):
         room, clock = max(bound, _ROOM * tokens), Clock()
         drafter = drafter_of(assembly, room)
@@ -89,16 +90,17 @@ def run(
         engine = assembly.engine(drafter, FixedBudget(_NODES))
         watching = {name: watched(clock, one) for name, one in ((PLAIN, plain), (MEMORY, engine))}
         for count in sequences:
-            runs = take_turns(asked.prompts[: _TURNS * count], watching, Measure(0.0, max_tokens, count, seed))
+            runs = take_turns(endless[: _TURNS * count], watching, Measure(0.0, max_tokens, count, seed))
             propose, add = (_microseconds(runs[MEMORY], part) for part in (PROPOSE, ADD))
             step = _microseconds(runs[PLAIN], REST)  # all of it
             row = {"held": tokens, "sequences": count, "room_bytes": room, "bytes_per_token": of_token}
             row |= {"propose_microseconds": propose, "add_microseconds": add, "plain_step_microseconds": step}
             rows.append({**row, "share": (propose + add) / step, "mismatched_tokens": mismatches(*runs.values())})
     full = drafter_of(assembly, bound)
-    remember(full, text, vocab_size, range(bound // _PLACE_BYTES))
+    enough = bound // _PLACE_BYTES
+    remember(full, text, vocab_size, range(enough))
     before = psutil.Process().memory_info().rss
-    remember(full, text, vocab_size, range(_MORE, 2 * _MORE))
+    remember(full, text, vocab_size, range(enough, enough + _MORE))
     summary = {
         "mismatched_tokens": sum(row["mismatched_tokens"] for row in rows),
         "resident_bytes_of_a_million_tokens_more_at_the_bound": psutil.Process().memory_info().rss - before,

@@ -35,7 +35,7 @@ _KIND = r"[\w.-]+(?:\([^()+]*\))?"
 _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?|switch\({_KIND},{_KIND}\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
-_PAST_MEMORY = "64MiB"  # two million tokens of 4 contexts each
+_PAST_MEMORY = "64MiB"  # three million tokens
 _LARGEST_SHARE = 95  # percent; steps need what is left
 
 
@@ -193,7 +193,7 @@ class ServiceConfig(BaseModel):
     )
     memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
         "auto",
-        "Past answers that drafts copy from, at no cost: a size (256MiB; 32 bytes a token), auto (64MiB) or "
+        "Past answers that drafts copy from, at no cost: a size (256MiB; some 20 bytes a token), auto (64MiB) or "
         "off. It changes the speed of answers, never their text. API keys do not share: each has an equal part.",
     )
     memory_file: Path | None = _setting(

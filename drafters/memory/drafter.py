@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from operator import add
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class PastAnswers:
     squares: Tensor  # like weights
 
 
+class _Answer(NamedTuple):
+    """A text that goes on growing while it runs."""
+
+    scope: str
+    text: Sequence[int]
+    num_known: int  # of its tokens, when it began
+
+
 class PastListener(Protocol):
     """Hears what becomes of past answers, from the engine thread."""
 
@@ -74,9 +82,7 @@ class MemoryDrafter(Drafter):
         self._nobody = num_shares  # weights of rows that have no share
         self._shares = Shares(sizes.memory)
         self._held: dict[int, int] = {}  # share of each running row that has one
-        self._answering: dict[
-            int, tuple[str, Sequence[int], int]
-        ] = {}  # of rows that store: scope, text, its tokens at start
+        self._answering: dict[int, _Answer] = {}  # by row, of those that store
         self._renewals = [0] * num_shares
         self.listeners: list[PastListener] = []
         self._memory.weights[:] = _prior()
@@ -260,7 +266,7 @@ class MemoryDrafter(Drafter):
         memory.predicted[row] = memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0
         memory.warm[row], memory.stores[row] = context.warm, context.store and share is not None
         if context.store and context.scope is not None and share is not None:
-            self._answering[row] = context.scope, context.tokens, len(context.tokens)
+            self._answering[row] = _Answer(context.scope, context.tokens, len(context.tokens))
         num_prompt = len(context.tokens) - context.num_generated
         texts = (
             (TEXT, context.tokens[:num_prompt]),
@@ -287,7 +293,7 @@ class MemoryDrafter(Drafter):
     def _release(self, row: int) -> None:
         if row in self._held:
             self._shares.release(self._held.pop(row))
-        if row in self._answering:  # a text goes on growing while it runs
+        if row in self._answering:
             scope, text, known = self._answering.pop(row)
             num_new = len(text) - known
             for listener in self.listeners if num_new > 0 else ():

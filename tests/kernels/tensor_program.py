@@ -90,8 +90,8 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
 def kernels() -> Iterator[None]:
     """While it lasts, what is compiled for this processor stands for kernels, as do references that read there."""
     own = ops.on(torch.device("cpu"))
-    layers, memory = ("add_rms_norm", "rotary_store", "silu_mul"), ("add_text", "grow_joint_tree", "learn_committed")
-    plain = *layers, "choose_likeliest", "sample", "rank_features", *memory
+    memory = ("add_text", "grow_joint_tree", "learn_committed")
+    plain = ("add_rms_norm", "rotary_store", "silu_mul", "choose_likeliest", "sample", "rank_features", *memory)
     table = Ops(
         plan_linear=lambda weight, bias: _kernel(own.plan_linear(weight, bias)),
         plan_attention=_kernel(lambda *args, **kwargs: _Attention(own.plan_attention(*args, **kwargs))),
