@@ -81,6 +81,7 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         verified = network_of(rng, len(rows)).first(len(rows), 4)
         verified.num_nodes[:] = torch.tensor([*(verified.width - line % 2 for line in range(batch)), 0])
         choices = torch.tensor([[rng.randrange(6) for _ in range(verified.width + 1)] for _ in rows])
+        choices[:, 0] = verified.tokens[:, 0]  # is accepted: nothing is counted after it
         for memory in (expected, found):
             drawn = random.Random(batch + with_network)
             for values in (memory.warm, memory.stores):
@@ -115,3 +116,17 @@ def test_a_network_of_many_nodes(device: str) -> None:
     tokens, counts = (value.to(device) for value in said)
     KERNELS.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
     assert_remembers(found, expected)
+
+
+def test_a_token_that_several_nodes_claim_at_a_depth_is_one_candidate(device: str) -> None:
+    """After 7, which the network does not propose, and with chances that are all the same."""
+    network = DraftTree.of(torch.tensor([[1, 2, 5, 5]]), torch.tensor([[ROOT, ROOT, 0, 1]]))
+    network = network._replace(survival=torch.tensor([[0.6, 0.4, 0.5, 0.2]]))
+    expected, row = memory_of(proposed=8), torch.tensor([0])
+    expected.weights.zero_()
+    REFERENCE.add_text(expected, 0, TEXT, torch.tensor([3, 7, 3]))
+    found = copy_of(expected, device)
+    tree = REFERENCE.grow_joint_tree(expected, row, network, 8, 0.2)
+    same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), 8, 0.2)
+    assert_same_trees(same, tree)
+    assert sorted(tree.tokens[0].tolist()) == [0, 1, 2, 3, 5, 5, 5, 7]
