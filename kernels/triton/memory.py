@@ -1,13 +1,12 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Ops of `kernels/memory.py` in one launch each. Nothing is read on the host, so that they can be captured.
+"""Ops of `kernels/memory.py` in one kernel each, learning in two. Nothing is read on the host: they can be captured.
 
 A text is counted by many programs: each has some of the buckets and goes over all tokens. A tree is grown by one
 program, which holds its nodes in registers. What was committed is learnt by one program for all rows.
 
 Legend: lanes = the places of one bucket of each order, the longest first; round = candidates that are weighed at once:
-those of a part, or of as many nodes of the network's tree. So candidates come in the reference's order. No two siblings
-of the network have the same token."""
+those of a part, or of as many nodes of the network's tree. So candidates come in the reference's order."""
 
 import triton
 import triton.language as tl

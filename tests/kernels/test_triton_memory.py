@@ -2,10 +2,10 @@
 references."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from kernels.memory import PREDICTION, TEXT, Memory
 from kernels.ops import REFERENCE, Ops, twin
@@ -27,14 +27,10 @@ def memory_of(buckets: int = BUCKETS, proposed: int = NODES) -> Memory:
     return memory
 
 
-def copied(memory: Memory, device: str) -> Memory:
+def copy_of(memory: Memory, device: str) -> Memory:
     """The same on another device, with tensors of its own."""
-
-    def moved(part: Any) -> Any:
-        there = part.to(torch.device(device))
-        return DraftTree(*map(torch.clone, there)) if isinstance(part, DraftTree) else there.clone()
-
-    return Memory(*map(moved, memory))
+    copied: Memory = pytree.tree_map(lambda part: part.to(device, copy=True), memory)
+    return copied
 
 
 def assert_same_trees(found: DraftTree, expected: DraftTree) -> None:
@@ -59,7 +55,7 @@ def test_texts_are_counted(length: int, buckets: int, device: str) -> None:
     """Of few tokens, so that buckets fill, and orders and programs come to the same ones."""
     generator = torch.Generator().manual_seed(length)
     expected = memory_of(buckets)
-    found = copied(expected, device)
+    found = copy_of(expected, device)
     for row, part in ((1, TEXT), (1, PREDICTION), (1, TEXT), (PADDING, TEXT)):
         tokens = torch.randint(9, (length,), generator=generator)
         REFERENCE.add_text(expected, row, part, tokens)
@@ -77,7 +73,7 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         text = torch.tensor([rng.randrange(6) for _ in range(12 + 6 * row)])
         REFERENCE.add_text(expected, row, TEXT, text)
         REFERENCE.add_text(expected, row, PREDICTION, text[: 5 * row])
-    found = copied(expected, device)
+    found = copy_of(expected, device)
     for with_network in (False, True):
         rows = torch.tensor([*rng.sample(range(PADDING), batch), PADDING])
         tokens = torch.tensor([[rng.randrange(6) for _ in range(2)] for _ in rows])
@@ -87,6 +83,7 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         verified = network_of(rng, len(rows)).first(len(rows), 4)
         verified.num_nodes[:] = torch.tensor([*(verified.width - line % 2 for line in range(batch)), 0])
         choices = torch.tensor([[rng.randrange(6) for _ in range(verified.width + 1)] for _ in rows])
+        choices[:, 0] = verified.tokens[:, 0]  # is accepted: nothing is counted after it
         for memory in (expected, found):
             drawn = random.Random(batch + with_network)
             for values in (memory.warm, memory.stores):
@@ -111,7 +108,7 @@ def test_a_network_of_many_nodes(device: str) -> None:
     network = DraftTree.of(torch.arange(parents.shape[1])[None], parents)._replace(survival=survival)
     expected = memory_of(proposed=network.width)
     REFERENCE.add_text(expected, 2, TEXT, torch.tensor([3, 36, 3, 41, 3]))
-    found, row = copied(expected, device), torch.tensor([2])
+    found, row = copy_of(expected, device), torch.tensor([2])
     tree = REFERENCE.grow_joint_tree(expected, row, network, NODES, LEAST)
     same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
     assert_same_trees(same, tree)
@@ -121,3 +118,17 @@ def test_a_network_of_many_nodes(device: str) -> None:
     tokens, counts = (value.to(device) for value in said)
     KERNELS.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
     assert_remembers(found, expected)
+
+
+def test_a_token_that_several_nodes_claim_at_a_depth_is_one_candidate(device: str) -> None:
+    """After 7, which the network does not propose, and with chances that are all the same."""
+    network = DraftTree.of(torch.tensor([[1, 2, 5, 5]]), torch.tensor([[ROOT, ROOT, 0, 1]]))
+    network = network._replace(survival=torch.tensor([[0.6, 0.4, 0.5, 0.2]]))
+    expected, row = memory_of(proposed=8), torch.tensor([0])
+    expected.weights.zero_()
+    REFERENCE.add_text(expected, 0, TEXT, torch.tensor([3, 7, 3]))
+    found = copy_of(expected, device)
+    tree = REFERENCE.grow_joint_tree(expected, row, network, 8, 0.2)
+    same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), 8, 0.2)
+    assert_same_trees(same, tree)
+    assert sorted(tree.tokens[0].tolist()) == [0, 1, 2, 3, 5, 5, 5, 7]
