@@ -69,7 +69,7 @@ class MemoryDrafter(Drafter):
         device, rows = torch.device(sizes.device), sizes.max_sequences + 1
         self.network = network
         self._max_nodes = sizes.max_nodes
-        self._own = _power_of_two(min(sizes.max_length, ANSWERED) * len(ORDERS) // WAYS)  # buckets of a text
+        self._own = text_buckets(sizes.max_length)
         num_shares = sizes.memory.owners * sizes.memory.scopes
         self._past = _power_of_two(sizes.memory.num_bytes // (num_shares * BUCKET_BYTES))  # buckets of a share
         buckets = num_shares * self._past + 2 * rows * self._own
@@ -342,6 +342,11 @@ class MemoryDrafter(Drafter):
             remembered_tokens=counts.remembered_tokens + remembered,
             known_tokens=tuple(map(add, counts.known_tokens, known)),
         )
+
+
+def text_buckets(max_length: int) -> int:
+    """Buckets for the contexts of one text of so many tokens; each running text has as many for its prediction."""
+    return _power_of_two(min(max_length, ANSWERED) * len(ORDERS) // WAYS)
 
 
 def _followed(what: _Told, *, follow: bool) -> _Told:

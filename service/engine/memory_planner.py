@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from drafters.memory.drafter import text_buckets
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
+from kernels.memory import BUCKET_BYTES
 from service.config import GIB
 from service.engine.captured import ROWS
 from service.engine.engine import EngineLimits
@@ -133,6 +135,7 @@ def needs_of(
         Need("a step's activations", _measured(target, _trial_rows(limits)), "lower prefill_chunk"),
         Need("choosing tokens", logits * _SCORE_BYTES, "lower max_sequences or max_budget"),
         Need("what libraries keep", _SPARE_BYTES, "use a device with more memory"),
+        Need("texts and past answers", _remembering_bytes(limits), "lower memory or max_sequences"),
     ]
     if captures:
         kept = ROWS[-1] * target.vocab_size * target.model.dtype.itemsize
@@ -142,6 +145,12 @@ def needs_of(
     if network is not None and learning is not None:
         needs += _learning_needs(limits, network, learning)
     return tuple(needs)
+
+
+def _remembering_bytes(limits: EngineLimits) -> int:
+    """The tables that drafts are copied from."""
+    texts = 2 * (limits.max_sequences + 1) * text_buckets(limits.max_model_len) * BUCKET_BYTES
+    return texts + limits.memory.num_bytes
 
 
 def entry_bytes(network: ServingNetwork | None) -> int:

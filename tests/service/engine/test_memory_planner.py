@@ -123,6 +123,7 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
         "a step's activations",
         "choosing tokens",
         "what libraries keep",
+        "texts and past answers",
         "captured forwards",
         "the drafter's captured forwards",
         "what is recorded of texts",
