@@ -66,7 +66,7 @@ class MemoryDrafter(Drafter):
     """Remembers texts, and asks a network beside them if it has one."""
 
     def __init__(self, sizes: DraftingSizes, network: Drafter | None = None) -> None:
-        device, rows = torch.device(sizes.device), sizes.max_sequences + 1
+        device, rows = sizes.device, sizes.max_sequences + 1
         self.network = network
         self._max_nodes = sizes.max_nodes
         self._own = text_buckets(sizes.max_length)
@@ -87,7 +87,7 @@ class MemoryDrafter(Drafter):
         self.listeners: list[PastListener] = []
         self._memory.weights[:] = _prior()
         self._memory.squares[:] = _PRIOR_SQUARES
-        self._ops = ops.on(device)
+        self._ops = ops.on(self._memory.entries.device)
         self._gate = None if network is None else AskGate(network.name, sizes.ledger)
         self._survivals, self._outcomes = (readback.readback_of(device) for _ in range(2))
         self._expected = 0.0  # tokens per sequence by the last trees without the network that were read back

@@ -98,7 +98,6 @@ WAYS = (
     Way("memory", None),
     Way("memory", 16),
     Way("switch(memory,random)", 16),
-    Way("switch(memory,random)", 16),
     Way("random", 16),
     Way("random", 48),
     Way("none", 0),

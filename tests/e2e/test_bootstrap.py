@@ -43,7 +43,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, **changes: object) -> ServiceConfig:
-    chosen = {"drafter": "auto", "budget_policy": "fixed", "adaptation": AdaptationConfig(enabled=True), **changes}
+    # Without past answers: in so few words these foretell all that a network could.
+    chosen = {
+        "drafter": "auto",
+        "memory": "off",
+        "budget_policy": "fixed",
+        "adaptation": AdaptationConfig(enabled=True),
+        **changes,
+    }
     return settings_for(folder).model_copy(update=chosen)
 
 

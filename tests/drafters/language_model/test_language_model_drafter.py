@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 TOKENS = 20
 SHARED = 70
-KINDS = ("early_exit(1)", "early_exit(2)", "draft_model", "memory+early_exit(2)", "early_exit(2)+draft_model")
+KINDS = ("early_exit(1)", "early_exit(2)", "draft_model", "memory+early_exit(2)", "switch(early_exit(2),draft_model)")
 CACHED = replace(LIMITS, prefix_cache=True)
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_rewritten_without_what_was_forgotten_goes(path: Path, mo
         server.answer(PROMPT)
         eventually(path.exists)
         monkeypatch.setattr(module, "_LEAST_PAUSE_SECONDS", 3600.0)
-        with disk_full_after(1000):
+        with disk_full_after(10):  # bytes, of a file without any share
             server.forget(None)
             eventually(lambda: not path.exists())
 
