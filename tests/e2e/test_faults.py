@@ -88,6 +88,7 @@ def test_serving_does_not_notice_and_learning_goes_on(
     tell(**struck.told())
 
 
+@pytest.mark.slow
 @at_both_scales
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_serving_does_not_notice_that_the_process_that_trains_is_dead(

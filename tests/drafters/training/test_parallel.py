@@ -52,6 +52,7 @@ def one_of_two(rank: int, folder: Path, port: int) -> None:
     ranks.leave()
 
 
+@pytest.mark.slow
 def test_two_processes_hold_the_same_weights(tmp_path: Path) -> None:
     random_shard(16).save(tmp_path / "a.safetensors")
     with socket.socket() as free:

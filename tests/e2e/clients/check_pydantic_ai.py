@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from openai import OpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -49,7 +50,11 @@ def calls_of(model: Model) -> list[str]:
         called.append(city)
         return f"It rains for {days} days."
 
-    assert isinstance(agent.run_sync("How is the weather?").output, Note)
+    try:
+        assert isinstance(agent.run_sync("How is the weather?").output, Note)
+    except ModelHTTPError as error:  # random weights may call on until the context is full, which is told them
+        assert "maximum context length" in str(error)
+        return []
     return called
 
 

@@ -260,6 +260,7 @@ def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -
     assert not adaptive.worker.alive
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
