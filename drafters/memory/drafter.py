@@ -193,6 +193,9 @@ class MemoryDrafter(Drafter):
         """Forget past answers of this scope, or of all, and what was learnt from them."""
         shares = self._shares.forget(scope)
         self._clear(shares)
+        for row, answer in self._answering.items():  # listeners hear only of what follows
+            if self._held[row] in shares:
+                self._answering[row] = answer._replace(num_known=len(answer.text))
         self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
         for listener in self.listeners:
             listener.forgot(scope)

@@ -136,6 +136,27 @@ def test_forgetting_leaves_nothing_but_what_is_said_later(scope: str | None) -> 
     assert server.answer("a/1") != Said().answer("a/1")
 
 
+def test_listeners_hear_nothing_of_what_was_forgotten() -> None:
+    """Else a file or a replica would remember it."""
+    heard = list[list[int]]()
+
+    class Listener:
+        def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+            heard.append(list(tokens[-num_new:]))
+
+        def forgot(self, scope: str | None) -> None:
+            return
+
+    drafter, text = Said().drafter, [1, 2]
+    drafter.listeners.append(Listener())
+    drafter.start([DraftContext(0, text, scope="a/1")])
+    text += [7, 8]
+    drafter.forget("a/1")
+    text.append(9)
+    drafter.finish([0])
+    assert heard == [[9]]
+
+
 def test_a_row_keeps_nothing_of_the_text_before() -> None:
     """Nor what a network proposed for that, of which weights would learn."""
     server = Said()
