@@ -129,7 +129,7 @@ class SwitchDrafter(Drafter):
     reads_prompts = False
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
-        self._both = self.parts = first, second
+        self.parts = first, second
         self._taps = SharedTaps(first, second)
         self.tap_layers = self._taps.layers
         self.reads_prompts = first.reads_prompts or second.reads_prompts
@@ -143,8 +143,8 @@ class SwitchDrafter(Drafter):
     @property
     def name(self) -> str:
         """Of those who draft: one that is yet to be made leaves the other alone."""
-        ready = [one.name for one in self._both if one.ready]
-        return f"switch({','.join(ready)})" if len(ready) == 2 else (ready or [self._both[FIRST].name])[0]
+        ready = [one.name for one in self.parts if one.ready]
+        return f"switch({','.join(ready)})" if len(ready) == 2 else (ready or [self.parts[FIRST].name])[0]
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -152,75 +152,75 @@ class SwitchDrafter(Drafter):
 
     @property
     def version(self) -> int:
-        return sum(one.version for one in self._both)
+        return sum(one.version for one in self.parts)
 
     @property
     def ready(self) -> bool:
-        return any(one.ready for one in self._both)
+        return any(one.ready for one in self.parts)
 
     @property
     def wants_scores(self) -> bool:
-        return any(one.wants_scores for one in self._both)
+        return any(one.wants_scores for one in self.parts)
 
     @property
     def num_blocks(self) -> int:
-        return sum(one.num_blocks for one in self._both)
+        return sum(one.num_blocks for one in self.parts)
 
     def credits(self) -> Mapping[str, int]:
-        return self._credits if all(one.ready for one in self._both) else {}
+        return self._credits if all(one.ready for one in self.parts) else {}
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         if contexts:  # of a text that it has not followed from its beginning it knows too little
             self._follows = self._choice.affords_text
-        for one in self._both:
+        for one in self.parts:
             one.start(contexts)
 
     def read(self, read: Read) -> None:
-        for kind, one in enumerate(self._both):
+        for kind, one in enumerate(self.parts):
             if one.reads_prompts:
                 one.read(self._taps.told(one, read, follow=kind == FIRST or self._follows))
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        first, second = self._both
+        first, second = self.parts
         if not first.ready:
             return second.grow(rows, noise)
         if not second.ready:
             return first.grow(rows, noise)
         self._asked = self._choice.choose(rows.shape[0], second=self._follows)
-        return self._both[self._asked].grow(rows, noise)
+        return self.parts[self._asked].grow(rows, noise)
 
     def commit(self, committed: Committed) -> None:
         if self._asked is not None:
             self._learn(self._asked, committed)
         self._asked = None
-        for kind, one in enumerate(self._both):
+        for kind, one in enumerate(self.parts):
             one.commit(self._taps.told(one, committed, follow=kind == FIRST or self._follows))
 
     def timed(self, times: StepTimes) -> None:
         self._choice.took(times, followed=self._follows)
-        for one in self._both:
+        for one in self.parts:
             one.timed(times)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        first, second = (one.finish(rows) for one in self._both)
+        first, second = (one.finish(rows) for one in self.parts)
         return [max(counts) for counts in zip(first, second, strict=True)]
 
     def forget(self, scope: str | None = None) -> None:
-        for one in self._both:
+        for one in self.parts:
             one.forget(scope)
 
     def renew(self) -> None:
         self._choice.renew()
         self._follows = True
-        for one in self._both:
+        for one in self.parts:
             one.renew()
 
     def rank_outcomes(self) -> RankOutcomes:
-        first, second = (one.rank_outcomes() for one in self._both)
+        first, second = (one.rank_outcomes() for one in self.parts)
         return RankOutcomes({**first.predicted, **second.predicted}, {**first.right, **second.right})
 
     def memory_counts(self) -> MemoryCounts | None:
-        first, second = (one.memory_counts() for one in self._both)
+        first, second = (one.memory_counts() for one in self.parts)
         return first or second
 
     def _learn(self, asked: int, committed: Committed) -> None:

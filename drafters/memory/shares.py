@@ -1,5 +1,6 @@
 """Which share of the memory a scope uses. An owner's scopes never use another owner's shares."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -56,13 +57,12 @@ class Shares:
 
     def release(self, number: int) -> None:
         """One reader less."""
-        self._by_number(number).readers -= 1
+        next(share for share in self._all() if share.number == number).readers -= 1
 
     def forget(self, scope: str | None = None) -> list[int]:
         """The shares that held answers of this scope, or of any. They are unused from now on, but for those that
         running sequences read and add to."""
-        shares = (share for shares in self._owned.values() for share in shares)
-        cleared = [share for share in shares if share.scope is not None and scope in (None, share.scope)]
+        cleared = [share for share in self._all() if share.scope is not None and scope in (None, share.scope)]
         for share in cleared:
             if not share.readers:
                 share.scope, share.last_used = None, 0
@@ -70,15 +70,15 @@ class Shares:
 
     def held(self) -> dict[str, int]:
         """The share of each scope, the one that was used longest ago first."""
-        shares = sorted(chain.from_iterable(self._owned.values()), key=lambda share: share.last_used)
+        shares = sorted(self._all(), key=lambda share: share.last_used)
         return {share.scope: share.number for share in shares if share.scope is not None}
 
     def _find(self, scope: str) -> _Share | None:
         owned = self._owned.get(_owner_of(scope), ())
         return next((share for share in owned if share.scope == scope), None)
 
-    def _by_number(self, number: int) -> _Share:
-        return next(share for shares in self._owned.values() for share in shares if share.number == number)
+    def _all(self) -> Iterator[_Share]:
+        return chain.from_iterable(self._owned.values())
 
     def _shares_of(self, scope: str) -> list[_Share]:
         owner = _owner_of(scope)

@@ -108,7 +108,7 @@ def run(
 
 
 def heard_by(switch: SwitchDrafter) -> list[list[object]]:
-    return [one.heard for one in switch._both if isinstance(one, Part)]
+    return [one.heard for one in switch.parts if isinstance(one, Part)]
 
 
 def parts(**changes: object) -> tuple[Part, Part]:
