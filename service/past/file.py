@@ -26,7 +26,8 @@ from torch import Tensor
 
 from adaptation.checkpoint import sync_folder
 from adaptation.worker import step_back
-from drafters.memory.drafter import MemoryDrafter, PastAnswers
+from drafters.memory.drafter import MemoryDrafter
+from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, KINDS, WAYS
 from service.engine.thread import EngineThread
 from service.errors import StartupError
@@ -83,7 +84,7 @@ class MemoryFile:
         self._secret = key_beside(path)
         self._drafter, self._engine = drafter, engine
         named = hmac.digest(self._secret, names, "sha256").hex()
-        sizes = [drafter.share_buckets, WAYS, *_WEIGHTS_SHAPE]
+        sizes = [drafter.past.share_buckets, WAYS, *_WEIGHTS_SHAPE]
         self._fits = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
         self._pause = _LEAST_PAUSE_SECONDS
         self._has_new, self._stopping = False, threading.Event()
@@ -91,7 +92,7 @@ class MemoryFile:
         self._forgotten: list[str | None] = []  # until the file has been read
         self._is_ours = self._is_read = self._is_told = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
-        drafter.listeners.append(self)
+        drafter.past.listeners.append(self)
 
     def start(self) -> None:
         """Begin to fill the memory from the file, then to keep it there."""
@@ -103,7 +104,7 @@ class MemoryFile:
         self._at_once.set()
         self._thread.join()
         if self._is_read:
-            self._write(self._drafter.past_answers())
+            self._write(self._drafter.past.by_scope())
         elif self._is_ours and self._forgotten:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
@@ -160,10 +161,10 @@ class MemoryFile:
         self._at_once.clear()
         self._has_new = False
         self._forgotten.clear()
-        self._write(self._between(self._drafter.past_answers), self._stopping, forgot=forgot)
+        self._write(self._between(self._drafter.past.by_scope), self._stopping, forgot=forgot)
 
     def _write(
-        self, past: Iterable[PastAnswers], unless: threading.Event | None = None, *, forgot: bool = False
+        self, past: Iterable[ScopeAnswers], unless: threading.Event | None = None, *, forgot: bool = False
     ) -> None:
         """Replace the file. Where that cannot be, what was there stays, unless something of it was forgotten."""
         beside = self.path.with_name(f".{self.path.name}.new")
@@ -184,7 +185,7 @@ class MemoryFile:
                 if forgot:
                     self.path.unlink(missing_ok=True)
 
-    def _put(self, file: BinaryIO, past: Iterable[PastAnswers], unless: threading.Event | None) -> bytes:
+    def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], unless: threading.Event | None) -> bytes:
         """Write all but the hash. # -> the hash"""
         mac = self._hash()
 
@@ -200,7 +201,7 @@ class MemoryFile:
                 if unless is not None and unless.is_set():
                     raise CancelledError
                 put(piece.cpu().numpy().tobytes())
-            if not self._drafter.is_current(one):
+            if not self._drafter.past.is_current(one):
                 file.seek(start)
                 file.truncate()
                 mac = before
@@ -255,23 +256,23 @@ class MemoryFile:
         scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
         weights, squares = (_tensor(file, torch.float32, KINDS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
         past = self._between(partial(self._adopt, scope, weights, squares))
-        for start in range(0, self._drafter.share_buckets, _PIECE // WAYS):
-            count = min(_PIECE // WAYS, self._drafter.share_buckets - start)
+        for start in range(0, self._drafter.past.share_buckets, _PIECE // WAYS):
+            count = min(_PIECE // WAYS, self._drafter.past.share_buckets - start)
             words = _tensor(file, torch.int64, count * WAYS).view(count, WAYS)
             if past is not None:
                 self._between(partial(self._fill, past, start, words))
         return past is not None
 
-    def _adopt(self, scope: str, weights: Tensor, squares: Tensor) -> PastAnswers | None:
-        past = None if {None, scope} & set(self._forgotten) else self._drafter.adopt(scope)
+    def _adopt(self, scope: str, weights: Tensor, squares: Tensor) -> ScopeAnswers | None:
+        past = None if {None, scope} & set(self._forgotten) else self._drafter.past.adopt(scope)
         if past is not None:
             past.weights.copy_(weights)
             past.squares.copy_(squares)
         return past
 
-    def _fill(self, past: PastAnswers, start: int, words: Tensor) -> None:
+    def _fill(self, past: ScopeAnswers, start: int, words: Tensor) -> None:
         """Put these where nothing has been remembered since the start. # words [buckets, WAYS]"""
-        if self._drafter.is_current(past):
+        if self._drafter.past.is_current(past):
             buckets = past.entries[start : start + len(words)]
             is_empty = (buckets == 0).all(1, keepdim=True)
             buckets.copy_(torch.where(is_empty, words.to(buckets.device), buckets))

@@ -23,7 +23,7 @@ from adaptation.records import Refused, StoreLost
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore
 from adaptation.replicas.wire import sign, verify
 from adaptation.worker import step_back
-from drafters.memory.drafter import ANSWERED, MemoryDrafter
+from drafters.memory.drafter import MAX_ANSWER_TOKENS, MemoryDrafter
 from kernels.memory import CONTEXT
 from service.engine.thread import EngineThread
 from service.errors import StartupError
@@ -49,10 +49,10 @@ class _Answer:
     sender: str
     tokenizer: str  # a hash of what tokens mean
     scope: str | None  # None: of all, to be forgotten
-    tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=ANSWERED + CONTEXT)] = field(
-        default_factory=list
+    tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_ANSWER_TOKENS + CONTEXT)] = (
+        field(default_factory=list)
     )
-    num_new: Annotated[int, Field(ge=0, le=ANSWERED, strict=True)] = (
+    num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = (
         0  # of them, at the end, is the answer; 0: the scope is forgotten
     )
 
@@ -94,7 +94,7 @@ class SharedAnswers:
             self._store = RedisStore(url, self._stream, name=self._name, timeout_seconds=timeout)
         except ValueError as error:
             raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
-        drafter.listeners.append(self)
+        drafter.past.listeners.append(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -106,7 +106,7 @@ class SharedAnswers:
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
         """Send it when the thread gets to it; the oldest make room. Never waits."""
-        kept, new = list(tokens[-ANSWERED - CONTEXT :]), min(num_new, ANSWERED)
+        kept, new = list(tokens[-MAX_ANSWER_TOKENS - CONTEXT :]), min(num_new, MAX_ANSWER_TOKENS)
         self._to_send.append(
             _Answer(sender=self._name, tokenizer=self._tokenizer, scope=scope, tokens=kept, num_new=new)
         )
