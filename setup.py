@@ -9,6 +9,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+# `contract=fast` fuses a product and a sum within a basic block only: kernels keep them together, or rows lose equal
+# bits. No `-march=native`, so that one wheel serves every machine.
 # No debug information, which Python's own flags ask for; no vectors that a processor has no registers for.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 FLAGS += ["-Werror=vector-operation-performance"]

@@ -104,7 +104,10 @@ class AdaptationConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is the same in every deployment; tiny models and short streams need smaller numbers."""
+    """What is the same in every deployment; tiny models and short streams need smaller numbers.
+
+    Of 66 settings fifty were never turned in any measurement, so they are fixed here or beside their use.
+    """
 
     window_tokens: int = 256  # longest stretch of a text that a full update sees
     target_top: int = 64  # tokens of the target's distribution kept per rejected position

@@ -20,6 +20,7 @@ from drafters.training.corpus import Batch, Example
 from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
 
 Replay = Callable[[SpecBlock, Example], float]  # -> tau
+# Replays of whole trees as they are served take tens of times as long.
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _NODES = 8  # some breadth: likeliest tokens alone flatter a head that has only grown surer of them
 _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")

@@ -24,7 +24,7 @@ _MOST = 10**12  # of anything a limit counts
 
 
 def digest_of(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+    return hashlib.sha256(key).digest()  # not a slow hash: keys are drawn at random, and every request would pay
 
 
 def is_same(digest: bytes, other: bytes) -> bool:

@@ -22,6 +22,7 @@ _FIRST: Final = "0-0"
 _RAW_REPLIES: Final = 2  # the version of the protocol whose answers are plain lists
 
 # Scripts: several commands between which no other client's come. KEYS begin with lease and epoch if needed.
+# Checked in the same command as the write: a leader that was paused does not know that it was replaced.
 _UNLESS_LEADING: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 """

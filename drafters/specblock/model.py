@@ -95,6 +95,7 @@ class SpecBlockConfig:
     num_layers: int = 2  # 0: residual heads alone, one for each entry of a block
     block_size: int = 4  # K, positions per forward
     rank_hidden: int = 256
+    # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
     prefix_entries: PrefixEntries = "first"  # which of a committed position's K entries later ones attend to
     normalise_features: bool = True  # each tapped feature before the projection (EAGLE-3.1; not in published files)
     normalise_rank_inputs: bool = True  # states and features of the rank head, which learns nothing from raw ones

@@ -142,6 +142,7 @@ class Objective:
         tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=length - 1)).view(predicted.shape)
         drafted = self._model.t2d[tokens].flatten()
         ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
+        # Ten ranks are what a tree can hold; the paper's first rank leaves a weak drafter one position to learn from.
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
     def _branched(self, batch: Batch, anchors: Tensor, grown: Blocks, drawn: Tensor) -> _Entries:

