@@ -10,47 +10,34 @@ from collections.abc import Callable
 import typer
 
 from benchmarks import (
-    calibration,
-    drafters_command,
     gpu_kernels,
     growing,
     inputs,
+    kinds,
     memory_costs,
-    mixed,
-    observing,
     past_answers,
     peers,
     poison,
-    prefill,
-    prefix,
     recorded,
     replicas,
     schema_suite,
     side_channel,
     soak,
     step_costs,
-    structured,
-    tree,
-    weight_types,
 )
 from service.bench.commands import command
 from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
-    "calibration": calibration.run,
-    "drafters": drafters_command.run,
+    "drafters": kinds.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,
     "growing": growing.run,
     "inputs": inputs.run,
     "memory-costs": memory_costs.run,
-    "mixed": mixed.run,
-    "observing": observing.run,
     "past-answers": past_answers.run,
     "poison": poison.run,
-    "prefill": prefill.run,
-    "prefix": prefix.run,
     "recorded": recorded.run,
     "replicas": replicas.run,
     "schema-suite": schema_suite.run,
@@ -58,9 +45,6 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "soak": soak.run,
     "speed": peers.run,
     "step-costs": step_costs.run,
-    "structured": structured.run,
-    "tree": tree.run,
-    "weight-types": weight_types.run,
 }
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

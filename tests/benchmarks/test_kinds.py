@@ -72,7 +72,7 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     words = "drafters --queries 2 --max-tokens 12 --temperature 0 --temperature 0.8 --nodes 4,served --device cpu"
     sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
     code, output = run(
-        *(*words.split(), *sizes.split(), "--model", f"widen({folder},2)", "--state-dir", tmp_path),
+        *(*words.split(), *sizes.split(), "--model", folder, "--state-dir", tmp_path),
         *("--kinds", f"memory,specblock(uniform)={drafter},early_exit(1)", "--prompts", prompt_file, "--out", out),
     )
     assert code == 0, output
