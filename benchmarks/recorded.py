@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.shared import paired_bootstrap, shown
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult
 from service.bench.commands import Out, numbers
 from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Column, Row, counted, paired_bootstrap, report, table_of
+from service.bench.experiment import Column, Row, counted, report, table_of
 from service.config import LoadedConfig
 from service.errors import StartupError
 from service.training.regenerate import Response, read_responses
@@ -142,10 +143,8 @@ def row_of(stream: str, mean: float, mine: np.ndarray, others: np.ndarray) -> Ro
         "mean_nodes": mean,
         "nodes": [float(of_step[2]) for of_step in means],
         "tokens_per_step": [float(of_step[0]) for of_step in means],
-        "ratio": paired_bootstrap(lambda sums: sums[4] / sums[1], columns, seed=0),
-        "accepted_ratio": paired_bootstrap(
-            lambda sums: (sums[0] / sums[1] - 1) / (sums[3] / sums[4] - 1), columns, seed=0
-        ),
+        "ratio": paired_bootstrap(lambda sums: sums[4] / sums[1], columns),
+        "accepted_ratio": paired_bootstrap(lambda sums: (sums[0] / sums[1] - 1) / (sums[3] / sums[4] - 1), columns),
     }
 
 
@@ -187,6 +186,6 @@ _COLUMNS: tuple[Column, ...] = (
     ("kind", lambda row: row["kind"]),
     ("nodes", lambda row: "{:.1f}, {:.1f}".format(*row["nodes"])),
     ("tokens per step", lambda row: "{:.3f}, {:.3f}".format(*row["tokens_per_step"])),
-    ("ratio", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["ratio"])),
-    ("of accepted alone", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["accepted_ratio"])),
+    ("ratio", lambda row: shown(row["ratio"])),
+    ("of accepted alone", lambda row: shown(row["accepted_ratio"])),
 )

@@ -28,12 +28,11 @@ Conditions = Mapping[str, str | int]
 
 def conditions_of(assembly: Assembly) -> Conditions:
     """Everything that a run on this assembly depends on, now, beside its own parameters."""
-    device, dtype = assembly.target.device, assembly.loaded.dtype_name
-    made_up = ", random weights: costs only" if assembly.config.is_dummy else ""
+    device = assembly.target.device
     return {
         **surroundings(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "model": f"{assembly.config.model} {dtype}{_widened(assembly)}{made_up}",
+        "model": f"{assembly.config.model} {assembly.loaded.dtype_name}",
         "drafter": assembly.drafter_name,
         "numerics": assembly.numerics,
     }
@@ -50,14 +49,6 @@ def surroundings() -> Conditions:
         "transformers": transformers.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _widened(assembly: Assembly) -> str:
-    copies = assembly.loaded.copies
-    if copies == 1:
-        return ""
-    millions = assembly.loaded.num_parameters / 1e6
-    return f", widened {copies} times: costs of {millions:,.0f}M parameters, texts of {assembly.config.model_source}"
 
 
 def write_report(

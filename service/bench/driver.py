@@ -35,7 +35,6 @@ class TimedStep:
     stats: StepStats
     seconds: float
     emitted: Mapping[str, int] = field(default_factory=dict)  # tokens by request
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds by part, where they were watched
 
 
 @dataclass(frozen=True, slots=True)

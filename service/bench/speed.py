@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-from drafters.regret import RegretLedger
 from service.assembly import Assembly
-from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops, watched
 from service.bench.conditions import Conditions
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
@@ -50,15 +47,10 @@ class Peer(Protocol):
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
 
 
-def contestants_of(
-    assembly: Assembly, peers: Mapping[str, Contestant] | None = None, clock: Clock | None = None
-) -> dict[str, Contestant]:
-    """Plain decoding, the configured speculation, and other engines, all on the same weights; ours perhaps timed."""
-    ledger = RegretLedger()
-    drafter = None if clock is None else clock.timed_drafter(assembly.drafter(ledger=ledger))
-    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine(drafter, ledger=ledger)}
-    answering = partial(partial, generate) if clock is None else partial(watched, clock)
-    return {**{name: answering(engine) for name, engine in engines.items()}, **(peers or {})}
+def contestants_of(assembly: Assembly, peers: Mapping[str, Contestant] | None = None) -> dict[str, Contestant]:
+    """Return plain decoding, the configured speculation, and other engines, all on the same weights."""
+    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
+    return {**{name: partial(generate, engine) for name, engine in engines.items()}, **(peers or {})}
 
 
 def measure_set(
@@ -97,10 +89,6 @@ def measure_set(
         "over_peers": {
             name: {ours: speeds[ours] / speed for ours in (PLAIN, SPECULATIVE)} for name, speed in peers.items()
         },
-        "milliseconds": {
-            PLAIN: milliseconds([step for run in plain for step in run.steps]),
-            SPECULATIVE: milliseconds([step for step in steps if step.stats.drafts]),
-        },
     }
 
 
@@ -136,25 +124,21 @@ def run_speed(
     measures: Sequence[Measure],
     *,
     limit: int | None,
-    anatomy: bool,
     out: Path | None,
     peers: Mapping[str, Callable[[Assembly], Peer]] | None = None,
 ) -> bool:
-    """Measure all files, print tables and write the report to `out`.
+    """Measure all files, print a table and write the report to `out`.
 
-    `limit` is the most prompts of each file, `anatomy` also times the parts of a step, and `peers` build the other
-    engines that answer the same prompts. Returns whether plain and speculative text were the same.
+    `limit` is the most prompts of each file; `peers` build other engines that answer the same prompts. Returns whether
+    plain and speculative text were the same.
     """
-    with ExitStack() as stack:
-        clock = stack.enter_context(timed_ops(config)) if anatomy else None
-        assembly = prepare(config, out)
-        sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-        others = {name: build(assembly) for name, build in (peers or {}).items()}
-        rows = _measured(sets, contestants_of(assembly, others, clock), measures)
+    assembly = prepare(config, out)
+    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
+    others = {name: build(assembly) for name, build in (peers or {}).items()}
+    rows = _measured(sets, contestants_of(assembly, others), measures)
     summary = summary_of(rows)
-    beside = {key: value for found in others.values() for key, value in found.conditions.items()}
-    tables = [_table(rows, summary), *([_anatomy_table(rows)] if anatomy else [])]
-    return conclude(assembly, out, rows, summary, *tables, beside=beside)
+    more = {key: value for found in others.values() for key, value in found.conditions.items()}
+    return conclude(assembly, out, rows, summary, _table(rows, summary), more_conditions=more)
 
 
 def _measured(
@@ -186,7 +170,6 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
-_STEP_OF = {PLAIN: "plain", SPECULATIVE: "drafted"}
 _CAPTION = (
     "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
     "mean: over sets, those of ratios of speeds geometric"
@@ -214,14 +197,4 @@ def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
         table.add_row(
             *("mean", f"{means['temperature']:g}", f"{means['tokens']:,}"), *speeds, *quality, *chain(*ratios)
         )
-    return table
-
-
-def _anatomy_table(rows: Sequence[Row]) -> Table:
-    """What a step of each kind takes, part by part."""
-    table = Table("set", "T", "step", *PARTS, "together", caption="milliseconds of a mean step that reads no prompt")
-    for row, (kind, step) in product(rows, _STEP_OF.items()):
-        parts = row["milliseconds"][kind].values()
-        figures = (f"{value:.2f}" for value in (*parts, sum(parts)))
-        table.add_row(row["set"], f"{row['temperature']:g}", step, *figures)
     return table

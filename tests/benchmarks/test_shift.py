@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from service.bench.shift import draw, net_gain, policies_of, recovery_of, rows_of, summary_of, table_of
+from service.bench.shift_play import NOTHING, Played, turns_of, windows_of
+from tests.service.bench.shift_parts import MEASURE, played, publish, stream_of_halves
 from typer.testing import CliRunner
 
 from service.assembly import Assembly
 from service.bench.driver import Answer
-from service.bench.shift import draw, net_gain, policies_of, recovery_of, rows_of, summary_of, table_of
-from service.bench.shift_play import NOTHING, Played, turns_of, windows_of
 from service.cli import app
 from service.errors import StartupError
 from tests.service.bench.parts import written_prompts
-from tests.service.bench.shift_parts import MEASURE, played, publish, stream_of_halves
 from tests.service.bench.test_conditions import KEYS
 
 WIDE = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}

@@ -10,14 +10,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-
-from adaptation.config import PolicyName, Tuning
-from adaptation.records import Event
-from adaptation.trainer import UpdateReport
-from drafters.feedback import QueryFeedback
-from service.assembly import Assembly
-from service.bench.driver import generate
-from service.bench.experiment import Measure, mismatches
 from service.bench.shift_play import (
     NOTHING,
     Counts,
@@ -32,12 +24,20 @@ from service.bench.shift_play import (
     shifted,
     turns_of,
 )
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
+
+from adaptation.config import PolicyName, Tuning
+from adaptation.records import Event
+from adaptation.trainer import UpdateReport
+from drafters.feedback import QueryFeedback
+from service.assembly import Assembly
+from service.bench.driver import generate
+from service.bench.experiment import Measure, mismatches
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
 from tests.service.engine.test_thread import eventually
 from tests.tuned import tune
 

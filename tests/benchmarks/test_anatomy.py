@@ -5,11 +5,11 @@ from itertools import count
 
 import pytest
 import torch
+from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops
 
 from drafters.gating import AskGate
 from kernels import ops
 from service.assembly import Assembly, assemble
-from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops
 from service.bench.driver import TimedStep
 from service.bench.experiment import Measure
 from service.bench.speed import contestants_of, measure_set

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from service.bench.clients import AGAIN, ONE, SEVERAL, Client, Streams, fair_shares, long_prompts, mixes_of, ratio_of
 
 from service.assembly import Assembly, assemble
 from service.bench import clients
-from service.bench.clients import AGAIN, ONE, SEVERAL, Client, Streams, fair_shares, long_prompts, mixes_of, ratio_of
 from service.bench.driver import Drive, Span
 from service.bench.experiment import Measure
 from service.engine.engine import Engine, StepReport
