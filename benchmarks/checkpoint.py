@@ -10,10 +10,10 @@ two, so that the division is exact; sums run in another order, so that texts may
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -40,51 +40,8 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers depend on their width by means only."""
 _MOST_DRAFT_TOKENS = 32_000
 _TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
-_LLAMA_3_1_8B = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-_QWEN3_8B = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-}
-_TINY = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
-SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"llama-3.1-8b": _LLAMA_3_1_8B, "qwen3-8b": _QWEN3_8B, "tiny": _TINY}
-)
+SHAPES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Configurations of known models, by name."""
 
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write the checkpoint to.")]
 

@@ -27,7 +27,6 @@ from service.bench.experiment import (
     conclude,
     count_mismatches,
     counted,
-    in_one_line,
     percentile,
     prepare,
     read_sets,
@@ -239,7 +238,7 @@ def run(
     }
     lines = [{**row, **client} for row in rows for client in row["clients"]]
     table = table_of(_COLUMNS, lines, caption=_CAPTION, section=lambda row: row["mix"])
-    return conclude(assembly, out, rows, summary, table, *map(_line, rows), in_one_line(summary))
+    return conclude(assembly, out, rows, summary, table, *map(_line, rows)(summary))
 
 
 def play(played: Mapping[str, Streams], turns: int, advance: Callable[[int], None]) -> dict[str, list[Span]]:

@@ -19,9 +19,9 @@ from kernels.graph_runner import capture_for
 from kernels.linear import Product
 from service.assembly import device_of
 from service.bench.commands import Out
-from service.bench.conditions import refuse_unwritable, surroundings, write_report
 from service.bench.gpu import check_device, figures_table, forget
 from service.bench.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
+from service.conditions import refuse_unwritable, surroundings, write_report
 from service.config import LoadedConfig
 from service.engine.commit import lay_out
 from service.engine.costs.measuring import Point, trees_for

@@ -24,8 +24,8 @@ from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult
 from service.bench.commands import Out, numbers
-from service.bench.conditions import refuse_unwritable, surroundings
 from service.bench.experiment import Column, Row, counted, report, table_of
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 from service.errors import StartupError
 from service.training.regenerate import Response, read_responses

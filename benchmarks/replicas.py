@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 import httpx
 import typer
 
-from benchmarks.chats import read_chats
 from benchmarks.fleets import Fleet, on_ray, processes
 from benchmarks.processes import Servers
+from benchmarks.shared import in_one_line, read_chats
 from benchmarks.streams import Said, ask, questions, undisturbed
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
+from service.bench.experiment import Row, counted, percentile, report, table_of
 from service.bench.lossless import BUILT_IN
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 
 _ROW_SECONDS = 60.0

@@ -1,7 +1,7 @@
 """What several benchmarks share: options, prompts, and ratios with their intervals."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from service.prompts import PromptLine, PromptSet, read_lines
 PromptFile = Annotated[
     Path, typer.Option("--prompts", metavar="FILE", help="JSONL file with messages, turns or prompt in each line.")
 ]
+LongestAnswer = Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")]
 Prompt = tuple[int, ...]
 Interval = tuple[float, float, float]
 """A figure, and the bounds of its 95 % interval."""
@@ -73,3 +74,9 @@ def _tokens(one: Span | Run) -> int:
 def shown(interval: Sequence[float]) -> str:
     """Return FIGURE [LOW, HIGH]."""
     return "{:.3f} [{:.3f}, {:.3f}]".format(*interval)
+
+
+def in_one_line(summary: Mapping[str, object]) -> str:
+    """Return the figures of a summary as NAME VALUE, ..."""
+    figures = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in summary.items())
+    return ", ".join(f"{name} {value}" for name, value in figures)

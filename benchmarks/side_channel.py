@@ -212,7 +212,7 @@ def _look(engine: Engine, prompt: Sequence[int], scope: Scope, max_tokens: int, 
     drive = Drive(engine, [request], ClosedLoop(1), after_step=keep)
     drive.go_on()
     found = drive.result()
-    return Look(found.seconds, sum(bool(step.emitted) for step in found.steps), trees)
+    return Look(found.seconds, sum(step.stats.emitted_tokens > 0 for step in found.steps), trees)
 
 
 def _past_answers_row(assembly: Assembly, wall: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Row:

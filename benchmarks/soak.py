@@ -19,13 +19,13 @@ import psutil
 import typer
 from scipy import stats
 
-from benchmarks.chats import read_chats
 from benchmarks.processes import Process, one_server
+from benchmarks.shared import in_one_line, read_chats
 from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Row, counted, in_one_line, report, table_of
+from service.bench.experiment import Row, counted, report, table_of
 from service.bench.lossless import BUILT_IN
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 
 _MIB = 1024**2

@@ -30,7 +30,6 @@ Temperatures = Annotated[
     list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
 ]
 AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer, in tokens.")]
-LongestAnswer = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of all randomness.")]
 Out = Annotated[
@@ -75,7 +74,7 @@ def _speed(
     limit: Limit = None,
     temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 128,
-    concurrency: Concurrency = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")] = 1,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:

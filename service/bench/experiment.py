@@ -15,8 +15,8 @@ from rich.table import Table
 
 from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
-from service.bench.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.bench.driver import Run
+from service.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
@@ -50,10 +50,9 @@ class Measure:
     seed: int
 
 
-def prepare(config: ServiceConfig, *files: Path | None) -> Assembly:
-    """Load everything as it is served. Raises StartupError, before loading where a file cannot be written."""
-    for file in files:
-        refuse_unwritable(file)
+def prepare(config: ServiceConfig, out: Path | None) -> Assembly:
+    """Load everything as it is served. Raises StartupError, before loading where `out` cannot be written."""
+    refuse_unwritable(out)
     return assemble(config)
 
 
@@ -140,12 +139,6 @@ def take_turns(
 def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measure: Measure) -> None:
     """Answer once without measuring: first calls allocate and choose code paths."""
     take_turns([prompt] * measure.concurrency, contestants, measure)
-
-
-def in_one_line(summary: Mapping[str, object]) -> str:
-    """Return the figures of a summary as NAME VALUE, ..."""
-    figures = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in summary.items())
-    return ", ".join(f"{name} {value}" for name, value in figures)
 
 
 @contextmanager

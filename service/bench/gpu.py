@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
-from service.bench.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.bench.gpu_sections import MEASURED, Figure, Plan, speed_figures, step_figures
+from service.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.config import ServiceConfig
 from service.errors import StartupError
 
@@ -31,6 +31,10 @@ KERNEL_TESTS = ("tests/kernels",)
 ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_runner.py", "tests/e2e/test_cuda.py")
 """All files with tests marked gpu; other tests need packages that a measuring machine may lack."""
 
+_LARGE = {
+    **{"max_sequences": 8, "kv_cache": "8GiB"},
+    **{"drafter": "specblock", "draft_blocks": 2, "budget_policy": "fixed"},
+}
 _REHEARSAL = {
     **{"threads": 1, "device": "cpu", "max_sequences": 2, "kv_cache": "100MiB", "max_model_len": 512},
     **{"max_budget": 8, "budget_policy": "fixed"},
@@ -111,41 +115,23 @@ def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: 
     tests_pass = "tests" not in sections or run.tests()
     assembly = assembled(config, plan, kv_cache="8GiB", max_sequences=max(plan.concurrencies))
     conditions = conditions_of(assembly)
-    run.keep = lambda: write_report(out, conditions, run.figures, _summary(run, sections, plan))
+    run.keep = lambda: write_report(out, conditions, run.figures, run.summary(sections))
     for name in filter(sections.__contains__, MEASURED):
         run.measure(name, partial(MEASURED[name], assembly, plan))
     del assembly
     for folder in plan.large if "steps" in sections else ():
         forget()
-        run.measure(f"steps of {folder.name}", partial(_large, config, plan, folder))
+        sizes = {**_LARGE, "max_model_len": max(plan.contexts) + 512}
+        large = partial(assembled, config, plan, folder, **sizes)
+        run.measure(f"steps of {folder.name}", lambda load=large: step_figures(load(), plan, costs_only=True))
     for folder in plan.widened if "speed" in sections else ():
         forget()
-        run.measure(f"speed of {folder.name}", partial(_widened, config, plan, folder))
+        wide = partial(assembled, config, plan, folder, kv_cache="16GiB", max_sequences=8)
+        run.measure(f"speed of {folder.name}", lambda load=wide: speed_figures(load(), plan))
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
     return tests_pass and exact and not run.failed
-
-
-def _summary(run: "Findings", sections: Sequence[str], plan: Plan) -> dict[str, object]:
-    return {
-        "dry_run": not plan.for_real,
-        "sections": [*sections],
-        "tests": run.test_line,
-        "skipped": run.skipped,
-        "failed": run.failed,
-        "aims": judge(run.figures, for_real=plan.for_real),
-    }
-
-
-def _large(config: ServiceConfig, plan: Plan, folder: Path) -> Iterator[Figure]:
-    sizes = {"max_model_len": max(plan.contexts) + 512, "max_sequences": 8, "kv_cache": "8GiB"}
-    drafting = {"drafter": "specblock", "draft_blocks": 2, "budget_policy": "fixed"}
-    return step_figures(assembled(config, plan, folder, **sizes, **drafting), plan, costs_only=True)
-
-
-def _widened(config: ServiceConfig, plan: Plan, folder: Path) -> Iterator[Figure]:
-    return speed_figures(assembled(config, plan, folder, kv_cache="16GiB", max_sequences=8), plan)
 
 
 class Findings:
@@ -185,6 +171,17 @@ class Findings:
             self.failed[name] = f"{type(error).__name__}: {error}"
             self._say(f"failed: {self.failed[name]}")
         self.keep()
+
+    def summary(self, sections: Sequence[str]) -> dict[str, object]:
+        """Return what the report says of the whole run."""
+        return {
+            "dry_run": not self._plan.for_real,
+            "sections": [*sections],
+            "tests": self.test_line,
+            "skipped": self.skipped,
+            "failed": self.failed,
+            "aims": judge(self.figures, for_real=self._plan.for_real),
+        }
 
     def _say(self, what: str) -> None:
         self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)

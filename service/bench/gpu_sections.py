@@ -46,6 +46,7 @@ _SEQUENCES = 4  # 256 rows of a root and 64 nodes each
 _LARGEST_KERNELS = 12  # that are named
 _TRAINING_CONCURRENCY = 4
 _TRAINING_NODES = 16
+_LOAD_TURNS = 2
 _EAGER = Tuning(always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
 _HOST_CALLS = {
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
@@ -83,12 +84,11 @@ class Plan:
     copied_bytes: int = 1 << 30
     steps: int = 64
     answers: int = 16
-    turns: int = 2
     answer_tokens: int = 128
     exact_tokens: int = 20_000
     training_requests: int = 64
     updates: int = 4  # requests are repeated until so many were made
-    patience_seconds: float = 40
+    patience_seconds: float = 60
 
 
 FULL = Plan()
@@ -101,12 +101,10 @@ DRY = Plan(
     copied_bytes=1 << 20,
     steps=3,
     answers=1,
-    turns=1,
     answer_tokens=8,
     exact_tokens=60,
     training_requests=12,
     updates=1,
-    patience_seconds=60,
 )
 
 
@@ -307,7 +305,7 @@ def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     engines = {"plain": plain_engine(assembly), "adaptive": assembly.engine()}
     for concurrency in plan.concurrencies:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
-        for turn in range(plan.turns + 1):
+        for turn in range(_LOAD_TURNS + 1):
             for name, engine in engines.items():
                 run = _serve(engine, assembly, plan, concurrency, max(plan.answers, 2 * concurrency))
                 runs[name] += [run] * (turn > 0)  # the first one warms up

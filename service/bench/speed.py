@@ -1,4 +1,4 @@
-"""`adaptree bench speed`: plain against speculative decoding of the same prompts, in one process and in turn."""
+"""`adaptree bench speed`: compare plain with speculative decoding of the same prompts, in one process and in turn."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from rich.table import Table
 
 from service.assembly import Assembly
-from service.bench.conditions import Conditions
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
     PLAIN,
@@ -33,16 +32,17 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
+from service.conditions import Conditions
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
 from service.prompts import PromptSet
 
 
 class Peer(Protocol):
-    """Another engine as a contestant. Each of its answers has exactly `max_tokens` tokens."""
+    """Another engine. Each of its answers has exactly `max_tokens` tokens."""
 
     conditions: Conditions
-    """Its versions and settings, which the report states in addition to ours."""
+    """Its versions and settings, for the report."""
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
 
@@ -59,7 +59,7 @@ def measure_set(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> Row:
-    """Let every contestant answer every prompt; tokens per second include reading them, but for `decode`."""
+    """Let every contestant answer every prompt; tokens per second include prompts, except those of `decode`."""
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
@@ -93,7 +93,7 @@ def measure_set(
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """All sets together, and by temperature; means over sets, those of ratios of speeds geometric."""
+    """Return means over all sets and by temperature; those of ratios of speeds are geometric."""
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     groups = [[row for row in rows if row["temperature"] == temperature] for temperature in temperatures]
     return {
@@ -144,7 +144,7 @@ def run_speed(
 def _measured(
     sets: Sequence[PromptSet], contestants: Mapping[str, Contestant], measures: Sequence[Measure]
 ) -> list[Row]:
-    """One row for each set at each temperature."""
+    """Return one row for each set at each temperature."""
     warm_up(contestants, sets[0].prompts[0], measures[0])
     rows = []
     with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
@@ -186,7 +186,7 @@ def _ratio(peer: str, ours: str, row: Row) -> str:
 
 
 def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
-    """The rows, and below them each temperature's means."""
+    """Return the rows, and below them each temperature's means."""
     peers = list(rows[0]["peers"])
     columns = [*_COLUMNS, *(column for name in peers for column in _peer_columns(name))]
     table = table_of(columns, rows, caption=_CAPTION, section=lambda row: row["temperature"])

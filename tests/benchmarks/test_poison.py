@@ -10,6 +10,8 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+from service.bench.shift_play import NOTHING, Noted, Played, Player, Turn, play_all, windows_of
+from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, played, prompt_set
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
@@ -36,11 +38,9 @@ from benchmarks.poison import (
 from service.assembly import Assembly
 from service.bench.driver import Answer, Run
 from service.bench.experiment import Measure
-from service.bench.shift_play import NOTHING, Noted, Played, Player, Turn, play_all, windows_of
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, played, prompt_set
-from tests.service.bench.test_conditions import KEYS
+from tests.service.test_conditions import KEYS
 from tests.tuned import tune
 
 Command = Callable[..., tuple[int, str]]

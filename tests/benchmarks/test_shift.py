@@ -17,7 +17,7 @@ from service.bench.driver import Answer
 from service.cli import app
 from service.errors import StartupError
 from tests.service.bench.parts import written_prompts
-from tests.service.bench.test_conditions import KEYS
+from tests.service.test_conditions import KEYS
 
 WIDE = {"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -13,7 +13,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from tests.service.bench.parts import run_command
-from tests.service.bench.test_conditions import KEYS
+from tests.service.test_conditions import KEYS
 
 
 @pytest.fixture(autouse=True)

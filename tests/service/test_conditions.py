@@ -8,7 +8,7 @@ import pytest
 
 from service import __version__
 from service.assembly import Assembly
-from service.bench.conditions import command_line, commit_of, conditions_of, refuse_unwritable, write_report
+from service.conditions import command_line, commit_of, conditions_of, refuse_unwritable, write_report
 from service.errors import StartupError
 
 KEYS = [
