@@ -10,7 +10,6 @@ from collections.abc import Callable
 import typer
 
 from benchmarks import (
-    anatomy,
     checkpoint,
     clients,
     gpu_kernels,
@@ -33,7 +32,6 @@ from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
-    "anatomy": anatomy.run,
     "clients": clients.run,
     "drafters": kinds.run,
     "gpu-attention": gpu_kernels.run_attention,

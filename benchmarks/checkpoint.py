@@ -128,7 +128,8 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     wide.generation_config = model.generation_config
     for name, module in wide.named_modules():
         _fill(module, model.get_submodule(name), copies)
-    return wide.eval()
+    wide.eval()
+    return wide
 
 
 def _fill(module: nn.Module, source: nn.Module, copies: int) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.shared import shown, speed_ratio
+from benchmarks.shared import in_one_line, shown, speed_ratio
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
 from service.bench.experiment import (
@@ -238,7 +238,7 @@ def run(
     }
     lines = [{**row, **client} for row in rows for client in row["clients"]]
     table = table_of(_COLUMNS, lines, caption=_CAPTION, section=lambda row: row["mix"])
-    return conclude(assembly, out, rows, summary, table, *map(_line, rows)(summary))
+    return conclude(assembly, out, rows, summary, table, *map(_line, rows), in_one_line(summary))
 
 
 def play(played: Mapping[str, Streams], turns: int, advance: Callable[[int], None]) -> dict[str, list[Span]]:

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
 
 from benchmarks.shared import shown, speed_ratio
 from drafters.protocol import MemorySizes
@@ -72,8 +71,8 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare engines with and without past answers, in turn with plain decoding, over the requests of each file, with
-    a picture next to --out. Exit code 1 if any token differs."""
+    """Compare engines with and without past answers, in turn with plain decoding, over the requests of each file. Exit
+    code 1 if any token differs."""
     assembly = prepare(loaded.config, out)
     sets = read_sets(assembly, [*prompts, *(more_prompts or [])], requests, max_tokens)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
@@ -86,20 +85,6 @@ def run(
             firsts = range(0, len(runs[PLAIN]), turns)
             rows += [row_of({**what, "first": at * concurrency}, runs, slice(at, at + turns)) for at in firsts]
             ends.append(row_of({**what, "first": "end"}, runs, slice(-max(1, last // concurrency), None)))
-    if out is not None:
-        figure = Figure(figsize=(4 * len(ends), 6), layout="constrained")
-        for place, end in enumerate(ends):
-            ratios, taus = (figure.add_subplot(2, len(ends), place + 1 + below * len(ends)) for below in (0, 1))
-            mine = [row for row in rows if all(row[key] == end[key] for key in ("set", "temperature"))]
-            at = [row["first"] + row["requests"] / 2 for row in mine]
-            for name in (ON, OFF, OFF_AGAIN):
-                speeds = [row["tokens_per_second"] for row in mine]
-                ratios.plot(at, [speed[name] / speed[PLAIN] for speed in speeds], marker=".", label=name)
-                taus.plot(at, [row["tau"][name] for row in mine], marker=".", label=name)
-            ratios.set(title=f"{end['set']}, T = {end['temperature']:g}", ylabel="tokens/s over plain decoding")
-            taus.set(xlabel="requests", ylabel="tokens per step")
-            taus.legend(fontsize=8)
-        figure.savefig(out.with_suffix(".png"), dpi=110)
     summary = {"mismatched_tokens": sum(row["mismatched_tokens"] for row in rows), "end": ends}
     table = table_of(
         _COLUMNS, [*rows, *ends], section=lambda row: (row["set"], row["temperature"], row["first"] == "end")

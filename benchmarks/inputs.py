@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.processes import one_server
 from benchmarks.shared import in_one_line
-from benchmarks.streams import questions, slots_at_rest, undisturbed
+from benchmarks.streams import answers_alone, questions, slots_at_rest
 from service.bench.commands import Concurrency, Out, Seed
 from service.bench.experiment import Row, counted, report, table_of
 from service.conditions import refuse_unwritable, surroundings
@@ -281,9 +281,9 @@ async def _all_of_it(url: str, model: str, fuzz: _Fuzz, *, count: int, clients: 
     """Send bad requests between two rounds of good ones; return the summary."""
     good = questions(model, [[{"role": "user", "content": text}] for text in ("Hi", "Count.", "Why?", "A note")], 12)
     async with httpx.AsyncClient() as client:
-        before = await undisturbed(client, url, good)
+        before = await answers_alone(client, url, good)
         await fuzz.run(url, originals(model), count=count, clients=clients, seed=seed)
-        after = await undisturbed(client, url, good)
+        after = await answers_alone(client, url, good)
         slots = await slots_at_rest(client, url)
     return {
         "requests": count,

@@ -11,8 +11,8 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.anatomy import REST, Clock, Parts, TimedDrafter, Watched
 from benchmarks.shared import PromptFile
+from benchmarks.timing import REST, Clock, Parts, TimedDrafter, Watched
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import DraftContext, MemorySizes
 from kernels import ops

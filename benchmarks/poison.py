@@ -208,6 +208,21 @@ def hostile_of(played: Sequence[Played]) -> dict[str, Row]:
     return found
 
 
+def totals_of(summaries: Mapping[str, Row], hostile: Mapping[str, Row], queries: int) -> Row:
+    """Return what the report's summary takes from all runs."""
+    num_hostile = sum(client["queries"] for client in hostile.values())
+    return {
+        "hostile_queries": num_hostile,
+        "hostile_share": num_hostile / (num_hostile + queries),
+        "asked_ratio": ASKED_RATIO,
+        "worst_three_windows": summaries[ATTACKED]["worst_three_windows"],
+        "over_share": summaries[ATTACKED]["over_share"],
+        "mismatched_tokens": sum(one["mismatched_tokens"] for one in summaries.values()),
+        "runs": summaries,
+        "hostile": hostile,
+    }
+
+
 def run(
     loaded: LoadedConfig,
     honest: Annotated[list[Path], typer.Option(metavar="FILE...", help="JSONL files with honest clients' prompts.")],
@@ -254,29 +269,19 @@ def run(
         draw(out.with_suffix(".png"), windows, stream)
     summaries = {name: summary_of(parts, mine[ANCHOR], stream, seed=seed) for name, parts in mine.items()}
     hostile = hostile_of(played[ATTACKED])
-    num_hostile = sum(client["queries"] for client in hostile.values())
     summary = {
         "queries": queries,
-        "hostile_queries": num_hostile,
-        "hostile_share": num_hostile / (num_hostile + queries),
         "honest_clients": honest_clients,
         "ratio": tau_ratio(mine[ATTACKED], mine[UNATTACKED], seed=seed),
-        "asked_ratio": ASKED_RATIO,
-        "worst_three_windows": summaries[ATTACKED]["worst_three_windows"],
-        "over_share": summaries[ATTACKED]["over_share"],
-        "mismatched_tokens": sum(one["mismatched_tokens"] for one in summaries.values()),
-        "runs": summaries,
-        "hostile": hostile,
+        **totals_of(summaries, hostile, queries),
     }
-    came = Counter(
-        turn.turn.window for turn in played[ATTACKED] for asked in turn.turn.requests if asked.scope.name in HOSTILE
-    )
-    rows = [
-        {"run": name, **row, "hostile_queries": came[row["window"]] if name == ATTACKED else 0}
-        for name in RUNS
-        for row in rows_of(windows[name], stream)
-    ]
+    rows = [row for name in RUNS for row in _rows(name, windows[name], played[name], stream)]
     return conclude(assembly, out, rows, summary, _table(summary))
+
+
+def _rows(name: str, windows: Sequence[Played], played: Sequence[Played], stream: Stream) -> list[Row]:
+    came = Counter(one.turn.window for one in played for asked in one.turn.requests if asked.scope.name in HOSTILE)
+    return [{"run": name, **row, "hostile_queries": came[row["window"]]} for row in rows_of(windows, stream)]
 
 
 def _narrow(assembly: Assembly, files: Sequence[Path], max_tokens: int, rng: random.Random) -> Iterator[Prompt]:

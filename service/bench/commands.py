@@ -159,8 +159,8 @@ def _gpu(
     if unknown:
         raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
     plan = DRY if dry_run else replace(FULL, answers=answers)
-    folders = {"large": tuple(map(Path, _parts(large))), "widened": tuple(map(Path, _parts(widened)))}
-    return run_gpu(loaded.config, asked, replace(plan, prompts=prompts, **folders), out=out)
+    plan = replace(plan, large=tuple(map(Path, _parts(large))), widened=tuple(map(Path, _parts(widened))))
+    return run_gpu(loaded.config, asked, replace(plan, prompts=prompts), out=out)
 
 
 def _lossless(

@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service.assembly import Assembly, assemble
-from service.bench.gpu_sections import MEASURED, Figure, Plan, speed_figures, step_figures
+from service.bench.gpu_sections import MEASURED, Figure, FiguresOf, Plan, speed_figures, step_figures
 from service.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.config import ServiceConfig
 from service.errors import StartupError
@@ -119,15 +119,19 @@ def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: 
     for name in filter(sections.__contains__, MEASURED):
         run.measure(name, partial(MEASURED[name], assembly, plan))
     del assembly
+
+    def measured(figures: FiguresOf, folder: Path, sizes: Mapping[str, object]) -> Iterator[Figure]:
+        return figures(assembled(config, plan, folder, **sizes), plan)
+
     for folder in plan.large if "steps" in sections else ():
         forget()
         sizes = {**_LARGE, "max_model_len": max(plan.contexts) + 512}
-        large = partial(assembled, config, plan, folder, **sizes)
-        run.measure(f"steps of {folder.name}", lambda load=large: step_figures(load(), plan, costs_only=True))
+        costs = partial(step_figures, costs_only=True)
+        run.measure(f"steps of {folder.name}", partial(measured, costs, folder, sizes))
     for folder in plan.widened if "speed" in sections else ():
         forget()
-        wide = partial(assembled, config, plan, folder, kv_cache="16GiB", max_sequences=8)
-        run.measure(f"speed of {folder.name}", lambda load=wide: speed_figures(load(), plan))
+        sizes = {"kv_cache": "16GiB", "max_sequences": 8}
+        run.measure(f"speed of {folder.name}", partial(measured, speed_figures, folder, sizes))
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")

@@ -388,7 +388,8 @@ def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: in
             return runs, made
 
 
-MEASURED: dict[str, Callable[[Assembly, Plan], Iterator[Figure]]] = {
+FiguresOf = Callable[[Assembly, Plan], Iterator[Figure]]
+MEASURED: dict[str, FiguresOf] = {
     "exactness": exactness_figures,
     "steps": step_figures,
     "speed": speed_figures,
