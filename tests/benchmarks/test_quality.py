@@ -34,12 +34,6 @@ def test_figures_of_two_steps() -> None:
     assert known["corrected_error"] == pytest.approx((0.1 + 0.1 + 0.7) / 3)
 
 
-def test_of_nothing_there_is_no_figure() -> None:
-    known = quality_of([SILENT])
-    assert known["covered"] == dict.fromkeys("1248")
-    assert {known[name] for name in ("total_variation", "claimed_error", "corrected_error")} == {None}
-
-
 def test_calibration_error_of_known_bins() -> None:
     assert calibration_error([]) is None
     assert calibration_error([(0.05, False), (1.0, True)]) == pytest.approx(0.025)

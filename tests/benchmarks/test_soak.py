@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.checkpoint import write_dummy
 from benchmarks.soak import growth_of, loads_of
 from benchmarks.streams import Received
 from tests.service.bench.parts import written_prompts
@@ -16,8 +17,9 @@ from tests.service.bench.parts import written_prompts
 def test_a_soak_counts_all_that_happened(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(written_prompts()))
+    tiny = write_dummy("tiny", tmp_path / "tiny")
     code, output = run(
-        *("soak", "--model", "dummy(tiny)", "--prompts", prompts, "--out", out, "--state-dir", tmp_path / "state"),
+        *("soak", "--model", tiny, "--prompts", prompts, "--out", out, "--state-dir", tmp_path / "state"),
         *("--minutes", 0.02, "--clients", 4, "--load-seconds", 0.4, "--max-tokens", 24),
         *("--device", "cpu", "--threads", 1, "--drafter", "memory", "--budget-policy", "fixed", "--max-budget", 8),
     )
