@@ -139,7 +139,7 @@ def test_the_command_runs_attacks_and_reports(
         *("--honest-clients", 1, "--out", out),
     )
     assert code == 0, output
-    for words in ("attacked", "unattacked", "anchor", "asked for are 0.97", "garbage 3 queries", "stealth 2 queries"):
+    for words in ("attacked", "unattacked", "anchor", "tau burst", "over share", "0.97", "garbage 3"):
         assert words in output
     report = json.loads(out.read_text())
     rows, summary = report["rows"], report["summary"]
