@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME`: one command per experiment, with every setting of the server as an option.
+"""Benchmarks of adaptree. Every setting of the server is an option of every command.
 
-Exit code 1 if a token differs that should not, or a comparison fails.
+Exit code 1 if a token differs or a comparison fails.
 """
 
 import signal
@@ -10,57 +10,44 @@ from collections.abc import Callable
 import typer
 
 from benchmarks import (
-    calibration,
-    drafters_command,
+    checkpoint,
+    clients,
     gpu_kernels,
     growing,
     inputs,
+    kinds,
     memory_costs,
-    mixed,
-    observing,
-    past_answers,
     peers,
     poison,
-    prefill,
-    prefix,
     recorded,
     replicas,
     schema_suite,
+    shift,
     side_channel,
     soak,
     step_costs,
-    structured,
-    tree,
-    weight_types,
 )
 from service.bench.commands import command
 from service.cli import STARTUP_EXIT_CODE, with_settings
 from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
-    "calibration": calibration.run,
-    "drafters": drafters_command.run,
+    "clients": clients.run,
+    "drafters": kinds.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,
     "growing": growing.run,
     "inputs": inputs.run,
     "memory-costs": memory_costs.run,
-    "mixed": mixed.run,
-    "observing": observing.run,
-    "past-answers": past_answers.run,
     "poison": poison.run,
-    "prefill": prefill.run,
-    "prefix": prefix.run,
     "recorded": recorded.run,
     "replicas": replicas.run,
     "schema-suite": schema_suite.run,
+    "shift": shift.run,
     "side-channel": side_channel.run,
     "soak": soak.run,
     "speed": peers.run,
     "step-costs": step_costs.run,
-    "structured": structured.run,
-    "tree": tree.run,
-    "weight-types": weight_types.run,
 }
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -69,9 +56,14 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pret
 for _name, _run in EXPERIMENTS.items():
     app.command(_name)(with_settings(command(_run)))
 
+_checkpoint = typer.Typer(help="Write a model to measure costs with.", no_args_is_help=True)
+_checkpoint.command("widened")(with_settings(command(checkpoint.run_widened)))
+_checkpoint.command("dummy")(with_settings(command(checkpoint.run_dummy)))
+app.add_typer(_checkpoint, name="checkpoint")
+
 
 def main() -> None:
-    """What a user can cause ends in a message, never in a traceback; processes that were begun end with this one."""
+    """Run a command. Errors that a user can cause print a message, and SIGTERM ends child processes too."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app(prog_name="python -m benchmarks")

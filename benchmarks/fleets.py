@@ -1,4 +1,4 @@
-"""Several servers behind one address, each of which can be killed and comes again: plain processes, or on Ray."""
+"""Several servers behind one address, each of which can be killed and restarts: plain processes, or Ray."""
 
 import json
 import os
@@ -18,17 +18,18 @@ from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, c
 from service.config_sources import flat_values
 from service.errors import StartupError
 
-_NOTHING_ELSEWHERE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no report, no file at home
+_RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # no reports, no files in the home
 
 
 class Fleet(Protocol):
-    """What a fleet can do, wherever it runs."""
+    """Several servers behind one address."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """The common address."""
 
     def kill_one(self, rng: random.Random) -> None:
-        """Without warning. Returns once all are there again."""
+        """Kill a random server without warning; return once all are ready again."""
 
 
 @dataclass
@@ -43,9 +44,11 @@ class Processes:
 
     @property
     def url(self) -> str:
+        """As `Fleet`."""
         return self.front.url
 
     def kill_one(self, rng: random.Random) -> None:
+        """As `Fleet`."""
         number = rng.randrange(len(self.replicas))
         self.replicas[number].kill()
         self.num_killed += 1
@@ -56,7 +59,7 @@ class Processes:
 
 @contextmanager
 def processes(servers: Servers, count: int) -> Iterator[Processes]:
-    """All are ready. The first one measures and converts, the others find it."""
+    """Start servers behind an ingress; all are ready inside the block. The first one fills the caches of the others."""
     ports = tuple(free_port() for _ in range(count))
     with ExitStack() as stack:
         replicas: list[Process] = []
@@ -81,28 +84,29 @@ def _kill(replicas: Sequence[Process]) -> None:
 
 @dataclass
 class OnRay:
-    """Replicas of Ray Serve, on a Ray of its own."""
+    """Replicas of Ray Serve, on a Ray cluster of their own."""
 
     running: subprocess.Popen[str]
-    count: int  # of replicas that there always are
+    count: int  # of replicas
     settings: Mapping[str, Any]
     log: Path
     url: str = ""
 
-    def said(self, word: str) -> str:
-        """The line that begins so; Ray says things in between. Nothing if it ends before."""
+    def next_line(self, word: str) -> str:
+        """Return the next output line that starts with `word`, or nothing if output ends."""
         assert self.running.stdout is not None
         return next((line.strip() for line in self.running.stdout if line.startswith(word)), "")
 
     def update(self, **changes: object) -> None:
-        """Other settings: all replicas are replaced."""
+        """Change settings in a rolling update."""
         self._tell({**self.settings, **changes}, "updated")
 
     def replicas(self) -> set[int]:
-        """Their process ids."""
+        """Return the process ids of the replicas."""
         return {one.pid for one in self._processes()}
 
     def kill_one(self, rng: random.Random) -> None:
+        """As `Fleet`."""
         killed = rng.choice(sorted(self.replicas()))
         os.kill(killed, signal.SIGKILL)
         if not came_true(lambda: len(self.replicas() - {killed}) >= self.count):
@@ -113,7 +117,7 @@ class OnRay:
         assert self.running.stdin is not None
         self.running.stdin.write(json.dumps(settings) + "\n")
         self.running.stdin.flush()
-        if not self.said(answer):
+        if not self.next_line(answer):
             raise StartupError(f"replicas on Ray do not serve again:\n{self.log.read_text()[-4000:]}")
 
     def _processes(self) -> list[psutil.Process]:
@@ -123,19 +127,19 @@ class OnRay:
 
 @contextmanager
 def on_ray(servers: Servers, count: int, python: str = sys.executable, **environ: str) -> Iterator[OnRay]:
-    """With an interpreter that finds Ray. Raises StartupError."""
+    """Start replicas on Ray with an interpreter that has it. Raises StartupError."""
     given = servers.config.model_dump(mode="json", exclude_unset=True)
     settings = {name: value for name, value in flat_values(given).items() if name not in ("host", "port")}
     command = [python, "-m", "benchmarks.ray_site", str(free_port()), str(count), json.dumps(settings)]
     pipe, log = subprocess.PIPE, servers.folder / "ray.log"
-    environ = {**os.environ, **_NOTHING_ELSEWHERE, **environ}
+    environ = {**os.environ, **_RAY_SETTINGS, **environ}
     with (
         log.open("w") as stream,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stream, text=True, env=environ) as running,
     ):
         fleet = OnRay(running, count, settings, log)
         try:
-            fleet.url = fleet.said("ready: ").removeprefix("ready: ").removesuffix("/v1")
+            fleet.url = fleet.next_line("ready: ").removeprefix("ready: ").removesuffix("/v1")
             if not fleet.url:
                 raise StartupError(f"replicas on Ray did not become ready:\n{log.read_text()[-4000:]}")
             yield fleet

@@ -1,4 +1,4 @@
-"""GGUF files of known shapes with random weights: what they cost is true, what they say means nothing.
+"""GGUF files of known shapes with random weights, to measure costs: their texts mean nothing.
 
 The `gguf` package writes files but cannot quantise K types: blocks are random bytes whose scales are finite and small.
 """
@@ -25,13 +25,13 @@ _SCALES: Mapping[GGMLQuantizationType, tuple[int, ...]] = {
     GGMLQuantizationType.Q5_K: (0, 2),
     GGMLQuantizationType.Q6_K: (208,),
 }
-"""Bytes of a block where scales of float16 begin."""
+"""Offsets of float16 scales in a block, in bytes."""
 _TOKENIZER = ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama."""
+    """Sizes of a Llama model."""
 
     hidden: int
     layers: int
@@ -43,7 +43,7 @@ class Shape:
     tied: bool = True
 
     def matrices(self, mix: Mix) -> Iterator[tuple[str, int, int, GGMLQuantizationType]]:
-        """Name, outputs, columns and type, as llama.cpp's quantiser chooses it."""
+        """Yield name, outputs, columns and type of each matrix, as llama.cpp's quantiser chooses them."""
         kinds = GGMLQuantizationType
         high = {"q4_k_m": kinds.Q6_K, "q8_0": kinds.Q8_0}[mix]
         low = {"q4_k_m": kinds.Q4_K, "q8_0": kinds.Q8_0}[mix]
@@ -71,7 +71,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def write_shape(path: Path, shape: Shape, mix: Mix, vocabulary: Path) -> None:
-    """Writes a file; its tokenizer is that of another one, filled up with words that nobody says."""
+    """Write a file with the tokenizer of another file, extended by unused tokens."""
     matrices = list(shape.matrices(mix))
     norms = [f"blk.{layer}.{name}_norm.weight" for layer in range(shape.layers) for name in ("attn", "ffn")]
     write_file(path, shape, matrices, [*norms, "output_norm.weight"], GGUFReader(vocabulary))
@@ -84,7 +84,7 @@ def write_file(
     norms: list[str],
     vocabulary: GGUFReader | None = None,
 ) -> None:
-    """Matrices by name, outputs, columns and type; norms are all ones."""
+    """Write matrices, given by name, outputs, columns and type, and norms of ones."""
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(4096)
     writer.add_embedding_length(shape.hidden)
@@ -119,7 +119,7 @@ def write_file(
 def random_blocks(
     generator: np.random.Generator, outputs: int, columns: int, kind: GGMLQuantizationType
 ) -> NDArray[np.uint8]:
-    """# -> [outputs, bytes]"""
+    """Return random blocks with small finite scales. -> [outputs, bytes]"""
     block, size = GGML_QUANT_SIZES[kind]
     data = np.empty((outputs, columns // block, size), dtype=np.uint8)
     for first in range(0, outputs, _ROWS):

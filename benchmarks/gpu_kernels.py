@@ -1,4 +1,4 @@
-"""Attention and linear layers of one model by themselves on a GPU, beside what else there is."""
+"""`python -m benchmarks gpu-attention` and `gpu-linear`: single layers of large models against other kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,27 +13,29 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
+from benchmarks.checkpoint import dummy_config
 from kernels import ops
 from kernels.graph_runner import capture_for
 from kernels.linear import Product
+from service.assembly import device_of
 from service.bench.commands import Out
-from service.bench.conditions import conditions_of, refuse_unwritable, write_report
-from service.bench.gpu import figures_table, forget
-from service.bench.gpu_sections import DRY, FULL, Figure, Plan, check_device, device_seconds, large_assembly
+from service.bench.gpu import check_device, figures_table, forget
+from service.bench.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
+from service.conditions import refuse_unwritable, surroundings, write_report
 from service.config import LoadedConfig
 from service.engine.commit import lay_out
 from service.engine.costs.measuring import Point, trees_for
 from service.engine.kv_pool import KVShape, SlotPool, SlotTable
 from service.engine.rows import ExtendRows, ForwardRows
-from service.engine.weights import LoadedModel
 
-_NODES = 31  # beside the root: 32 rows of each sequence
+_MODELS = ("llama-3.1-8b", "qwen3-8b")
+_NODES = 31  # 32 rows of each sequence with the root
 _HEADS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Rows of some sequences, one layer's pool, and queries of all rows."""
+    """Rows of some sequences, one layer's keys and values, and queries of all rows."""
 
     rows: ForwardRows
     table: SlotTable
@@ -43,13 +45,14 @@ class _Layer:
     context: int
 
 
-def attention_figures(device: torch.device, shape: KVShape, plan: Plan) -> Iterator[Figure]:
-    """Our kernel and its peers over batches and contexts, for keys and values of this shape."""
+def attention_figures(device: torch.device, model: PreTrainedConfig, plan: Plan) -> Iterator[Figure]:
+    """Yield times of our attention kernel and others over batches and contexts."""
+    shape = _kv_shape(model, device)
     swept = torch.empty(plan.copied_bytes, dtype=torch.uint8, device=device)
     for batch in (1, 8) if plan.for_real else (2,):
         for context in plan.contexts:
             layer = _layer(device, shape, batch, context)
-            at: dict[str, int | float | str] = {"batch": batch, "context": context, "rows": layer.rows.num_rows}
+            at: At = {"batch": batch, "context": context, "rows": layer.rows.num_rows}
             for name, run in _contestants(layer, device):
                 seconds = device_seconds(run, device, repeats=plan.repeats, before=swept.zero_)
                 yield Figure("attention", name, seconds * 1e3, "ms", at)
@@ -60,7 +63,7 @@ def _contestants(layer: _Layer, device: torch.device) -> Iterator[tuple[str, Cal
     query, key, value, mask = _gathered(layer)
     yield "SDPA with a mask", partial(scaled_dot_product_attention, query, key, value, attn_mask=mask, enable_gqa=True)
     keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    # fused forms take a mask or grouped heads, but not both
+    # fused kernels take a mask or grouped heads, but not both
     yield "SDPA with a mask, heads repeated", partial(scaled_dot_product_attention, query, keys, values, attn_mask=mask)
     if device.type == "cuda":
         yield "flex attention", _flex(query, key, value, mask)
@@ -107,7 +110,8 @@ def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _L
 
 
 def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values as [batch, heads, rows, head_dim] in the pool's type, and who sees whom."""
+    """Return queries, keys, values [batch, heads, rows, head_dim] in the pool's type, and the mask [batch, 1, rows,
+    context + 1 + nodes] bool."""
     attention, batch, each = layer.rows.attention, layer.batch, 1 + _NODES
     prefix = layer.table.slots[:batch, : layer.context + 1]
     slots = torch.cat([prefix, attention.node_slots[:, :_NODES]], dim=1)  # [batch, context + 1 + nodes]
@@ -121,17 +125,15 @@ def _gathered(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
-    """Both products of each kind of layer, by rows; a replay of all copies, divided by how many there are."""
-    device, dtype = loaded.model.device, loaded.model.dtype
+def linear_figures(device: torch.device, model: PreTrainedConfig, plan: Plan) -> Iterator[Figure]:
+    """Yield times of our linear layers and the library's by rows: of a replay of several copies, over their number."""
+    shape = _kv_shape(model, device)
     plan_linear, capture = ops.on(device).plan_linear, capture_for(device)
-    for name, (features, columns) in layers_of(loaded.model.config.get_text_config(), loaded.kv_shape).items():
-        weights = _copies(features, columns, dtype, device, plan.copied_bytes)
+    for name, (features, columns) in layers_of(model, shape).items():
+        weights = _copies(features, columns, shape.dtype, device, plan.copied_bytes)
         for rows in plan.rows:
-            x = torch.randn(rows, columns, dtype=dtype, device=device)
-            at: dict[str, int | float | str] = {
-                "layer": name, "rows": rows, "features": features, "columns": columns,
-            }  # fmt: skip
+            x = torch.randn(rows, columns, dtype=shape.dtype, device=device)
+            at: At = {"layer": name, "rows": rows, "features": features, "columns": columns}
             contestants: dict[str, Sequence[Product]] = {
                 "one order": [plan_linear(weight, None) for weight in weights],
                 "library": [partial(linear, weight=weight) for weight in weights],
@@ -143,7 +145,7 @@ def linear_figures(loaded: LoadedModel, plan: Plan) -> Iterator[Figure]:
 
 
 def layers_of(config: PreTrainedConfig, shape: KVShape) -> dict[str, tuple[int, int]]:
-    """Features and columns of a decoder's joined layers."""
+    """Return features and columns of a decoder's joined linear layers by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
@@ -165,35 +167,42 @@ def _run(products: Sequence[Product], x: Tensor) -> None:
         product(x)
 
 
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="On a CPU with tiny shapes; the figures say nothing.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Run on a CPU with tiny shapes; the figures mean nothing.")]
 
 
 def run_attention(loaded: LoadedConfig, dry_run: _DryRun = False, out: Out = None) -> bool:
-    """The attention of one layer by itself: our kernel on scattered slots, SDPA and flex attention on gathered keys."""
-    return _report(
-        loaded, out, dry_run, lambda model, plan: attention_figures(model.model.device, model.kv_shape, plan)
-    )
+    """Time the attention of one layer: our kernel on scattered slots, SDPA and flex attention on gathered keys."""
+    return _report(loaded, out, dry_run, attention_figures)
 
 
 def run_linear(loaded: LoadedConfig, dry_run: _DryRun = False, out: Out = None) -> bool:
-    """The linear layers of large models by themselves: our product, whose rows know no company, and the library's."""
+    """Time the linear layers of large models: our product, with one order of summation per row, and the library's."""
     return _report(loaded, out, dry_run, linear_figures)
 
 
+def _kv_shape(model: PreTrainedConfig, device: torch.device) -> KVShape:
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return KVShape(model.num_hidden_layers, model.num_key_value_heads, head_dim, dtype)
+
+
 def _report(
-    loaded: LoadedConfig, out: Path | None, dry_run: bool, measure: Callable[[LoadedModel, Plan], Iterator[Figure]]
+    loaded: LoadedConfig,
+    out: Path | None,
+    dry_run: bool,
+    measure: Callable[[torch.device, PreTrainedConfig, Plan], Iterator[Figure]],
 ) -> bool:
     """Measure the layers of every large model in turn."""
     refuse_unwritable(out)
     plan = DRY if dry_run else FULL
     check_device(loaded.config, plan, torch.cuda.device_count())
+    device = torch.device("cpu") if dry_run else device_of(loaded.config.device)
     figures: list[Figure] = []
-    for name in plan.large:
-        assembly = large_assembly(loaded.config, plan, name)
-        conditions = conditions_of(assembly)
-        figures += [replace(found, at={"model": name, **found.at}) for found in measure(assembly.loaded, plan)]
-        del assembly
+    for name in ("tiny",) if dry_run else _MODELS:
+        found = measure(device, dummy_config(name), plan)
+        figures += [replace(figure, at={"model": name, **figure.at}, costs_only=True) for figure in found]
         forget()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     Console().print(figures_table(figures))
-    write_report(out, conditions, figures, {"dry_run": dry_run})
+    write_report(out, {**surroundings(), "device": name}, figures, {"dry_run": dry_run})
     return True

@@ -1,4 +1,4 @@
-"""`python -m benchmarks growing`: what past answers are worth to a server as it goes on, from an empty memory."""
+"""`python -m benchmarks growing`: what past answers gain as a server fills its memory, from an empty one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,12 +7,10 @@ from itertools import product
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
 
-from benchmarks.mixed import spans_of
+from benchmarks.shared import shown, speed_ratio
 from drafters.protocol import MemorySizes
 from service.assembly import Assembly
-from service.bench.clients import ratio_of
 from service.bench.commands import AnswerTokens, Concurrency, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
@@ -40,7 +38,7 @@ _PAIRS = ((ON, OFF), (OFF_AGAIN, OFF), (ON, PLAIN), (OFF, PLAIN))
 
 
 def contestants_of(assembly: Assembly) -> dict[str, Contestant]:
-    """New engines on the same target; without past answers drafts copy from their own text alone."""
+    """Return new engines on the same target; without past answers drafts copy from their own text only."""
     without = replace(assembly.limits, memory=MemorySizes())
     off, again = (assembly.engine(limits=without) for _ in range(2))
     engines = {PLAIN: plain_engine(assembly), OFF: off, OFF_AGAIN: again, ON: assembly.engine()}
@@ -48,14 +46,14 @@ def contestants_of(assembly: Assembly) -> dict[str, Contestant]:
 
 
 def row_of(what: Row, runs: Mapping[str, Sequence[Run]], part: slice) -> Row:
-    """Some turns of everybody; ratios of tokens per second have intervals over turns, which stay paired."""
+    """Return the figures of some turns of all contestants; ratios of tokens per second have intervals over turns."""
     mine = {name: list(all_runs[part]) for name, all_runs in runs.items()}
     return {
         **what,
         "requests": sum(len(run.answers) for run in mine[PLAIN]),
         "tokens_per_second": {name: tokens_per_second(some) for name, some in mine.items()},
         "tau": {name: tau(some) for name, some in mine.items()},
-        "ratios": {f"{a} over {b}": ratio_of(spans_of(mine[a]), spans_of(mine[b])) for a, b in _PAIRS},
+        "ratios": {f"{a} over {b}": speed_ratio(mine[a], mine[b]) for a, b in _PAIRS},
         "mismatched_tokens": sum(mismatches(mine[PLAIN], some) for some in mine.values()),
     }
 
@@ -65,7 +63,7 @@ def run(
     prompts: PromptFiles,
     more_prompts: MorePromptFiles = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests of each file.")] = 250,
-    window: Annotated[int, typer.Option(min=1, help="Requests of a point of the curve.")] = 50,
+    window: Annotated[int, typer.Option(min=1, help="Requests of each point of the curve.")] = 50,
     last: Annotated[int, typer.Option(min=1, help="Requests at the end that the summary compares.")] = 80,
     temperature: Temperatures = [0.0, 0.7],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 64,
@@ -73,8 +71,8 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Engines with past answers and without, by turns with plain decoding: a curve over the requests of each kind, and
-    its picture beside --out. Exit code 1 if any token differs."""
+    """Compare engines with and without past answers, in turn with plain decoding, over the requests of each file. Exit
+    code 1 if any token differs."""
     assembly = prepare(loaded.config, out)
     sets = read_sets(assembly, [*prompts, *(more_prompts or [])], requests, max_tokens)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
@@ -87,20 +85,6 @@ def run(
             firsts = range(0, len(runs[PLAIN]), turns)
             rows += [row_of({**what, "first": at * concurrency}, runs, slice(at, at + turns)) for at in firsts]
             ends.append(row_of({**what, "first": "end"}, runs, slice(-max(1, last // concurrency), None)))
-    if out is not None:
-        figure = Figure(figsize=(4 * len(ends), 6), layout="constrained")
-        for place, end in enumerate(ends):
-            ratios, taus = (figure.add_subplot(2, len(ends), place + 1 + below * len(ends)) for below in (0, 1))
-            mine = [row for row in rows if all(row[key] == end[key] for key in ("set", "temperature"))]
-            at = [row["first"] + row["requests"] / 2 for row in mine]
-            for name in (ON, OFF, OFF_AGAIN):
-                speeds = [row["tokens_per_second"] for row in mine]
-                ratios.plot(at, [speed[name] / speed[PLAIN] for speed in speeds], marker=".", label=name)
-                taus.plot(at, [row["tau"][name] for row in mine], marker=".", label=name)
-            ratios.set(title=f"{end['set']}, T = {end['temperature']:g}", ylabel="tokens/s over plain decoding")
-            taus.set(xlabel="requests", ylabel="tokens per step")
-            taus.legend(fontsize=8)
-        figure.savefig(out.with_suffix(".png"), dpi=110)
     summary = {"mismatched_tokens": sum(row["mismatched_tokens"] for row in rows), "end": ends}
     table = table_of(
         _COLUMNS, [*rows, *ends], section=lambda row: (row["set"], row["temperature"], row["first"] == "end")
@@ -109,7 +93,7 @@ def run(
 
 
 def _ratio(a: str, b: str) -> Column:
-    return f"{a} over {b}", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["ratios"][f"{a} over {b}"])
+    return f"{a} over {b}", lambda row: shown(row["ratios"][f"{a} over {b}"])
 
 
 _COLUMNS: tuple[Column, ...] = (

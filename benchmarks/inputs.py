@@ -1,8 +1,8 @@
-"""Tens of thousands of bad requests against a real server: none may end in a 5xx, hang, or harm anybody else.
+"""`python -m benchmarks inputs`: bad requests to a real server. None may end in a 5xx, hang or harm other requests.
 
-Each begins as a request that clients really send, and is spoilt: fields of its JSON become something else, go, come or
-change places; bytes of its body or of the whole HTTP message are lost, doubled or others. What is left of it is sent
-over a connection of its own, of which the client then closes its half.
+Each starts as a valid request, of which parts are mutated: JSON fields are replaced, removed, added or swapped; headers
+are changed; bytes of the body or of the whole HTTP message are flipped, removed or doubled. It is sent over its own
+connection, whose sending half the client then closes.
 """
 
 import asyncio
@@ -13,20 +13,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
 
 from benchmarks.processes import one_server
-from benchmarks.streams import questions, slots_at_rest, undisturbed
+from benchmarks.shared import in_one_line
+from benchmarks.streams import answers_alone, questions, slots_at_rest
 from service.bench.commands import Concurrency, Out, Seed
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Row, counted, in_one_line, report, table_of
+from service.bench.experiment import Row, counted, report, table_of
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 
+_ORIGINALS = Path(__file__).with_suffix(".json")
 _PATIENCE_SECONDS = 60.0
-_SHORT_ANSWERS = 16  # tokens, where nothing else is asked for
+_SHORT_ANSWERS = 16  # tokens by default
 _MOST_CHANGES = 3
 _SHOWN = 5  # requests that went wrong
 _SHOWN_BYTES = 600
@@ -35,7 +40,7 @@ _ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
 class Original(NamedTuple):
-    """A good request."""
+    """A valid request."""
 
     method: str
     path: str
@@ -43,65 +48,23 @@ class Original(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A spoilt one, as bytes of a connection."""
+    """A mutated request, as bytes of a connection."""
 
-    way: str  # how it was spoilt
+    way: str  # what was mutated
     data: bytes
 
 
 def originals(model: str) -> list[Original]:
-    """Requests that clients really send."""
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    called = [
-        {"role": "user", "content": "Rome?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": 5, "stop": ["end"], "n": 2}
-    weighing = {"logprobs": True, "top_logprobs": 3, "logit_bias": {"5": -3.5}, "presence_penalty": 0.1}
-    form = {"type": "json_schema", "json_schema": {"name": "note", "strict": True, "schema": schema}}
-    chat, text, responses = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        (chat, {"messages": talk, "max_tokens": 4, **sampling}),
-        (chat, {"messages": talk, "max_completion_tokens": 4, **weighing}),
-        (chat, {"messages": talk, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4}),
-        (chat, {"messages": talk, "stream": True, "resume_from": 2, "seed": 1, "max_tokens": 4}),
-        (chat, {"messages": called, "tools": [tool], "tool_choice": "auto", "parallel_tool_calls": True}),
-        (chat, {"messages": talk, "response_format": form, "speculation": {"detailed": True}}),
-        (chat, {"messages": talk, "prediction": {"type": "content", "content": "Hello"}, "return_token_ids": True}),
-        (text, {"prompt": "Hello", "max_tokens": 4, "echo": True, "logprobs": 2, **sampling}),
-        (text, {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "stream": True, "suffix": None}),
-        (responses, {"input": "Hi", "max_output_tokens": 4, "instructions": "Be brief.", "store": True}),
-        (responses, {"input": talk[1:], "max_output_tokens": 4, "stream": True, "temperature": 0.5}),
-        ("/tokenize", {"prompt": "Hello", "add_special_tokens": True}),
-        ("/tokenize", {"messages": talk}),
-        ("/detokenize", {"tokens": [1, 2, 3]}),
-    ]
-    gets = ("/v1/models", f"/v1/models/{model}", "/v1/responses/resp_1", "/openapi.json", "/metrics", "/readyz", "/")
+    """Return good requests for this model, from the file next to this module."""
+    requests = json.loads(_ORIGINALS.read_text(encoding="utf-8"))
     return [
-        *(Original("POST", path, {"model": model, **body}) for path, body in bodies),
-        *(Original("GET", path) for path in gets),
-        Original("DELETE", "/v1/responses/resp_1"),
+        Original(one["method"], one["path"].format(model=model), {"model": model, **body} if body else None)
+        for one, body in ((one, one.get("body")) for one in requests)
     ]
 
 
-def spoilt(known: Sequence[Original], rng: random.Random) -> Sent:
-    """One of them with one to three changes of a kind."""
+def mutated(known: Sequence[Original], rng: random.Random) -> Sent:
+    """Return one of these requests with one to three mutations of one way."""
     method, path, body = rng.choice(known)
     changes = range(rng.randint(1, _MOST_CHANGES))
     way = rng.choice([*_WAYS]) if body is not None else "message"
@@ -145,7 +108,7 @@ _HEADER_VALUES = (
 
 
 class _Raw(str):
-    """JSON as it is to stand in the body."""
+    """Text that is inserted into the body without quoting."""
 
 
 _VALUES: tuple[Callable[[random.Random], Any], ...] = (
@@ -161,34 +124,28 @@ _VALUES: tuple[Callable[[random.Random], Any], ...] = (
     lambda rng: {str(number): number for number in range(rng.choice((3, 400)))},
     lambda rng: {"type": "string", "pattern": rng.choice(("(a+)+$", "[", "(?<=a)b", "\\p{L}{1,999}", "a{0,100000}"))},
 )
-"""What stands in the place of something else."""
+"""Makers of values that replace others."""
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of everything inside."""
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside `value`."""
     inside: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inside:
         yield (*path, key)
-        yield from _places(one, (*path, key))
+        yield from _paths(one, (*path, key))
 
 
 def _with_other_value(body: Any, rng: random.Random) -> Any:
-    places = list(_places(body))
-    if not places or rng.random() < 0.03:
+    paths = list(_paths(body))
+    if not paths or rng.random() < 0.03:
         return rng.choice(_VALUES)(rng)
-    *way, key = rng.choice(places)
-    inside = body
-    for step in way:
-        inside = inside[step]
+    *way, key = rng.choice(paths)
+    inside = reduce(getitem, way, body)
     act = rng.choice(("replace", "replace", "replace", "remove", "swap", "add", "repeat"))
     if act == "remove":
         del inside[key]
     elif act == "swap":
-        *other_way, other = rng.choice(places)
-        beside = body
-        for step in other_way:
-            beside = beside[step]
-        inside[key] = copy.deepcopy(beside[other])
+        inside[key] = copy.deepcopy(reduce(getitem, rng.choice(paths), body))
     elif act == "add" and isinstance(inside, dict):
         inside[rng.choice(("unknown", "n", "stream", "best_of", "echo", "stop", "seed", "", "\x00"))] = inside[key]
     elif act == "repeat" and isinstance(inside, list):
@@ -199,7 +156,7 @@ def _with_other_value(body: Any, rng: random.Random) -> Any:
 
 
 def _written(value: Any) -> bytes:
-    """As JSON, and what is no JSON as it is."""
+    """Encode as JSON, with raw text inserted as it is."""
     raw: list[_Raw] = []
 
     def marked(one: Any) -> Any:
@@ -227,19 +184,19 @@ def _with_other_bytes(data: bytes, rng: random.Random) -> bytes:
     return data[:begin] + middle + data[end:]
 
 
-def verdict(answer: bytes | None) -> tuple[str, str]:
-    """The kind of the first answer, and what is wrong with any of them. # answer: None where its end did not come"""
-    if answer is None:
+def verdict(data: bytes | None) -> tuple[str, str]:
+    """Return the kind of the first response, and what is wrong with any of them; None is a response without an end."""
+    if data is None:
         return "hang", "no end within a minute"
-    if not answer:
+    if not data:
         return "closed", ""
-    answers = list(_answers(answer)) or [("100", b"")]
+    answers = list(_answers(data)) or [("100", b"")]
     wrongs = [_wrong_with(status, body) for status, body in answers]
     return answers[0][0], next(filter(None, wrongs), "")
 
 
 def _answers(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Status and body of each: what is left of a spoilt request may be another one."""
+    """Yield status and body of each response: the rest of a mutated request may be another request."""
     while data:
         head, _, rest = data.partition(b"\r\n\r\n")
         status = head[9:12].decode(errors="replace") if head.startswith(_VERSION) else "no HTTP"
@@ -256,11 +213,11 @@ def _answers(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 def _wrong_with(status: str, body: bytes) -> str:
     if not status.isdigit() or status >= "500":
-        return "not the client's fault"
+        return "an error of the server"
     if b'"server_error"' in body:
-        return "an error of the server within the answer"
+        return "an error of the server inside the answer"
     if status >= "400" and body and not _is_refusal(body):
-        return "a refusal in another form"
+        return "a refusal without the error fields"
     return ""
 
 
@@ -272,7 +229,7 @@ def _is_refusal(body: bytes) -> bool:
 
 
 async def answer_of(host: str, port: int, data: bytes) -> bytes | None:
-    """Everything a server says to this; None where it takes too long."""
+    """Return everything that the server answers; None if it takes too long."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -280,7 +237,7 @@ async def answer_of(host: str, port: int, data: bytes) -> bytes | None:
                 writer.write(data)
                 await writer.drain()
                 writer.write_eof()
-            except OSError:  # closed in our face, which the answer explains
+            except OSError:  # closed early; the answer says why
                 pass
             try:
                 return await reader.read()
@@ -294,7 +251,7 @@ async def answer_of(host: str, port: int, data: bytes) -> bytes | None:
 
 @dataclass
 class _Fuzz:
-    """What became of all requests so far."""
+    """Sends requests and counts the answers."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by way and kind of answer
     wrong: list[Row] = field(default_factory=list)
@@ -305,7 +262,7 @@ class _Fuzz:
 
             async def ask() -> None:
                 for number in numbers:
-                    sent = spoilt(known, random.Random(f"{seed}-{number}"))
+                    sent = mutated(known, random.Random(f"{seed}-{number}"))
                     kind, wrong = verdict(await answer_of(address.host, address.port or 80, sent.data))
                     self.counts[sent.way, kind] += 1
                     if wrong:
@@ -321,12 +278,12 @@ class _Fuzz:
 
 
 async def _all_of_it(url: str, model: str, fuzz: _Fuzz, *, count: int, clients: int, seed: int) -> dict[str, object]:
-    """Bad requests between two rounds of good ones."""
+    """Send bad requests between two rounds of good ones; return the summary."""
     good = questions(model, [[{"role": "user", "content": text}] for text in ("Hi", "Count.", "Why?", "A note")], 12)
     async with httpx.AsyncClient() as client:
-        before = await undisturbed(client, url, good)
+        before = await answers_alone(client, url, good)
         await fuzz.run(url, originals(model), count=count, clients=clients, seed=seed)
-        after = await undisturbed(client, url, good)
+        after = await answers_alone(client, url, good)
         slots = await slots_at_rest(client, url)
     return {
         "requests": count,
@@ -346,7 +303,7 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Bad requests against a real server. Exit code 1 for a 5xx, a hang, a lost slot, or a token that differs after."""
+    """Send bad requests to a real server. Exit code 1 for a 5xx, a hang, a lost slot, or another token afterwards."""
     refuse_unwritable(out)
     fuzz = _Fuzz()
     with one_server(loaded.config, max_output_tokens=_SHORT_ANSWERS) as server:

@@ -1,8 +1,8 @@
-"""`python -m benchmarks drafters --kinds`: drafters against each other, each beside plain decoding of the same prompts.
+"""`python -m benchmarks drafters`: kinds of drafters, each compared with plain decoding of the same prompts.
 
-Every kind gets the target anew, because what it taps of it is planned with it; its own plain decoding, in turn with it
-at every budget, is what it is compared with. Steps that read prompts are left out. What a kind knows is looked at apart
-from that, for looking takes time.
+Every kind gets a freshly loaded target, because its tapped layers are planned with it; its own plain decoding takes
+turns with it at every budget. Steps that read prompts are left out. How well a kind predicts is recorded in a separate
+run, because recording takes time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,14 +11,18 @@ from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
+import typer
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from benchmarks.draft_records import observed, without_noise, without_times
+from benchmarks.draft_records import SteeredDrafter, observed
 from benchmarks.quality import COVERED, quality_of
+from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
+from service.bench.commands import Concurrency, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Run, TimedStep, generate
 from service.bench.experiment import (
     PLAIN,
@@ -38,45 +42,45 @@ from service.bench.experiment import (
     tau,
     warm_up,
 )
-from service.config import ServiceConfig
+from service.config import LoadedConfig
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine
 from service.errors import StartupError
 
 SERVED, OBSERVED = "served", "observed"
-"""The first in place of a number of nodes: the budget as it is configured."""
+"""SERVED stands for a number of nodes: the budget as it is configured."""
 
 _CONTOURS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
-_DEEPEST = 8  # depths of which acceptance is reported
+_DEEPEST = 8  # depths whose acceptance is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A drafter by its name, with a folder of its own for its weights if one was named."""
+    """A drafter by name, and the folder of its weights if one was given."""
 
     name: str
     folder: Path | None
 
     @property
     def title(self) -> str:
+        """NAME or NAME=FOLDER."""
         return self.name if self.folder is None else f"{self.name}={self.folder.name}"
 
 
 def kinds_of(names: str) -> list[Kind]:
-    """KIND or KIND=FOLDER, with commas between. Raises StartupError."""
+    """Parse KIND[=FOLDER],... Raises StartupError."""
     kinds: dict[str, Kind] = {}
     for part in _parts(names):
         name, _, folder = part.partition("=")
         kind = Kind(name, Path(folder) if folder else None)
         if kinds.setdefault(kind.title, kind) != kind:
-            raise StartupError(f"--kinds names two folders that rows would call {kind.title}: give one another name")
+            raise StartupError(f"--kinds names two folders that rows would call {kind.title}: rename one")
     if not kinds:
         raise StartupError("--kinds names no drafter: give some, as in memory,specblock=./my-drafter")
     return list(kinds.values())
 
 
 def _parts(names: str) -> Iterator[str]:
-    """What stands between commas outside of parentheses."""
+    """Split at commas outside of parentheses."""
     part, depth = "", 0
     for character in f"{names},":
         depth += (character == "(") - (character == ")")
@@ -89,7 +93,7 @@ def _parts(names: str) -> Iterator[str]:
 
 
 def budgets_of(nodes: str) -> list[int | None]:
-    """Numbers of nodes, with commas between, or `served`. # -> None for that; raises StartupError"""
+    """Parse N,... with `served` as None. Raises StartupError."""
     found: list[int | None] = []
     for part in filter(None, (part.strip() for part in nodes.split(","))):
         if part == SERVED:
@@ -97,94 +101,102 @@ def budgets_of(nodes: str) -> list[int | None]:
         elif part.isdecimal() and 1 <= int(part) <= MAX_NODES:
             found.append(int(part))
         else:
-            raise StartupError(f"--nodes {part}: say {SERVED}, or a number from 1 to {MAX_NODES}")
+            raise StartupError(f"--nodes {part}: give {SERVED}, or a number from 1 to {MAX_NODES}")
     if not found:
         raise StartupError(f"--nodes names no budget: give some, as in 8,32,{SERVED}")
     return list(dict.fromkeys(found))
 
 
-def run_kinds(
-    config: ServiceConfig,
-    kinds: Sequence[Kind],
-    files: Sequence[Path],
-    measures: Sequence[Measure],
-    *,
-    budgets: Sequence[int | None],
-    limit: int | None,
-    out: Path | None,
+def run(
+    loaded: LoadedConfig,
+    kinds: Annotated[
+        str,
+        typer.Option(metavar="KIND[=FOLDER],...", help="Drafters to compare, each with the weights in its folder."),
+    ],
+    prompts: PromptFiles,
+    queries: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 16,
+    concurrency: Concurrency = 1,
+    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 128,
+    nodes: Annotated[
+        str, typer.Option(metavar="N,...", help="Nodes of each tree; served: the budget as it is configured.")
+    ] = "8,32,64,served",
+    seed: Seed = 0,
+    out: Out = None,
 ) -> bool:
-    """Let every kind answer every prompt at every budget and report; whether all texts were the same. A row has all
-    columns: those of the kind at this temperature are the same at every budget."""
+    """Compare kinds of drafters: how well they predict, tau, cost and speedup, with a picture next to --out. Exit code
+    1 if any token differs from plain decoding."""
+    compared, budgets = kinds_of(kinds), budgets_of(nodes)
+    measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
+    largest = max([loaded.config.max_budget, *(count for count in budgets if count is not None)])
     rows: list[Row] = []
-    most = max([config.max_budget, *(nodes for nodes in budgets if nodes is not None)])
-    for kind in kinds:
-        update = {"drafter": kind.name, "max_budget": most, "drafter_path": kind.folder or config.drafter_path}
-        assembly = prepare(config.model_copy(update=update), out)
-        rows += _rows_of(assembly, kind, files, measures, budgets, limit)
+    for kind in compared:
+        folder = kind.folder or loaded.config.drafter_path
+        update = {"drafter": kind.name, "max_budget": largest, "drafter_path": folder}
+        assembly = prepare(loaded.config.model_copy(update=update), out)
+        sets = read_sets(assembly, prompts, queries, max_tokens)
+        rows += _rows_of(assembly, kind, list(chain.from_iterable(one.prompts for one in sets)), measures, budgets)
     mismatched = sum(row["mismatched_tokens"] for row in rows)
     if out is not None:
         plot_kinds(rows, out.with_suffix(".png"))
-    return conclude(assembly, out, rows, {"kinds": len(kinds), "mismatched_tokens": mismatched}, *tables_of(rows))
+    return conclude(assembly, out, rows, {"kinds": len(compared), "mismatched_tokens": mismatched}, *tables_of(rows))
 
 
 def _rows_of(
     assembly: Assembly,
     kind: Kind,
-    files: Sequence[Path],
+    prompts: Sequence[Sequence[int]],
     measures: Sequence[Measure],
     budgets: Sequence[int | None],
-    limit: int | None,
 ) -> list[Row]:
-    """With the noise withheld engines run last, for from then on their drafters know how it is without."""
-    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-    prompts = list(chain.from_iterable(chosen.prompts for chosen in sets))
-    engines = {SERVED if nodes is None else str(nodes): _engine(assembly, nodes) for nodes in budgets}
-    contestants: dict[str, Contestant] = {name: partial(generate, engine) for name, engine in engines.items()}
-    everybody: dict[str, Contestant] = {PLAIN: partial(generate, plain_engine(assembly)), **contestants}
-    warm_up(everybody, prompts[0], measures[0])
+    """Return one row per temperature and budget. Runs without the noise come last: drafters learn from them."""
+    plain: Contestant = partial(generate, plain_engine(assembly))
+    drafters: list[SteeredDrafter] = []
+    contestants: dict[str, Contestant] = {}
+    for nodes in budgets:
+        ledger = RegretLedger()
+        drafters.append(SteeredDrafter(assembly.drafter(ledger=ledger)))
+        drafters[-1].hides_times = nodes is not None
+        policy = None if nodes is None else FixedBudget(nodes)
+        engine = assembly.engine(drafters[-1].as_drafter(), policy, ledger=ledger)
+        contestants[SERVED if nodes is None else str(nodes)] = partial(generate, engine)
+    warm_up({PLAIN: plain, **contestants}, prompts[0], measures[0])
     with counted(len(measures) * len(prompts), kind.title) as advance:
-        runs = [take_turns(prompts, everybody, measure, advance) for measure in measures]
-    known = _known(assembly, prompts, measures)
-    for engine in engines.values():
-        without_noise(engine.drafter)
-    withheld = [take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures]
+        runs = [take_turns(prompts, {PLAIN: plain, **contestants}, measure, advance) for measure in measures]
+    quality = _quality(assembly, prompts, measures)
+    for drafter in drafters:
+        drafter.hides_noise = True
+    blind = [take_turns(prompts, contestants, measure) if measure.temperature else {} for measure in measures]
     return [
         {
             **{"kind": kind.title, "temperature": measure.temperature, "nodes": nodes},
-            **figures_of(mine[nodes], mine[PLAIN], blind.get(nodes, ())),
-            **quality,
+            **figures_of(mine[nodes], mine[PLAIN], withheld.get(nodes, ())),
+            **predicted,
         }
-        for measure, mine, blind, quality in zip(measures, runs, withheld, known, strict=True)
-        for nodes in engines
+        for measure, mine, withheld, predicted in zip(measures, runs, blind, quality, strict=True)
+        for nodes in contestants
     ]
 
 
-def _engine(assembly: Assembly, nodes: int | None) -> Engine:
-    """With trees of so many nodes from every forward there is, whatever that takes; None: as it is served."""
-    if nodes is None:
-        return assembly.engine()
-    engine = assembly.engine(policy=FixedBudget(nodes))
-    without_times(engine.drafter)
-    return engine
-
-
-def _known(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
-    """As `quality_of`, with as many nodes as any budget has. Of a switch nothing: looking changes the times by which it
-    learns whom to ask."""
+def _quality(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
+    """Return `quality_of` at each temperature, with trees of `max_budget` nodes. A switch has no figures: recording
+    changes the times by which it chooses."""
     if assembly.drafter_name.startswith("switch("):
         return [quality_of([]) for _ in measures]
-    drafter, recorder = observed(assembly)
-    engine = assembly.engine(drafter, FixedBudget(assembly.limits.max_budget))
-    known = []
+    recorder = observed(assembly)
+    engine = assembly.engine(recorder.as_drafter(), FixedBudget(assembly.limits.max_budget))
+    found = []
     for measure in measures:
         take_turns(prompts, {OBSERVED: partial(generate, engine)}, measure)
-        known.append(quality_of(recorder.take()))
-    return known
+        found.append(quality_of(recorder.take()))
+    return found
 
 
 def figures_of(runs: Sequence[Run], plain: Sequence[Run], withheld: Sequence[Run] = ()) -> Row:
-    """What a drafter was worth, and its tau where the noise was withheld from it. `alpha` [depth] is the share of steps
-    that accepted a node there, of those that accepted its parent; costs are in plain steps."""
+    """Compare a drafter's runs with plain ones; `withheld` are its runs without the noise.
+
+    `alpha` [depth]: share of steps that accepted a node there, of those that accepted its parent. Costs are in plain
+    steps."""
     steps, without = _decoding(runs), _decoding(plain)
     drafted = [step for step in steps if step.stats.drafts]
     plain_seconds = fmean(step.seconds for step in without)
@@ -219,8 +231,8 @@ def _alpha(accepted: Sequence[int]) -> list[float]:
 
 
 def plot_kinds(rows: Sequence[Row], file: Path) -> None:
-    """Tokens per step against what a step costs, with the lines of equal speedup. Fixed trees of a kind are joined; a
-    hollow mark is what is served."""
+    """Plot tokens per step over the cost of a step, with lines of equal speedup. Lines join the fixed trees of a kind;
+    a hollow mark is the served budget."""
     figure = Figure(figsize=(7.5, 6.0), layout="constrained")
     axes = figure.subplots()
     groups: dict[tuple[str, float], list[Row]] = {}
@@ -247,14 +259,14 @@ def plot_kinds(rows: Sequence[Row], file: Path) -> None:
 
 
 def tables_of(rows: Sequence[Row]) -> tuple[Table, Table]:
-    """What each kind knows, and what that is worth at each budget."""
+    """Return a table of how well each kind predicts, and one of its speed at each budget."""
 
     def group(row: Row) -> tuple[str, float]:
         return row["kind"], row["temperature"]
 
     first = list({group(row): row for row in reversed(rows)}.values())[::-1]
-    known = table_of((*_NAMES, *_KNOWN), first, caption=_KNOWN_CAPTION, section=lambda row: row["kind"])
-    return known, table_of((*_NAMES, *_WORTH), rows, caption=_WORTH_CAPTION, section=group)
+    known = table_of((*_NAMES, *_QUALITY), first, caption=_QUALITY_CAPTION, section=lambda row: row["kind"])
+    return known, table_of((*_NAMES, *_SPEED), rows, caption=_SPEED_CAPTION, section=group)
 
 
 def _number(value: float | None) -> str:
@@ -270,7 +282,7 @@ def _covered(k: int) -> Column:
 
 
 _NAMES: tuple[Column, ...] = (("kind", lambda row: row["kind"]), ("T", lambda row: f"{row['temperature']:g}"))
-_KNOWN: tuple[Column, ...] = (
+_QUALITY: tuple[Column, ...] = (
     ("places", lambda row: f"{row['places']:,}"),
     ("named", lambda row: _number(row["named"])),
     *map(_covered, COVERED),
@@ -279,14 +291,13 @@ _KNOWN: tuple[Column, ...] = (
     ("ECE, claimed", lambda row: _number(row["claimed_error"])),
     ("ECE, corrected", lambda row: _number(row["corrected_error"])),
 )
-_KNOWN_CAPTION = (
-    "places: tokens of the text behind a root or an accepted node; named: share of them at which the drafter names a "
-    "token; top k: of these, at which the target's token is among its k likeliest; right by rank: of those at which it "
-    "names 1, 2, 3, 4, at which it is the last of them; TVD: total variation distance to the target's distribution at "
-    "temperature 1, empty where a kind has none; ECE: calibration error of survival, as the drafter claims it and as "
-    "it is corrected"
+_QUALITY_CAPTION = (
+    "places: tokens of the text after a root or an accepted node; named: share where the drafter proposes any token; "
+    "top k: of these, share where the target's token is among its k most likely; right by rank: of those with 1, 2, 3, "
+    "4 proposals, share where it is the last of them; TVD: total variation distance to the target's distribution at "
+    "temperature 1, empty where a kind has none; ECE: calibration error of survival, as claimed and as corrected"
 )
-_WORTH: tuple[Column, ...] = (
+_SPEED: tuple[Column, ...] = (
     ("nodes", lambda row: row["nodes"]),
     ("tau", lambda row: f"{row['tau']:.2f}"),
     ("withheld", lambda row: _number(row["tau_withheld"])),
@@ -298,9 +309,8 @@ _WORTH: tuple[Column, ...] = (
     ("speedup", lambda row: f"{row['speedup']:.2f}"),
     ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
-_WORTH_CAPTION = (
-    "steps that read prompts are left out; withheld: tau where the drafter does not see the sampling noise, empty "
-    "where there is none; alpha: share of steps whose node at depth 1, 2, 3, 4 was accepted, of those that accepted "
-    "the one above; costs of a drafted step, and of what its drafter did, in plain steps; speedup: decoded tokens per "
-    "second by plain decoding's on the same prompts"
+_SPEED_CAPTION = (
+    "steps that read prompts are left out; withheld: tau without the sampling noise, empty at temperature 0; alpha: "
+    "share of steps whose node at depth 1, 2, 3, 4 was accepted, of those that accepted its parent; costs of a drafted "
+    "step, and of drafting, in plain steps; speedup: decoded tokens per second over plain decoding's"
 )

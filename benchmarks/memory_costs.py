@@ -1,5 +1,4 @@
-"""`python -m benchmarks memory-costs`: what a step takes to propose from the memory and to add to it, and what a token
-takes that is held."""
+"""`python -m benchmarks memory-costs`: how long a step proposes from the memory and adds to it, and bytes per token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +11,15 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.options import PromptFile
+from benchmarks.shared import PromptFile
+from benchmarks.timing import REST, Clock, Parts, TimedDrafter, Watched
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import DraftContext, MemorySizes
 from kernels import ops
 from kernels.memory import PAST
 from service.assembly import Assembly
-from service.bench.anatomy import REST, Clock, watched
 from service.bench.commands import AnswerTokens, Out, Seed, numbers
-from service.bench.driver import Run
+from service.bench.driver import TimedStep
 from service.bench.experiment import (
     PLAIN,
     Column,
@@ -34,6 +33,7 @@ from service.bench.experiment import (
     read_sets,
     table_of,
     take_turns,
+    warm_up,
 )
 from service.config import LoadedConfig
 from service.engine.budget import FixedBudget
@@ -41,27 +41,28 @@ from service.training.regenerate import read_responses
 
 MEMORY, PROPOSE, ADD = "memory", "propose", "add"
 _NODES = 8  # of a verified tree
-_TURNS = 4  # the first is not counted
-_PLACE_BYTES, _ROOM = 8, 64  # a token has up to four places; with so many bytes for each, few are lost
+_TURNS = 3
+_SLOT_BYTES, _ROOM = 8, 64  # a token takes up to four slots; with 64 bytes for each, few are lost
 _MORE = 1_000_000
 
 
 def drafter_of(assembly: Assembly, num_bytes: int) -> MemoryDrafter:
+    """Return a drafter whose memory has so many bytes."""
     drafter = assembly.drafter("memory", limits=replace(assembly.limits, memory=MemorySizes(num_bytes=num_bytes)))
     assert isinstance(drafter, MemoryDrafter)
     return drafter
 
 
 def remember(drafter: MemoryDrafter, text: Tensor, vocab_size: int, tokens: range) -> float:
-    """Fill the past answers with these tokens of the text, which begins again with other words; bytes in use per token.
-    # text [count] int64"""
+    """Fill the past answers with tokens of the text, shifted to other ids at each repetition; return bytes in use per
+    token. text [count] int64"""
     memory = drafter._memory
     drafter.start([DraftContext(0, [0])])
     for first in range(tokens.start, tokens.stop, len(text)):
         piece = (text[: tokens.stop - first] + first) % vocab_size
         ops.on(memory.entries.device).add_text(memory, 0, PAST, piece)
     drafter.finish([0])
-    return _PLACE_BYTES * int(torch.count_nonzero(memory.entries)) / len(tokens)
+    return _SLOT_BYTES * int(torch.count_nonzero(memory.entries)) / len(tokens)
 
 
 def run(
@@ -74,7 +75,7 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """What the memory takes of a step beside a plain step, and bytes. Exit code 1 if any token differs."""
+    """Compare the time the memory takes in a step with a plain step. Exit code 1 if any token differs."""
     update = {"drafter": "memory", "budget_policy": "fixed"}
     assembly = prepare(loaded.config.model_copy(update=update), out)
     vocab_size, bound = assembly.target.vocab_size, assembly.limits.memory.num_bytes
@@ -86,18 +87,23 @@ def run(
         room, clock = max(bound, _ROOM * tokens), Clock()
         drafter = drafter_of(assembly, room)
         of_token = remember(drafter, text, vocab_size, range(tokens))
-        vars(drafter).update(grow=clock.timed(PROPOSE, drafter.grow), commit=clock.timed(ADD, drafter.commit))
-        engine = assembly.engine(drafter, FixedBudget(_NODES))
-        watching = {name: watched(clock, one) for name, one in ((PLAIN, plain), (MEMORY, engine))}
+        timed = TimedDrafter(drafter, clock, {"grow": PROPOSE, "commit": ADD})
+        engine = assembly.engine(timed.as_drafter(), FixedBudget(_NODES))
+        watching = {name: Watched(clock, one) for name, one in ((PLAIN, plain), (MEMORY, engine))}
         for count in sequences:
-            runs = take_turns(endless[: _TURNS * count], watching, Measure(0.0, max_tokens, count, seed))
-            propose, add = (_microseconds(runs[MEMORY], part) for part in (PROPOSE, ADD))
-            step = _microseconds(runs[PLAIN], REST)  # all of it
+            measure = Measure(0.0, max_tokens, count, seed)
+            warm_up(watching, endless[0], measure)
+            for one in watching.values():
+                one.take()
+            runs = take_turns(endless[: _TURNS * count], watching, measure)
+            steps = {name: one.take() for name, one in watching.items()}
+            propose, add = (_microseconds(steps[MEMORY], part) for part in (PROPOSE, ADD))
+            step = _microseconds(steps[PLAIN], REST)  # a plain step has no other part
             row = {"held": tokens, "sequences": count, "room_bytes": room, "bytes_per_token": of_token}
             row |= {"propose_microseconds": propose, "add_microseconds": add, "plain_step_microseconds": step}
             rows.append({**row, "share": (propose + add) / step, "mismatched_tokens": mismatches(*runs.values())})
     full = drafter_of(assembly, bound)
-    enough = bound // _PLACE_BYTES
+    enough = bound // _SLOT_BYTES
     remember(full, text, vocab_size, range(enough))
     before = psutil.Process().memory_info().rss
     remember(full, text, vocab_size, range(enough, enough + _MORE))
@@ -108,10 +114,9 @@ def run(
     return conclude(assembly, out, rows, summary, table_of(_COLUMNS, rows), f"{summary}")
 
 
-def _microseconds(runs: Sequence[Run], part: str) -> float:
-    """The median over steps that read no prompt, the first turn left out."""
-    steps = (step for run in runs[1:] for step in run.steps if not step.stats.prompt_tokens)
-    return 1e6 * percentile((step.parts[part] for step in steps), 50)
+def _microseconds(steps: Sequence[tuple[TimedStep, Parts]], part: str) -> float:
+    """Return the median microseconds of a part."""
+    return 1e6 * percentile((parts[part] for _, parts in steps), 50)
 
 
 _COLUMNS: tuple[Column, ...] = (

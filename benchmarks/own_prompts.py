@@ -1,8 +1,7 @@
-"""`python -m benchmarks.own_prompts KIND FILE`: prompts of kinds that no public set has, made up or from texts that lie
-on any Debian machine with Python.
+"""`python -m benchmarks.own_prompts KIND FILE`: write prompts that no public set has, from texts of a Debian machine.
 
-`advertisements` of installed programs, unit `tests` for functions of the standard library, `summaries` of pieces of
-Python's manual, 1,500 characters and more, and calls of `tools` as JSON."""
+KIND is advertisements (of installed programs), tests (unit tests for functions of the standard library), summaries (of
+pieces of Python's manual) or tools (calls of tools as JSON)."""
 
 import ast
 import inspect
@@ -23,7 +22,7 @@ _END = "|end of package|"
 
 
 def _advertisements() -> Iterator[str]:
-    """Of each package that is installed."""
+    """Yield a request for an advertisement of each installed package."""
     form = "${Package}\\t${Description}" + _END
     packages = subprocess.run(
         ["dpkg-query", "--show", "--showformat", form], check=True, capture_output=True, text=True
@@ -35,7 +34,7 @@ def _advertisements() -> Iterator[str]:
 
 
 def _unit_tests() -> Iterator[str]:
-    """Of functions of the standard library."""
+    """Yield a request for a unit test of each short function of the standard library."""
     directory = Path(inspect.getfile(ast)).parent
     for module in pkgutil.iter_modules([str(directory)]):
         path = directory / f"{module.name}.py"
@@ -49,7 +48,7 @@ def _unit_tests() -> Iterator[str]:
 
 
 def _summaries() -> Iterator[str]:
-    """Of pieces of the manual, whole paragraphs each."""
+    """Yield a request for a summary of each piece of the manual, in whole paragraphs."""
     for title, text in topics.items():
         piece = ""
         for paragraph in text.split("\n\n"):
@@ -61,34 +60,15 @@ def _summaries() -> Iterator[str]:
                 piece = ""
 
 
-_TOOLS = {
-    "get_weather": "What will the weather be like in {city} on {day}?",
-    "book_table": "Book a table for {people} in {city} on {day}.",
-    "find_flights": "Which flights from {city} to {to} are there on {day}, for {people} people?",
-    "add_event": "Put dinner with {name} into my calendar, {day} in {city}.",
-    "send_message": "Tell {name} that we are {people} people now.",
-    "convert_money": "How much is {amount} {currency} in dollars?",
-    "pay_bill": "Pay {name} {amount} {currency} on {day}.",
-    "track_parcel": "Where is the parcel {amount} from {city}?",
-}
-_VALUES = {
-    "city": ("Lisbon", "Oslo", "Kyoto", "Nairobi", "Quito", "Prague", "Boston", "Hanoi"),
-    "to": ("Rome", "Lima", "Cairo", "Delhi"),
-    "day": ("Monday", "Tuesday", "Friday", "Sunday", "May 3", "June 21"),
-    "people": ("two", "3", "four", "6", "ten"),
-    "name": ("Ana", "Boris", "Chen", "Dara", "Emil", "Farah", "Greta"),
-    "amount": ("15", "80", "120", "349", "1250", "7200"),
-    "currency": ("euros", "yen", "pounds", "francs"),
-}
-
-
 def _tool_calls() -> Iterator[str]:
-    """Each for one of four tools."""
+    """Yield questions that one of four tools answers."""
+    words = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    questions, values = words["tools"], words["values"]
     rng, form = random.Random(0), '{"name": ..., "arguments": {...}}'
     for _ in range(2 * COUNT):
-        names = rng.sample(list(_TOOLS), 4)
-        tools = [{"name": name, "arguments": re.findall(r"{(\w+)}", _TOOLS[name])} for name in names]
-        asked = _TOOLS[names[0]].format(**{name: rng.choice(values) for name, values in _VALUES.items()})
+        names = rng.sample(list(questions), 4)
+        tools = [{"name": name, "arguments": re.findall(r"{(\w+)}", questions[name])} for name in names]
+        asked = questions[names[0]].format(**{name: rng.choice(several) for name, several in values.items()})
         listed = "\n".join(sorted(map(json.dumps, tools)))
         yield f"You can call these tools:\n{listed}\n\nAnswer with one call as JSON, {form}, and nothing else. {asked}"
 
@@ -102,6 +82,7 @@ KINDS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def main(kind: str, path: str) -> None:
+    """Write shuffled prompts of one kind to a JSONL file."""
     prompts = sorted(set(KINDS[kind]()))
     random.Random(0).shuffle(prompts)
     with Path(path).open("w", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """`python -m benchmarks speed --peer NAME`: `adaptree bench speed` with another engine on the same weights.
 
-Each engine runs with its own default settings.
+Each engine runs with its own default settings. llama.cpp is opened here for other benchmarks too.
 """
 
 import importlib.metadata
@@ -28,10 +28,10 @@ from service.bench.commands import (
     Seed,
     Temperatures,
 )
-from service.bench.conditions import Conditions
 from service.bench.driver import Answer, Run
 from service.bench.experiment import Measure
 from service.bench.speed import run_speed
+from service.conditions import Conditions
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.weights import EMBEDDED_NAME, gguf_file, resolve
@@ -41,7 +41,7 @@ PeerName = Literal["transformers", "llama.cpp", "llama.cpp-lookup"]
 
 
 class TransformersPeer:
-    """Hugging Face `generate` with everything as it comes: stock model code, stock attention, its own cache."""
+    """Hugging Face `generate` with its own model code, attention and cache."""
 
     def __init__(self, assembly: Assembly) -> None:
         self.conditions: Conditions = {}
@@ -59,9 +59,7 @@ class TransformersPeer:
 
     @staticmethod
     def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """Raise StartupError before anything is loaded where it cannot do the same work: it cannot widen a model."""
-        if config.copies > 1:
-            raise StartupError(f"--peer transformers runs models as they are: give --model {config.model_source}")
+        """Do nothing: it runs every model."""
 
     @torch.inference_mode()
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
@@ -79,52 +77,51 @@ class TransformersPeer:
         return _run(output[:, tokens.shape[1] :].tolist(), start)
 
 
+def open_llama_cpp(file: Path, context: int, **more: Any) -> tuple[Any, Any]:
+    """Open a GGUF file in llama.cpp with as many threads as torch has; return the package and its `Llama`.
+
+    `more`: options of that class. Raises StartupError without the package."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise StartupError("--peer llama.cpp needs a package that is not here: pip install llama-cpp-python")
+    import llama_cpp
+
+    threads = torch.get_num_threads()
+    options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0, "verbose": False, **more}
+    return llama_cpp, llama_cpp.Llama(str(file), n_ctx=context, **options)
+
+
 class LlamaCppPeer:
-    """llama.cpp on the GGUF file itself, whose weights stay packed, with as many threads and its own f16 cache."""
+    """llama.cpp on the same GGUF file, with as many threads and its own f16 cache."""
 
     def __init__(self, assembly: Assembly, **more: Any) -> None:
-        """`more`: options of its own class."""
-        import llama_cpp
-
-        threads, file = torch.get_num_threads(), _gguf_of(assembly.config)
-        self._library = llama_cpp
-        self._llama = llama_cpp.Llama(
-            str(file),
-            n_ctx=assembly.limits.max_model_len,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=0,
-            verbose=False,
-            **more,
-        )
+        """`more`: options of `Llama`."""
+        file = _gguf_of(assembly.config)
+        self._library, self._llama = open_llama_cpp(file, assembly.limits.max_model_len, **more)
         self.conditions: Conditions = {
             "llama_cpp_python": importlib.metadata.version("llama_cpp_python"),
-            "llama_cpp_system_info": llama_cpp.llama_print_system_info().decode().strip(),
-            "llama_cpp_threads": threads,
+            "llama_cpp_system_info": self._library.llama_print_system_info().decode().strip(),
+            "llama_cpp_threads": torch.get_num_threads(),
             "llama_cpp_weights": file.name,
         }
 
     @staticmethod
     def refuse(config: ServiceConfig, concurrency: int) -> None:
-        """Raise StartupError before anything is loaded where it cannot do the same work.
-
-        It needs its package, a GGUF file and a CPU, and answers one request at a time.
-        """
+        """Raise StartupError unless there is the package, a GGUF file and a CPU, and one request at a time."""
         if importlib.util.find_spec("llama_cpp") is None:
             raise StartupError("--peer llama.cpp needs a package that is not here: pip install llama-cpp-python")
         if concurrency > 1:
             raise StartupError("--peer llama.cpp answers one request at a time: give --concurrency 1")
         if device_of(config.device).type != "cpu":
-            raise StartupError("--peer llama.cpp runs on the CPU: give --device cpu, so that ours does so too")
+            raise StartupError("--peer llama.cpp runs on the CPU: give --device cpu, so that ours does too")
         _gguf_of(config)
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Answer the only request, of which nothing is in the cache yet."""
+        """Answer one request, from an empty cache."""
         (request,), start = requests, time.perf_counter()
         return _run([self._answer(request.prompt, request.sampling)], start)
 
     def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """Below the package's own loop, which copies all logits to Python for each token."""
+        """Generate with the C functions: the package's own loop copies all logits to Python for each token."""
         library, context = self._library, self._llama.ctx
         library.llama_memory_clear(library.llama_get_memory(context), False)
         sampler, answer = self._sampler(params), list[int]()
@@ -138,13 +135,13 @@ class LlamaCppPeer:
             self._decode(answer[-1:])
 
     def _decode(self, tokens: Sequence[int]) -> None:
-        """Put the tokens behind those in the cache, and leave the last one's logits."""
+        """Append tokens to the cache, and compute the last one's logits."""
         array = (self._library.llama_token * len(tokens))(*tokens)
         if self._library.llama_decode(self._llama.ctx, self._library.llama_batch_get_one(array, len(tokens))):
             raise RuntimeError("llama.cpp could not decode")
 
     def _sampler(self, params: SamplingParams) -> Any:
-        """The likeliest token, or one drawn from the whole distribution at the request's temperature."""
+        """Return a sampler that is greedy, or draws from the whole distribution at the request's temperature."""
         library = self._library
         chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
         if params.temperature:
@@ -156,7 +153,7 @@ class LlamaCppPeer:
 
 
 class LlamaCppLookupPeer(LlamaCppPeer):
-    """The same with the speculation that its package has, prompt lookup, and as many tokens as it advises for CPUs."""
+    """llama.cpp with the prompt lookup of its package, and as many tokens as that advises for CPUs."""
 
     def __init__(self, assembly: Assembly) -> None:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -192,23 +189,22 @@ def run(
     temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 128,
     concurrency: Concurrency = 1,
-    anatomy: Annotated[bool, typer.Option("--anatomy", help="Also time the parts of a step, on a CPU.")] = False,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Plain and speculative decoding and another engine on the same prompts, in turn. Exit code 1 if any token of
-    speculative decoding differs from plain decoding."""
+    """Compare plain and speculative decoding and another engine on the same prompts, in turn. Exit code 1 if any token
+    of speculative decoding differs from plain decoding."""
     kind = PEERS[peer]
     kind.refuse(loaded.config, concurrency)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     files = [*prompts, *(more_prompts or [])]
-    return run_speed(loaded.config, files, measures, limit=limit, anatomy=anatomy, out=out, peers={peer: kind})
+    return run_speed(loaded.config, files, measures, limit=limit, out=out, peers={peer: kind})
 
 
 def _gguf_of(config: ServiceConfig) -> Path:
-    """The file that is served. Raises StartupError where the model is something else."""
+    """Return the GGUF file of the model. Raises StartupError for another model."""
     file = gguf_file(config.model_source)
-    if file is None or config.is_dummy or config.copies > 1:
+    if file is None:
         raise StartupError(
             f"--peer llama.cpp reads GGUF files, but the model is {config.model}: "
             f"give --model FILE.gguf or --model {EMBEDDED_NAME}"
@@ -217,6 +213,6 @@ def _gguf_of(config: ServiceConfig) -> Path:
 
 
 def _run(answers: Sequence[Sequence[int]], start: float) -> Run:
-    """Answers finished now. # answers [request][token], start seconds of the performance counter"""
+    """Return a run that ends now, of answers by request; `start` is a reading of the performance counter."""
     seconds = time.perf_counter() - start
     return Run(tuple(Answer(tuple(answer), "", "length") for answer in answers), (), seconds)

@@ -1,39 +1,39 @@
-"""What hostile clients can do to honest ones through the drafter that learns."""
+"""`python -m benchmarks poison`: what hostile clients can do to honest ones through the drafter that learns.
+
+Three runs answer the same honest queries: `attacked` learns with hostile queries in between, `unattacked` without them,
+and `anchor` never learns. Only the answers of honest clients are compared.
+"""
 
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from service.assembly import Assembly
-from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
-from service.bench.driver import Run
-from service.bench.experiment import Measure, conclude, mismatches, prepare, read_sets, request_of, tau
-from service.bench.shift import columns_table, json_event, learning_cells, mark, middles, name_axes, paired_ratio
-from service.bench.shift_play import (
+from benchmarks.shared import Interval, LongestAnswer, Prompt, mixed, rate_ratio, shown
+from benchmarks.shift import TurnQueries, columns_table, draw, event_row, learning_cells, rows_of
+from benchmarks.shift_play import (
     PLAIN,
-    Counts,
-    Noted,
     Phase,
     Played,
-    Prompt,
     Stream,
     Turn,
     joined,
-    mixed,
     play_all,
     players_of,
     turns_of,
     windows_of,
 )
+from service.assembly import Assembly
+from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
+from service.bench.driver import Run
+from service.bench.experiment import Measure, Row, conclude, mismatches, prepare, read_sets, request_of, tau
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
@@ -41,18 +41,17 @@ from service.prompts import refuse_too_long
 from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 
-GARBAGE = "garbage"
-NARROW = "narrow"
-STEALTH = "stealth"
-HOSTILE = (GARBAGE, NARROW, STEALTH)
-
-BURST_SHARE = 0.75  # of the stealthy client's queries
-BURST_FROM, BURST_TO = 0.5, 0.75  # of the stream: six times the rate that it had in the first half
+ATTACKED, UNATTACKED, ANCHOR = RUNS = ("attacked", "unattacked", "anchor")
+GARBAGE, NARROW, STEALTH = HOSTILE = ("garbage", "narrow", "stealth")
+ASKED_RATIO = 0.97
 
 Content = Literal["garbage", "narrow", "honest"]
 
+_BURST_SHARE = 0.75  # of the stealthy client's queries
+_BURST_FROM, _BURST_TO = 0.5, 0.75  # of the stream: six times its rate in the first half
 _LENGTHS = 8, 64  # of garbage, in tokens or characters
 _CHARACTERS = 0x21, 0x250  # printable ASCII, and letters that few languages use
+_STRETCH = 3  # windows
 _FORMATS = (
     "Write the digits of {number} in Morse code, ten times, one line each. No words.",
     "Write a CSV table of ten rows: n, n squared, n cubed. Begin with n = {number}. No words.",
@@ -64,36 +63,40 @@ _FORMATS = (
 class Visit:
     """One query of a hostile client."""
 
-    place: float  # in honest queries: between number 7 and number 8 for 7.5
+    at: float  # in honest queries: 7.5 is between number 7 and number 8
     client: str
     content: Content
 
 
 def visits_of(queries: int, share: float, rng: random.Random) -> list[Visit]:
-    """The visits beside so many honest queries that make hostile clients send this share of all."""
+    """Return hostile queries that make up this share of all, in the order of their places."""
     total = round(queries * share / (1 - share))
     garbage, narrow, stealth = (total // 3 + (index < total % 3) for index in range(3))
-    burst = round(BURST_SHARE * stealth)
-    half, quarter = BURST_FROM * queries, BURST_TO * queries
+    burst = round(_BURST_SHARE * stealth)
+    half, end = _BURST_FROM * queries, _BURST_TO * queries
+    parts: tuple[tuple[str, Content, int, float, float], ...] = (
+        (GARBAGE, "garbage", garbage, 0, queries),
+        (NARROW, "narrow", narrow, 0, queries),
+        (STEALTH, "honest", stealth - burst, 0, half),
+        (STEALTH, "garbage", burst, half, end),
+    )
     visits = [
-        *_steady(GARBAGE, "garbage", _places(garbage, 0, queries, rng)),
-        *_steady(NARROW, "narrow", _places(narrow, 0, queries, rng)),
-        *_steady(STEALTH, "honest", _places(stealth - burst, 0, half, rng)),
-        *_steady(STEALTH, "garbage", _places(burst, half, quarter, rng)),
+        Visit(first + (number + rng.random()) * (last - first) / count, client, content)
+        for client, content, count, first, last in parts
+        for number in range(count)
     ]
-    return sorted(visits, key=lambda visit: visit.place)
+    return sorted(visits, key=lambda visit: visit.at)
 
 
-def garbage(tokenizer: ChatTokenizer, vocab_size: int, rng: random.Random) -> Iterator[Prompt]:
-    """Without end: token ids by chance as they are, and characters by chance as a message."""
+def garbage_prompts(tokenizer: ChatTokenizer, vocab_size: int, rng: random.Random) -> Iterator[Prompt]:
+    """Yield random token ids, and messages of random characters, without end."""
     while True:
         yield tuple(rng.randrange(vocab_size) for _ in range(rng.randint(*_LENGTHS)))
-        text = "".join(chr(rng.randrange(*_CHARACTERS)) for _ in range(rng.randint(*_LENGTHS)))
-        yield _message(tokenizer, text)
+        yield _message(tokenizer, "".join(chr(rng.randrange(*_CHARACTERS)) for _ in range(rng.randint(*_LENGTHS))))
 
 
-def narrow(tokenizer: ChatTokenizer, rng: random.Random) -> Iterator[Prompt]:
-    """Without end: columns of digits, in one of a few formats."""
+def narrow_prompts(tokenizer: ChatTokenizer, rng: random.Random) -> Iterator[Prompt]:
+    """Yield questions for columns of digits in one of a few formats, without end."""
     while True:
         yield _message(tokenizer, rng.choice(_FORMATS).format(number=rng.randrange(100, 100_000)))
 
@@ -102,119 +105,48 @@ def _message(tokenizer: ChatTokenizer, text: str) -> Prompt:
     return tuple(tokenizer.render_chat([{"role": "user", "content": text}]))
 
 
-def _places(count: int, start: float, end: float, rng: random.Random) -> list[float]:
-    """Evenly spread, each by chance within its part."""
-    step = (end - start) / max(1, count)
-    return [start + (number + rng.random()) * step for number in range(count)]
-
-
-def _steady(client: str, content: Content, places: list[float]) -> Iterator[Visit]:
-    return (Visit(place, client, content) for place in places)
-
-
 def honest_stream(prompts: Sequence[Prompt]) -> Stream:
-    """Honest prompts, cut where the attack changes. Empty stretches of very short streams are left out."""
-    burst, after = (round(share * len(prompts)) for share in (BURST_FROM, BURST_TO))
+    """Return honest prompts in phases that end where the attack changes, without empty phases."""
+    burst, after = (round(share * len(prompts)) for share in (_BURST_FROM, _BURST_TO))
     pieces = {"before": prompts[:burst], "burst": prompts[burst:after], "after": prompts[after:]}
     return Stream(tuple(Phase(name, tuple(piece)) for name, piece in pieces.items() if piece), new_from=0)
 
 
 def honest_turns(stream: Stream, size: int, clients: int, measure: Measure, rng: random.Random) -> list[Turn]:
-    """The stream in turns of `size` queries, each of a client by chance."""
+    """Return the stream in turns of `size` queries, each query from a random client."""
 
-    def asked(request: GenerationRequest) -> GenerationRequest:
+    def owned(request: GenerationRequest) -> GenerationRequest:
         return replace(request, scope=Scope(name=f"honest {rng.randrange(clients) + 1}"))
 
-    return [replace(turn, requests=tuple(map(asked, turn.requests))) for turn in turns_of(stream, size, measure)]
+    return [replace(turn, requests=tuple(map(owned, turn.requests))) for turn in turns_of(stream, size, measure)]
 
 
 def attacked(
     turns: Sequence[Turn], visits: Sequence[Visit], prompts: Mapping[Content, Iterator[Prompt]], measure: Measure
 ) -> list[Turn]:
-    """The same turns with hostile queries at their places, numbered behind all honest ones."""
+    """Return the same turns with hostile queries at their places, numbered after all honest ones."""
     first = sum(len(turn.requests) for turn in turns)
     hostile = [
-        (visit.place, request_of(number, next(prompts[visit.content]), measure, client=visit.client, ignore_eos=False))
+        (visit.at, request_of(number, next(prompts[visit.content]), measure, client=visit.client, ignore_eos=False))
         for number, visit in enumerate(visits, start=first)
     ]
-    return [_with_visitors(turn, hostile) for turn in turns]
-
-
-def _with_visitors(turn: Turn, hostile: Sequence[tuple[float, GenerationRequest]]) -> Turn:
-    end = turn.first + len(turn.requests)
-    honest = [(float(number), request) for number, request in enumerate(turn.requests, start=turn.first)]
-    visitors = [(place, request) for place, request in hostile if turn.first <= place < end]
-    in_order = sorted([*honest, *visitors], key=lambda placed: placed[0])
-    return replace(turn, requests=tuple(request for _, request in in_order))
-
-
-ATTACKED, UNATTACKED, ANCHOR = "attacked", "unattacked", "anchor"
-RUNS = (ATTACKED, UNATTACKED, ANCHOR)
-
-ASKED_RATIO = 0.97
-STRETCH = 3  # windows
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Tau by another run's on the same queries, with what holds 95 % of resampled turns."""
-
-    ratio: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Some windows in a row."""
-
-    first_query: int
-    tau: float
-    anchor_tau: float
-
-    @property
-    def ratio(self) -> float:
-        return self.tau / self.anchor_tau
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "ratio": self.ratio}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """One run over the whole stream, as honest clients saw it."""
-
-    tau: float
-    tau_by_phase: Mapping[str, float]
-    over_anchor: Ratio
-    worst: Stretch  # of all windows in a row, by the anchor's
-    mismatched_tokens: int  # that differ from the anchor's
-    counts: Counts
-    events: tuple[Noted, ...]
-
-    def as_json(self) -> dict[str, object]:
-        values = asdict(self)
-        events = [json_event(noted) for noted in self.events]
-        return {**values, **values.pop("counts"), "worst": self.worst.as_json(), "events": events}
-
-
-@dataclass(frozen=True, slots=True)
-class HostileSummary:
-    """What one hostile client was answered."""
-
-    queries: int
-    tokens: int
-    tau: float
+    found = []
+    for turn in turns:
+        honest = [(float(number), request) for number, request in enumerate(turn.requests, start=turn.first)]
+        visitors = [one for one in hostile if turn.first <= one[0] < turn.first + len(turn.requests)]
+        in_order = sorted([*honest, *visitors], key=lambda placed: placed[0])
+        found.append(replace(turn, requests=tuple(request for _, request in in_order)))
+    return found
 
 
 def answers_of(played: Played, clients: Callable[[str], bool]) -> Run:
-    """What was answered to some clients."""
+    """Return the answers to some clients."""
     pairs = zip(played.turn.requests, played.run.answers, strict=True)
     return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.scope.name)))
 
 
 def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]:
-    """What a run did for honest clients, as if nobody else had asked: events are counted by honest queries too."""
+    """Return what a run did for honest clients; events are counted by honest queries too."""
     parts, answered = [], 0
     for mine, turn in zip(played, turns, strict=True):
         honest = [asked.scope.name not in HOSTILE for asked in mine.turn.requests]
@@ -227,164 +159,68 @@ def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]
     return parts
 
 
-def rows_of(run: str, windows: Sequence[Played], hostile: Mapping[int, int], stream: Stream) -> list[dict[str, object]]:
-    """The honest part of a run, window by window; `hostile` has the number of hostile queries by window."""
-    return [
-        {
-            "run": run,
-            "window": window.turn.window,
-            "phase": stream.phases[window.turn.phase].name,
-            "first_query": window.turn.first,
-            "queries": len(window.turn.requests),  # of honest clients, and so is tau
-            "hostile_queries": hostile.get(window.turn.window, 0),
-            "tau": window.tau,
-            **window.counts,
-        }
-        for window in windows
-    ]
-
-
-def summary_of(played: Sequence[Played], anchor: Sequence[Played], stream: Stream, *, seed: int) -> RunSummary:
-    """The honest part of a run against the anchor's."""
+def summary_of(played: Sequence[Played], anchor: Sequence[Played], stream: Stream, *, seed: int) -> Row:
+    """Compare the honest part of a run with the anchor's."""
     whole = joined(played)
-    return RunSummary(
-        tau=whole.tau,
-        tau_by_phase={
-            phase.name: tau(turn.run for turn in played if turn.turn.phase == index)
-            for index, phase in enumerate(stream.phases)
-        },
-        over_anchor=ratio_of(played, anchor, seed=seed),
-        worst=min(stretches(windows_of(played), windows_of(anchor)), key=lambda stretch: stretch.ratio),
-        mismatched_tokens=mismatches([turn.run for turn in anchor], [turn.run for turn in played]),
-        counts=whole.counts,
-        events=whole.noted,
-    )
+    phases = enumerate(stream.phases)
+    return {
+        "tau": whole.tau,
+        "tau_by_phase": {one.name: tau(turn.run for turn in played if turn.turn.phase == at) for at, one in phases},
+        "over_anchor": tau_ratio(played, anchor, seed=seed),
+        "worst_three_windows": worst_stretch(windows_of(played), windows_of(anchor)),
+        "mismatched_tokens": mismatches([turn.run for turn in anchor], [turn.run for turn in played]),
+        **whole.counts,
+        "events": [event_row(noted) for noted in whole.noted],
+    }
 
 
-def ratio_of(mine: Sequence[Played], theirs: Sequence[Played], *, seed: int) -> Ratio:
-    """Tau of one run by that of another on the same queries."""
-    return Ratio(*paired_ratio(mine, theirs, _emitted, seed=seed))
+def tau_ratio(mine: Sequence[Played], others: Sequence[Played], *, seed: int) -> Interval:
+    """Return the ratio of two runs' tau on the same queries, with its interval."""
+    return rate_ratio(*([_emitted(one) for one in turns] for turns in (mine, others)), seed=seed)
 
 
 def _emitted(played: Played) -> tuple[float, float]:
-    """Emitted tokens and verifies."""
-    verifies = [count for answer in played.run.answers for count in answer.accepted_per_step]
-    return len(verifies) + sum(verifies), len(verifies)
+    """Return emitted tokens and verifies."""
+    accepted = [count for answer in played.run.answers for count in answer.accepted_per_step]
+    return len(accepted) + sum(accepted), len(accepted)
 
 
-def stretches(mine: Sequence[Played], anchor: Sequence[Played]) -> list[Stretch]:
-    """Every three windows in a row, or all windows where there are fewer."""
-    length = min(STRETCH, len(mine))
-    starts = range(len(mine) - length + 1)
-    return [_stretch(mine[start : start + length], anchor[start : start + length]) for start in starts]
+def worst_stretch(mine: Sequence[Played], anchor: Sequence[Played]) -> Row:
+    """Return the lowest tau over the anchor's of every three consecutive windows, or of all where there are fewer."""
+    length = min(_STRETCH, len(mine))
+    stretches = []
+    for start in range(len(mine) - length + 1):
+        ours, theirs = (joined(windows[start : start + length]).tau for windows in (mine, anchor))
+        stretches.append(
+            {"first_query": mine[start].turn.first, "tau": ours, "anchor_tau": theirs, "ratio": ours / theirs}
+        )
+    return min(stretches, key=lambda stretch: stretch["ratio"])
 
 
-def hostile_of(played: Sequence[Played]) -> dict[str, HostileSummary]:
-    """What each hostile client was answered in the attacked run, those who never came left out."""
-    return {client: _hostile(played, client) for client in HOSTILE if _came(played, client)}
+def hostile_of(played: Sequence[Played]) -> dict[str, Row]:
+    """Return what each hostile client received, without clients that sent nothing."""
+    found = {}
+    for client in HOSTILE:
+        runs = [answers_of(turn, client.__eq__) for turn in played]
+        queries = sum(len(run.answers) for run in runs)
+        if queries:
+            found[client] = {"queries": queries, "tokens": sum(run.num_tokens for run in runs), "tau": tau(runs)}
+    return found
 
 
-def hostile_by_window(played: Sequence[Played]) -> dict[str, dict[int, int]]:
-    """Queries of each hostile client, by window."""
-    numbers = dict.fromkeys(turn.turn.window for turn in played)
+def totals_of(summaries: Mapping[str, Row], hostile: Mapping[str, Row], queries: int) -> Row:
+    """Return what the report's summary takes from all runs."""
+    num_hostile = sum(client["queries"] for client in hostile.values())
     return {
-        client: {number: _came([turn for turn in played if turn.turn.window == number], client) for number in numbers}
-        for client in HOSTILE
+        "hostile_queries": num_hostile,
+        "hostile_share": num_hostile / (num_hostile + queries),
+        "asked_ratio": ASKED_RATIO,
+        "worst_three_windows": summaries[ATTACKED]["worst_three_windows"],
+        "over_share": summaries[ATTACKED]["over_share"],
+        "mismatched_tokens": sum(one["mismatched_tokens"] for one in summaries.values()),
+        "runs": summaries,
+        "hostile": hostile,
     }
-
-
-def _stretch(mine: Sequence[Played], anchor: Sequence[Played]) -> Stretch:
-    return Stretch(mine[0].turn.first, joined(mine).tau, joined(anchor).tau)
-
-
-def _came(played: Sequence[Played], client: str) -> int:
-    return sum(asked.scope.name == client for turn in played for asked in turn.turn.requests)
-
-
-def _hostile(played: Sequence[Played], client: str) -> HostileSummary:
-    runs = [answers_of(turn, lambda asked: asked == client) for turn in played]
-    return HostileSummary(_came(played, client), sum(run.num_tokens for run in runs), tau(runs))
-
-
-def draw(
-    file: Path,
-    windows: Mapping[str, Sequence[Played]],
-    hostile: Mapping[str, Mapping[int, int]],
-    stream: Stream,
-) -> None:
-    """Draw the windows of all runs; `hostile` has each hostile client's queries by window."""
-    figure = Figure(figsize=(11, 10), layout="constrained")
-    taus, ratios, attacks = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.4))
-    for index, (run, mine) in enumerate(windows.items()):
-        heights = [window.tau for window in mine]
-        taus.plot(middles(mine), heights, marker=".", color=f"C{index}", label=run)
-        mark(taus, mine, heights, f"C{index}")
-    _ratios(ratios, windows)
-    _attacks(attacks, windows[ATTACKED], hostile)
-    titles = {
-        taus: "tau of honest clients",
-        ratios: f"tau by another run's on the same queries; over {STRETCH} windows where the anchor's",
-        attacks: "queries of hostile clients in a window",
-    }
-    name_axes(titles, stream, marked=taus)
-    for axes in (taus, ratios, attacks):
-        axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-
-
-def _ratios(axes: Any, windows: Mapping[str, Sequence[Played]]) -> None:
-    attacked, unattacked = windows[ATTACKED], windows[UNATTACKED]
-    centres = middles(attacked)
-    for index, run in enumerate((ATTACKED, UNATTACKED)):
-        found = stretches(windows[run], windows[ANCHOR])
-        # A stretch stands where its middle window does.
-        places = centres[(len(centres) - len(found)) // 2 :][: len(found)]
-        ratios = [stretch.ratio for stretch in found]
-        axes.plot(places, ratios, marker=".", color=f"C{index}", label=f"{run} / {ANCHOR}")
-    ratios = [mine.tau / theirs.tau for mine, theirs in zip(attacked, unattacked, strict=True)]
-    axes.plot(centres, ratios, marker=".", color="C3", label=f"{ATTACKED} / {UNATTACKED}")
-    for height in (1.0, ASKED_RATIO):
-        axes.axhline(height, color="grey", linewidth=0.8)
-
-
-def _attacks(axes: Any, windows: Sequence[Played], hostile: Mapping[str, Mapping[int, int]]) -> None:
-    width = 0.8 * min(len(window.turn.requests) for window in windows)
-    below = [0] * len(windows)
-    for client, by_window in hostile.items():
-        heights = [by_window[window.turn.window] for window in windows]
-        axes.bar(middles(windows), heights, width, bottom=below, label=client)
-        below = [height + more for height, more in zip(below, heights, strict=True)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attack:
-    """Who asks what."""
-
-    honest: tuple[Path, ...]
-    narrow: tuple[Path, ...]  # none: built-in prompts
-    queries: int  # honest ones
-    honest_clients: int
-    share: float  # of all queries, sent by hostile clients
-    turn_queries: int  # honest ones
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The honest queries, and what each run answers."""
-
-    stream: Stream
-    honest: list[Turn]
-    turns: dict[str, list[Turn]]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What each run did for honest clients, and the attacked one for all."""
-
-    honest: dict[str, list[Played]]
-    attacked: list[Played]
-    summaries: dict[str, RunSummary]
-    ratio: Ratio  # attacked / unattacked
 
 
 def run(
@@ -398,132 +234,86 @@ def run(
     share: Annotated[float, typer.Option(min=0, max=0.9, help="Share of all queries that hostile clients send.")] = 0.3,
     honest_clients: Annotated[int, typer.Option(min=1, help="Honest clients.")] = 7,
     temperature: Temperature = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    max_tokens: LongestAnswer = 64,
     concurrency: Concurrency = 1,
-    turn_queries: Annotated[
-        int, typer.Option(min=1, help="Honest queries a run answers before it is the next one's turn.")
-    ] = 5,
+    turn_queries: TurnQueries = 5,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """What hostile clients can do to honest ones through the drafter that learns; draws a PNG beside --out."""
-    attack = Attack(
-        honest=(*honest, *(more_honest or [])),
-        narrow=tuple(narrow or ()),
-        queries=queries,
-        honest_clients=honest_clients,
-        share=share,
-        turn_queries=turn_queries,
-    )
-    measure = Measure(temperature, max_tokens, concurrency, seed)
-    policies = policies_of(loaded.config.adaptation.policy)
-    assembly = prepare(loaded.config, out)
-    scene = scene_of(assembly, attack, measure)
-    with players_of(assembly, policies, measure.seed) as players:
-        played = play_all(players, scene.turns, measure)
-    outcome = outcome_of(played, scene, seed=measure.seed)
-    by_client = hostile_by_window(outcome.attacked)
-    windows = {run: windows_of(outcome.honest[run]) for run in RUNS}
-    if out is not None:
-        draw(out.with_suffix(".png"), windows, by_client, scene.stream)
-    by_window = sum(map(Counter, by_client.values()), Counter())
-    rows = [
-        row for run in RUNS for row in rows_of(run, windows[run], by_window if run == ATTACKED else {}, scene.stream)
-    ]
-    return conclude(assembly, out, rows, summary_json(outcome, attack), table_of(outcome))
-
-
-def policies_of(learning: PolicyName) -> dict[str, PolicyName]:
-    """Who decides about updates in each run. Raises StartupError where nobody would learn."""
+    """Measure what hostile clients do to honest ones through the drafter that learns, with a picture next to --out.
+    Exit code 1 if any token of an honest client differs."""
+    learning = loaded.config.adaptation.policy
     if learning == PLAIN:
         raise StartupError(f"--adaptation.policy {PLAIN} learns nothing that could be poisoned: choose another one")
-    return {ATTACKED: learning, UNATTACKED: learning, ANCHOR: PLAIN}
-
-
-def scene_of(assembly: Assembly, attack: Attack, measure: Measure) -> Scene:
-    """The honest queries in turns, with and without hostile ones between. Raises StartupError."""
-    rng = random.Random(measure.seed)
-    visits = visits_of(attack.queries, attack.share, rng)
+    policies: dict[str, PolicyName] = {ATTACKED: learning, UNATTACKED: learning, ANCHOR: PLAIN}
+    measure, rng = Measure(temperature, max_tokens, concurrency, seed), random.Random(seed)
+    assembly = prepare(loaded.config, out)
+    visits = visits_of(queries, share, rng)
     lent = sum(visit.content == "honest" for visit in visits)
-    sets = read_sets(assembly, attack.honest, None, measure.max_tokens)
-    prompts = mixed(sets, attack.queries + lent, rng)
-    stream = honest_stream(prompts[: attack.queries])
-    honest = honest_turns(stream, attack.turn_queries, attack.honest_clients, measure, rng)
+    prompts = mixed(read_sets(assembly, [*honest, *(more_honest or [])], None, max_tokens), queries + lent, rng)
+    stream = honest_stream(prompts[:queries])
+    turns = honest_turns(stream, turn_queries, honest_clients, measure, rng)
     contents: dict[Content, Iterator[Prompt]] = {
-        "honest": iter(prompts[attack.queries :]),
-        "garbage": garbage(assembly.tokenizer, assembly.target.vocab_size, rng),
-        "narrow": _narrow(assembly, attack.narrow, measure, rng),
+        "honest": iter(prompts[queries:]),
+        "garbage": garbage_prompts(assembly.tokenizer, assembly.target.vocab_size, rng),
+        "narrow": _narrow(assembly, narrow or [], max_tokens, rng),
     }
-    poisoned = attacked(honest, visits, contents, measure)
+    poisoned = attacked(turns, visits, contents, measure)
     everything = [request.prompt for turn in poisoned for request in turn.requests]
-    refuse_too_long(everything, measure.max_tokens, assembly.limits.max_model_len, "hostile prompts")
-    return Scene(stream, honest, {ATTACKED: poisoned, UNATTACKED: honest, ANCHOR: honest})
-
-
-def _narrow(assembly: Assembly, files: Sequence[Path], measure: Measure, rng: random.Random) -> Iterator[Prompt]:
-    if not files:
-        return narrow(assembly.tokenizer, rng)
-    return cycle(prompt for chosen in read_sets(assembly, files, None, measure.max_tokens) for prompt in chosen.prompts)
-
-
-def outcome_of(played: Mapping[str, Sequence[Played]], scene: Scene, *, seed: int) -> Outcome:
-    """Every run's honest part, by itself and against the others'."""
-    honest = {run: honest_part(mine, scene.honest) for run, mine in played.items()}
-    summaries = {run: summary_of(mine, honest[ANCHOR], scene.stream, seed=seed) for run, mine in honest.items()}
-    ratio = ratio_of(honest[ATTACKED], honest[UNATTACKED], seed=seed)
-    return Outcome(honest, list(played[ATTACKED]), summaries, ratio)
-
-
-def summary_json(outcome: Outcome, attack: Attack) -> dict[str, object]:
-    """What is asked for, first, and then everything by run and by client."""
-    hostile = hostile_of(outcome.attacked)
-    num_hostile = sum(client.queries for client in hostile.values())
-    return {
-        "queries": attack.queries,
-        "hostile_queries": num_hostile,
-        "hostile_share": num_hostile / (num_hostile + attack.queries),
-        "honest_clients": attack.honest_clients,
-        "ratio": asdict(outcome.ratio),
-        "asked_ratio": ASKED_RATIO,
-        "worst_three_windows": outcome.summaries[ATTACKED].worst.as_json(),
-        "over_share": outcome.summaries[ATTACKED].counts["over_share"],
-        "mismatched_tokens": sum(summary.mismatched_tokens for summary in outcome.summaries.values()),
-        "runs": {run: outcome.summaries[run].as_json() for run in RUNS},
-        "hostile": {name: asdict(client) for name, client in hostile.items()},
+    refuse_too_long(everything, max_tokens, assembly.limits.max_model_len, "hostile prompts")
+    with players_of(assembly, policies, seed) as players:
+        played = play_all(players, {ATTACKED: poisoned, UNATTACKED: turns, ANCHOR: turns}, measure)
+    mine = {name: honest_part(played[name], turns) for name in RUNS}
+    windows = {name: windows_of(parts) for name, parts in mine.items()}
+    if out is not None:
+        draw(out.with_suffix(".png"), windows, stream)
+    summaries = {name: summary_of(parts, mine[ANCHOR], stream, seed=seed) for name, parts in mine.items()}
+    hostile = hostile_of(played[ATTACKED])
+    summary = {
+        "queries": queries,
+        "honest_clients": honest_clients,
+        "ratio": tau_ratio(mine[ATTACKED], mine[UNATTACKED], seed=seed),
+        **totals_of(summaries, hostile, queries),
     }
+    rows = [row for name in RUNS for row in _rows(name, windows[name], played[name], stream)]
+    return conclude(assembly, out, rows, summary, _table(summary))
 
 
-def table_of(outcome: Outcome) -> Table:
-    """One column per run."""
-    cells = {run: _cells(outcome.summaries[run]) for run in RUNS}
-    table = columns_table("honest clients", cells, ("mismatched", "its query", "over share"))
-    ratio, hostile = outcome.ratio, hostile_of(outcome.attacked)
+def _rows(name: str, windows: Sequence[Played], played: Sequence[Played], stream: Stream) -> list[Row]:
+    came = Counter(one.turn.window for one in played for asked in one.turn.requests if asked.scope.name in HOSTILE)
+    return [{"run": name, **row, "hostile_queries": came[row["window"]]} for row in rows_of(windows, stream)]
+
+
+def _narrow(assembly: Assembly, files: Sequence[Path], max_tokens: int, rng: random.Random) -> Iterator[Prompt]:
+    if not files:
+        return narrow_prompts(assembly.tokenizer, rng)
+    return cycle(prompt for chosen in read_sets(assembly, files, None, max_tokens) for prompt in chosen.prompts)
+
+
+def _table(summary: Row) -> Table:
+    ends = ("mismatched", "its query", "over share")
+    table = columns_table({name: _cells(one) for name, one in summary["runs"].items()}, ends)
+    hostile = ", ".join(
+        f"{name} {client['queries']} queries, tau {client['tau']:.2f}" for name, client in summary["hostile"].items()
+    )
     table.caption = (
-        f"{ATTACKED} / {UNATTACKED}: {_ratio(ratio)}, asked for are {ASKED_RATIO}; intervals hold 95 % of resampled "
-        f"turns; worst: the lowest of every {STRETCH} windows in a row by the {ANCHOR}'s, and from which honest query "
-        f"on; hostile: {_visitors(hostile)}"
+        f"honest clients; {ATTACKED} / {UNATTACKED}: {shown(summary['ratio'])}, asked for are {ASKED_RATIO}, with 95 % "
+        f"intervals; worst: the lowest of every {_STRETCH} windows over the {ANCHOR}'s, and its first honest query; "
+        f"hostile: {hostile or 'none'}"
     )
     return table
 
 
-def _cells(summary: RunSummary) -> dict[str, object]:
+def _cells(summary: Row) -> dict[str, object]:
+    worst = summary["worst_three_windows"]
     return {
-        "mismatched": summary.mismatched_tokens,
-        "tau": f"{summary.tau:.3f}",
-        **{f"tau {phase}": f"{tau:.3f}" for phase, tau in summary.tau_by_phase.items()},
-        f"tau / {ANCHOR}": _ratio(summary.over_anchor).replace(" ", "\n", 1),
-        "worst": f"{summary.worst.ratio:.3f}",
-        "its query": summary.worst.first_query,
-        **learning_cells(summary.counts),
-        "over share": summary.counts["over_share"],
-        "training": f"{summary.counts['training_seconds']:.1f} s",
+        "mismatched": summary["mismatched_tokens"],
+        "tau": f"{summary['tau']:.3f}",
+        **{f"tau {phase}": f"{value:.3f}" for phase, value in summary["tau_by_phase"].items()},
+        f"tau / {ANCHOR}": shown(summary["over_anchor"]).replace(" ", "\n", 1),
+        "worst": f"{worst['ratio']:.3f}",
+        "its query": worst["first_query"],
+        **learning_cells(summary),
+        "over share": summary["over_share"],
+        "training": f"{summary['training_seconds']:.1f} s",
     }
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-
-
-def _visitors(hostile: Mapping[str, HostileSummary]) -> str:
-    told = [f"{name} {client.queries} queries, tau {client.tau:.2f}" for name, client in hostile.items()]
-    return ", ".join(told) or "nobody"

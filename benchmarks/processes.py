@@ -1,4 +1,4 @@
-"""Programs as processes of their own: begun with settings, waited for, killed, or ended as operators end them."""
+"""Server processes: start with settings, wait until ready, kill, or end by SIGTERM."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ _OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
 
 @dataclass
 class Process:
-    """One of them; its log says how it is."""
+    """A running program and its log."""
 
     name: str
     log: Path
@@ -37,47 +37,50 @@ class Process:
 
     @classmethod
     def begin(cls, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> Self:
+        """Start a command whose output goes to `log`."""
         with log.open("w") as stream:
             return cls(name, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))
 
     @cached_property
     def ready(self) -> str:
-        """What it says behind `ready:`, once it is. Raises StartupError."""
-        if came_true(lambda: self._said_ready() or self.running.poll() is not None) and (found := self._said_ready()):
+        """The text after `ready:` in the log, once it is there. Raises StartupError if the process ends before."""
+        if came_true(lambda: self._ready_line() or self.running.poll() is not None) and (found := self._ready_line()):
             return found[1]
         self.kill()
         raise StartupError(f"{self.name} did not become ready:\n{self.log.read_text()[-4000:]}")
 
     @property
     def url(self) -> str:
+        """The server's address, once it is ready."""
         return self.ready.removesuffix("/v1")
 
     def kill(self) -> None:
+        """End the process at once."""
         self.running.kill()
         self.running.wait()
 
     def end(self) -> None:
-        """Ask it to end, if it still runs. Once all is done it ends by that very signal, as servers do."""
+        """Send SIGTERM, and wait until the process has shut down in order."""
         if self.running.poll() is None:
             self.running.send_signal(signal.SIGTERM)
             assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
 
-    def _said_ready(self) -> re.Match[str] | None:
+    def _ready_line(self) -> re.Match[str] | None:
         return _READY.search(self.log.read_text())
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Server processes of one configuration, in whose folder lie their settings and logs.
+    """Server processes of one configuration, on this machine only and without API keys.
 
-    They listen on this machine only and ask for no keys.
+    `folder` is for their settings and logs.
     """
 
     config: ServiceConfig
     folder: Path
 
     def begin(self, name: str, port: int = 0, **changes: Any) -> Process:
-        """One with such changes; a name is used once."""
+        """Start a server with changed settings. Each name is used once."""
         given = self.config.model_dump(mode="json", exclude_unset=True, exclude=_SECRETS)
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**given, **changes}))
@@ -87,7 +90,7 @@ class Servers:
 
 @contextmanager
 def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
-    """One of a configuration with such changes, ended as operators end it once all is done, and killed in any case."""
+    """Start a server with changed settings; end it in order after the block, and kill it after an error."""
     with TemporaryDirectory() as folder:
         server = Servers(config, Path(folder)).begin("server", **changes)
         try:
@@ -98,7 +101,7 @@ def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
 
 
 def came_true(condition: Callable[[], object]) -> bool:
-    """Whether it did before patience ran out."""
+    """Wait until a condition holds; return False after PATIENCE_SECONDS."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (is_true := bool(condition())) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -106,6 +109,7 @@ def came_true(condition: Callable[[], object]) -> bool:
 
 
 def free_port() -> int:
+    """Return a port of this machine that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,8 +1,8 @@
-"""What a drafter knows: figures of its steps under observation, wherever the text went and the target has spoken."""
+"""How well a drafter predicts: figures over the steps that a recorder wrote down."""
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.draft_records import Odds, StepRecord
+from benchmarks.draft_records import StepRecord, Survival
 from service.bench.experiment import Row
 
 COVERED = (1, 2, 4, 8)
@@ -11,18 +11,18 @@ _BINS = 10
 
 
 def quality_of(steps: Sequence[StepRecord]) -> Row:
-    """Figures are None where there is nothing to judge by. A place is where a token of the text was to be predicted:
-    behind a step's root, or behind an accepted node.
+    """Return the figures of these steps; None for a figure without a case.
 
-    `named`: share of places at which the drafter names any token; `covered` by k: of those, at which the token is among
-    its k likeliest; `right_by_rank`: of those at which it names so many, at which the token is the last of them.
-    `total_variation`: mean distance of its distributions at places to the target's, all at temperature 1.
-    `claimed_error` and `corrected_error`: expected calibration error of the survival of verified nodes, as the drafter
-    states it and as the budget counts with it.
+    A *place* is where a token of the text had to be predicted: after a step's root or after an accepted node.
+    `named`: share of places where the drafter proposed any token; `covered` by k: of those, share where the token is
+    among its k most likely; `right_by_rank`: of those with so many proposals, share where the token is the last of
+    them; `total_variation`: mean distance to the target's distribution, both at temperature 1; `claimed_error` and
+    `corrected_error`: expected calibration error of the survival of verified nodes, as the drafter states it and as
+    the budget corrects it.
     """
     places = [(step.truth[at], step.ranked(step.truth[:at])) for step in steps for at in range(step.accepted + 1)]
     ranks = [(ranked.index(token) if token in ranked else None, len(ranked)) for token, ranked in places if ranked]
-    distances = [place.distance for step in steps for place in step.places if place.distance is not None]
+    distances = [one.distance for step in steps for one in step.distributions if one.distance is not None]
     return {
         "places": len(places),
         "named": _share(bool(ranked) for _, ranked in places),
@@ -35,7 +35,8 @@ def quality_of(steps: Sequence[StepRecord]) -> Row:
 
 
 def calibration_error(pairs: Sequence[tuple[float, bool]]) -> float | None:
-    """Expected calibration error: over 10 bins of the estimate, |mean estimate - share that came true| by bin size."""
+    """Return the expected calibration error over 10 bins of the estimate: |mean estimate - share that came true|,
+    weighed by bin size."""
     if not pairs:
         return None
     bins: list[list[tuple[float, bool]]] = [[] for _ in range(_BINS)]
@@ -45,10 +46,10 @@ def calibration_error(pairs: Sequence[tuple[float, bool]]) -> float | None:
     return sum(gaps) / len(pairs)
 
 
-def _error(estimates: Iterable[tuple[StepRecord, Odds]]) -> float | None:
-    """Of verified nodes."""
+def _error(estimates: Iterable[tuple[StepRecord, Survival]]) -> float | None:
+    """Return the calibration error over verified nodes."""
     return calibration_error(
-        [(odds[path], path == step.truth[: len(path)]) for step, odds in estimates for path in step.verified]
+        [(survival[path], path == step.truth[: len(path)]) for step, survival in estimates for path in step.verified]
     )
 
 

@@ -1,6 +1,7 @@
-"""The service on a Ray of its own, with an interpreter that finds Ray: `-m benchmarks.ray_site PORT REPLICAS SETTINGS`.
+"""`python -m benchmarks.ray_site PORT REPLICAS SETTINGS`: the service on a Ray cluster of its own.
 
-Says when it serves; each line of settings that it reads is a rolling update, and null asks for a word once all run.
+Prints a line when it is ready. Each input line with settings is a rolling update; for null it prints a line once all
+replicas run.
 """
 
 import json
@@ -14,7 +15,8 @@ from service.ray_serve import deployed
 
 
 def main(port: int, replicas: int, first_settings: str) -> None:
-    cpus = 2 * replicas + 2  # those that replace all, and two of the ingress
+    """Serve until standard input ends."""
+    cpus = 2 * replicas + 2  # replicas and their replacements, and two for the ingress
     ray.init(num_cpus=cpus, num_gpus=0, include_dashboard=False, object_store_memory=100 * 1024**2, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(deployed(json.loads(first_settings), replicas))
@@ -23,7 +25,7 @@ def main(port: int, replicas: int, first_settings: str) -> None:
         settings = json.loads(line)
         if settings is None:
             if not came_true(lambda: _running() >= replicas):
-                break  # who waits for the word reads the end
+                break  # the reader sees the end of output
             print("all run", flush=True)
         else:
             serve.run(deployed(settings, replicas))
@@ -33,7 +35,7 @@ def main(port: int, replicas: int, first_settings: str) -> None:
 
 
 def _running() -> int:
-    """Replicas that serve."""
+    """Return the number of running replicas."""
     states: dict[str, int] = serve.status().applications["default"].deployments["Replica"].replica_states
     return states.get("RUNNING", 0)
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks recorded`: the memory without a network against SuffixDecoding (arXiv 2411.04975, by its own
 package), on recorded answers and without a model.
 
-Each step proposes a tree and takes its longest path that stands in the recorded answer, and the token behind it. Both
-have seen all answers before this one. Each plays every answer with several settings; a mean of so many nodes per step
-is that of the two settings, one of which a request gets by lot, that need the fewest steps.
+Each step proposes a tree; its longest path in the recorded answer is accepted, and the next token added. Both drafters
+have seen all earlier answers. Each answers with several settings; at a given mean of nodes per step the best mixture of
+two settings counts, where each request gets one of them at random.
 """
 
 from collections import defaultdict
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.shared import paired_bootstrap, shown
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult
 from service.bench.commands import Out, numbers
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Column, Row, counted, paired_bootstrap, report, table_of
+from service.bench.experiment import Column, Row, counted, report, table_of
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 from service.errors import StartupError
 from service.training.regenerate import Response, read_responses
@@ -32,18 +33,18 @@ from service.training.regenerate import Response, read_responses
 OURS, THEIRS = "memory", "SuffixDecoding"
 
 Nodes = Sequence[tuple[int, int]]
-"""Token and parent of each, ROOT for the root; parents stand before their children."""
+"""Token and parent of each node, ROOT for the root; parents come before children."""
 
 _MOST = 64  # nodes of a tree
 _SURVIVAL = (0.15, 0.08, 0.04, 0.02, 0.01, 0.004)
-"""Of ours: nodes that are less likely are left out."""
+"""Settings of ours: nodes with less survival are left out."""
 _THEIRS = (*product((0.3, 0.1, 0.03), (1, 2, 4, 8, 16), (0,)), (0.1, 2, -1), (0.1, 4, -1))
-"""Of theirs, by default (0.1, 1, 0): least odds of a node, most nodes per token that is matched, and how many more."""
-_TREE_DEPTH = 64  # of their trees, by default
+"""Settings of theirs, by default (0.1, 1, 0): least probability of a node, nodes per matched token, extra nodes."""
+_TREE_DEPTH = 64  # their default
 
 
 class Ours:
-    """All nodes whose survival is at least so much."""
+    """The memory, with all nodes of at least so much survival."""
 
     def __init__(self, least: float, num_bytes: int) -> None:
         memory = MemorySizes(num_bytes=num_bytes)
@@ -51,48 +52,54 @@ class Ours:
         self._drafter, self._rows, self._least = MemoryDrafter(sizes), torch.tensor([0]), least
 
     def start(self, number: int, text: Response) -> None:
+        """Begin an answer."""
         self._drafter.start([DraftContext(0, text.prompt, warm=text.temperature > 0)])
 
     def propose(self) -> Nodes:
+        """Return a tree."""
         tree = self._drafter.recall(self._rows)
-        count = int((tree.survival[0] >= self._least).sum())  # they fall
+        count = int((tree.survival[0] >= self._least).sum())  # sorted, descending
         return list(zip(tree.tokens[0, :count].tolist(), tree.parents[0, :count].tolist(), strict=True))
 
     def take(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the answer."""
         none, given = torch.zeros(0), (self._rows, torch.tensor([tokens]), torch.tensor([len(tokens)]))
-        verdict = DraftTree.empty(1), VerifyResult(none, none, none, none)  # it asks for what was taken alone
+        verdict = DraftTree.empty(1), VerifyResult(none, none, none, none)  # of which the memory reads nothing
         self._drafter.commit(Committed(*given, *verdict, None, none, none))
 
 
 class Theirs:
-    """Trees as their cache makes them. Raises StartupError without their package."""
+    """SuffixDecoding's cache. Raises StartupError without its package."""
 
     def __init__(self, least: float, factor: float, offset: float) -> None:
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
-            raise StartupError("theirs is a package that is not here: pip install arctic-inference") from error
+            raise StartupError("SuffixDecoding needs a package: pip install arctic-inference") from error
         self._cache, self._number, self._text = SuffixDecodingCache(_TREE_DEPTH), -1, np.zeros(0, np.int32)
         limits = {"max_spec_factor": factor, "max_spec_offset": offset, "min_token_prob": least}
         self._how = {"max_spec_tokens": _MOST, "use_tree_spec": True, **limits}
 
     def start(self, number: int, text: Response) -> None:
+        """As `Ours`."""
         if self._number >= 0:
             self._cache.stop_request(self._number)
         self._number, self._text = number, np.array(text.prompt, np.int32)
         self._cache.start_request(number, self._text)
 
     def propose(self) -> Nodes:
+        """As `Ours`."""
         draft = self._cache.speculate(self._number, self._text, **self._how)
         return list(zip(draft.token_ids, draft.parents, strict=True))
 
     def take(self, tokens: Sequence[int]) -> None:
+        """As `Ours`."""
         self._text = np.append(self._text, np.array(tokens, np.int32))
         self._cache.add_active_response(self._number, tokens)
 
 
 def accepted(nodes: Nodes, follows: Sequence[int]) -> int:
-    """How many tokens of what follows are a path from the root."""
+    """Return how many of the following tokens are a path from the root."""
     children, parent = {(parent, token): number for number, (token, parent) in enumerate(nodes)}, ROOT
     for depth, token in enumerate(follows):
         if (parent, token) not in children:
@@ -102,7 +109,7 @@ def accepted(nodes: Nodes, follows: Sequence[int]) -> int:
 
 
 def played(player: Ours | Theirs, texts: Iterable[Response]) -> np.ndarray:
-    """Tokens, steps and nodes of each answer. # -> [3, texts]"""
+    """Replay the answers; return tokens, steps and nodes of each. -> [3, texts]"""
     counts = []
     for number, text in enumerate(texts):
         player.start(number, text)
@@ -117,8 +124,8 @@ def played(player: Ours | Theirs, texts: Iterable[Response]) -> np.ndarray:
 
 
 def matched(settings: Sequence[np.ndarray], mean: float) -> np.ndarray:
-    """What is expected of two settings by lot that have this mean of nodes per step and need the fewest steps; where no
-    setting has so many, of the one that has the most. # each [3, texts] -> [3, texts]"""
+    """Return the expected counts of the mixture of two settings with this mean of nodes per step that needs the fewest
+    steps; where no setting has so many nodes, of the one with the most. settings: each [3, texts] -> [3, texts]"""
     over = [counts[2].sum() - mean * counts[1].sum() for counts in settings]
     found = [max(settings, key=lambda counts: counts[2].sum() / counts[1].sum())] if max(over) <= 0 else []
     for few, many in product(range(len(settings)), repeat=2):
@@ -126,13 +133,13 @@ def matched(settings: Sequence[np.ndarray], mean: float) -> np.ndarray:
             share = over[many] / (over[many] - over[few])
             found.append(share * settings[few] + (1 - share) * settings[many])
     if not found:
-        raise StartupError(f"--nodes {mean:g}: every setting has more; give more")
+        raise StartupError(f"--nodes {mean:g}: every setting has more nodes; give a larger number")
     return min(found, key=lambda counts: float(counts[1].sum()))
 
 
 def row_of(stream: str, mean: float, mine: np.ndarray, others: np.ndarray) -> Row:
-    """Tokens per step of both, and ratios with their intervals: of all tokens, and without the target's own of each
-    step. # mine, others [3, texts] of the same texts"""
+    """Return tokens per step of both drafters, and ratios with intervals: of all tokens, and of accepted ones.
+    mine, others: [3, texts] of the same texts"""
     columns = np.concatenate([mine, others])
     means = [counts.sum(1) / counts[1].sum() for counts in (mine, others)]
     return {
@@ -142,10 +149,8 @@ def row_of(stream: str, mean: float, mine: np.ndarray, others: np.ndarray) -> Ro
         "mean_nodes": mean,
         "nodes": [float(of_step[2]) for of_step in means],
         "tokens_per_step": [float(of_step[0]) for of_step in means],
-        "ratio": paired_bootstrap(lambda sums: sums[4] / sums[1], columns, seed=0),
-        "accepted_ratio": paired_bootstrap(
-            lambda sums: (sums[0] / sums[1] - 1) / (sums[3] / sums[4] - 1), columns, seed=0
-        ),
+        "ratio": paired_bootstrap(lambda sums: sums[4] / sums[1], columns),
+        "accepted_ratio": paired_bootstrap(lambda sums: (sums[0] / sums[1] - 1) / (sums[3] / sums[4] - 1), columns),
     }
 
 
@@ -153,10 +158,10 @@ def run(
     loaded: LoadedConfig,
     responses: Annotated[list[Path], typer.Option(metavar="FILE", help="JSONL of `adaptree train regenerate`.")],
     nodes: Annotated[str, typer.Option(metavar="N,...", help="Mean nodes per step of both.")] = "4,8,16",
-    limit: Annotated[int | None, typer.Option(min=2, help="Only the first so many requests of each kind.")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="At most so many requests of each kind.")] = None,
     out: Out = None,
 ) -> bool:
-    """Tokens per step of the memory alone against SuffixDecoding, each kind of recorded answers for itself."""
+    """Compare tokens per step of the memory with SuffixDecoding, by kind of recorded answers."""
     refuse_unwritable(out)
     torch.set_num_threads(1)
     streams, means, rows = defaultdict[str, list[Response]](list), numbers(nodes, "--nodes"), list[Row]()
@@ -187,6 +192,6 @@ _COLUMNS: tuple[Column, ...] = (
     ("kind", lambda row: row["kind"]),
     ("nodes", lambda row: "{:.1f}, {:.1f}".format(*row["nodes"])),
     ("tokens per step", lambda row: "{:.3f}, {:.3f}".format(*row["tokens_per_step"])),
-    ("ratio", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["ratio"])),
-    ("of accepted alone", lambda row: "{:.3f} [{:.3f}, {:.3f}]".format(*row["accepted_ratio"])),
+    ("ratio", lambda row: shown(row["ratio"])),
+    ("of accepted alone", lambda row: shown(row["accepted_ratio"])),
 )

@@ -1,5 +1,6 @@
-"""Replicas behind one address under streams that arrive at random, one of them killed every so often (kill -9): what
-clients notice of it, and whether each was told what it would have been told undisturbed."""
+"""`python -m benchmarks replicas`: streams that arrive at random while replicas behind one address are killed.
+
+Measures what clients notice, and whether each answer is that of an idle server."""
 
 import asyncio
 import random
@@ -14,14 +15,14 @@ from typing import Annotated, Any, Literal
 import httpx
 import typer
 
-from benchmarks.chats import read_chats
 from benchmarks.fleets import Fleet, on_ray, processes
 from benchmarks.processes import Servers
-from benchmarks.streams import Said, ask, questions, undisturbed
+from benchmarks.shared import in_one_line, read_chats
+from benchmarks.streams import Received, answers_alone, ask, questions
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Row, counted, in_one_line, percentile, report, table_of
+from service.bench.experiment import Row, counted, percentile, report, table_of
 from service.bench.lossless import BUILT_IN
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 
 _ROW_SECONDS = 60.0
@@ -29,35 +30,36 @@ _FLEETS: Mapping[str, Callable[[Servers, int], AbstractContextManager[Fleet]]] =
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """One that a client asked for."""
+class ClientStream:
+    """One stream of a client."""
 
     arrived: float  # seconds since the load began
-    said: Said
+    said: Received
     mismatched_tokens: int
 
     @property
     def latency_seconds(self) -> float:
+        """Seconds to the last event."""
         return self.said.seconds[-1]
 
 
 @dataclass
 class Load:
-    """Clients of a fleet, and what became of their streams."""
+    """Sends streams to a fleet and kills its replicas."""
 
     fleet: Fleet
     client: httpx.AsyncClient
     bodies: Sequence[Mapping[str, Any]]
     rng: random.Random
-    expected: Sequence[Said] = ()
+    expected: Sequence[Received] = ()
     began: float = 0.0
     seconds: float = 0.0
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[ClientStream] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
 
     async def run(self, *, seconds: float, rate: float, kill_seconds: float) -> None:
-        """Streams for so long, and then until the last one has ended."""
-        self.expected = await undisturbed(self.client, self.fleet.url, self.bodies)
+        """Send streams for so many seconds, and wait until all have ended."""
+        self.expected = await answers_alone(self.client, self.fleet.url, self.bodies)
         self.began = time.monotonic()
         killing = asyncio.create_task(self._kill(seconds, kill_seconds, random.Random(self.rng.random())))
         asked: list[asyncio.Task[None]] = []
@@ -74,10 +76,10 @@ class Load:
     async def _ask(self, number: int) -> None:
         arrived = time.monotonic() - self.began
         said = await ask(self.client, self.fleet.url, self.bodies[number])
-        self.streams.append(Stream(arrived, said, said.differs(self.expected[number])))
+        self.streams.append(ClientStream(arrived, said, said.differs(self.expected[number])))
 
     async def _kill(self, seconds: float, every: float, rng: random.Random) -> None:
-        """One every so often, and the next only when all are there again."""
+        """Kill a replica every so often, once all are ready again."""
         at = every
         while at < seconds:
             await asyncio.sleep(self.began + at - time.monotonic())
@@ -86,8 +88,8 @@ class Load:
             at = max(at + every, time.monotonic() - self.began)
 
 
-def figures_of(streams: Sequence[Stream], seconds: float) -> Row:
-    """Of streams that came within so long."""
+def figures_of(streams: Sequence[ClientStream], seconds: float) -> Row:
+    """Return figures of the streams that arrived within so many seconds."""
     complete = [one for one in streams if one.said.is_complete]
     latencies = [one.latency_seconds for one in complete]
     firsts = [one.said.seconds[0] for one in complete]
@@ -110,8 +112,8 @@ def figures_of(streams: Sequence[Stream], seconds: float) -> Row:
     }
 
 
-def rows_of(streams: Sequence[Stream], kills: Sequence[float], seconds: float) -> list[Row]:
-    """A row for each minute, of the streams that arrived in it."""
+def rows_of(streams: Sequence[ClientStream], kills: Sequence[float], seconds: float) -> list[Row]:
+    """Return a row for each minute, of the streams that arrived in it."""
     rows = []
     for minute in range(int(seconds // _ROW_SECONDS) + 1):
         begin, end = minute * _ROW_SECONDS, min(seconds, (minute + 1) * _ROW_SECONDS)
@@ -124,22 +126,24 @@ def rows_of(streams: Sequence[Stream], kills: Sequence[float], seconds: float) -
 
 def run(
     loaded: LoadedConfig,
-    prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSONL file with messages, turns or prompt.")
+    ] = BUILT_IN,
     limit: Limit = None,
-    replicas: Annotated[int, typer.Option(min=1, help="How many, of the configuration that is given.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 2,
     on: Annotated[
         Literal["processes", "ray"], typer.Option(help="Behind adaptree ingress, or Ray Serve.")
     ] = "processes",
     minutes: Annotated[float, typer.Option(min=0.01, help="How long streams arrive.")] = 10.0,
     rate: Annotated[float, typer.Option(min=0.001, help="Streams per second, at random times.")] = 1.0,
     kill_seconds: Annotated[
-        float, typer.Option(min=0.1, help="From one kill to the next, or until all are there again.")
+        float, typer.Option(min=0.1, help="From one kill to the next, or until all replicas are ready again.")
     ] = 20.0,
     max_tokens: AnswerTokens = 64,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Streams through replicas of which one is killed every so often: how many are whole, equal, late, failed."""
+    """Send streams to replicas that are killed in turn; count complete, equal and failed ones, and their latencies."""
     refuse_unwritable(out)
     bodies = questions(loaded.config.public_model_name, read_chats(prompts, limit=limit), max_tokens)
     limits = httpx.Limits(max_connections=None)

@@ -1,4 +1,5 @@
-"""The public suite of JSON schemas: how many of them are honoured, and whether every answer to them validates."""
+"""`python -m benchmarks schema-suite`: how many schemas of the public JSON schema suite compile, and whether answers
+validate."""
 
 import json
 from collections import Counter
@@ -34,7 +35,7 @@ _TOGETHER = 8  # requests
 
 
 class Case(NamedTuple):
-    """A schema of the suite, and values with whether they validate."""
+    """A schema of the suite, with values that validate or not."""
 
     description: str
     schema: Any
@@ -42,12 +43,14 @@ class Case(NamedTuple):
 
 
 class Honoured(NamedTuple):
+    """A schema that compiles, with its grammar."""
+
     case: Case
     grammar: Grammar
 
 
 def read_suite(folder: Path) -> list[Case]:
-    """Of a folder as the suite has one for each draft: a list of cases per file."""
+    """Read the suite's folder of one draft: a list of cases per file."""
     return [
         Case(f"{path.stem}: {case['description']}", case["schema"], case["tests"])
         for path in sorted(folder.glob("*.json"))
@@ -63,7 +66,7 @@ def run(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Answers to the suite's schemas, plain and speculative, at temperatures 0 and 1."""
+    """Answer the suite's schemas, plain and speculative, at temperatures 0 and 1, and validate the answers."""
     assembly = prepare(loaded.config, out)
     cases = read_suite(suite)
     honoured, refused = compiled(assembly, cases)
@@ -87,7 +90,7 @@ def run(
 
 
 def compiled(assembly: Assembly, cases: Sequence[Case]) -> tuple[list[Honoured], Counter[str]]:
-    """Those that are honoured, and why others are refused, without their own words."""
+    """Compile the schemas; count the reasons of those that are refused."""
     honoured, refused = [], Counter[str]()
     for case in cases:
         if not isinstance(case.schema, dict):
@@ -101,7 +104,7 @@ def compiled(assembly: Assembly, cases: Sequence[Case]) -> tuple[list[Honoured],
 
 
 def row_of(assembly: Assembly, chosen: Sequence[Honoured], measure: Measure, advance: Any) -> Row:
-    """What became of one temperature's answers."""
+    """Return the figures of one temperature."""
     prompts = [_prompt_of(assembly, one.case.schema) for one in chosen]
     requests = [
         replace(request_of(number, prompt, measure, ignore_eos=False), grammar=one.grammar)
@@ -127,7 +130,7 @@ def row_of(assembly: Assembly, chosen: Sequence[Honoured], measure: Measure, adv
 
 
 def is_valid(schema: dict[str, Any], text: str) -> bool:
-    """Whether a text is JSON, and what the schema asks for."""
+    """Whether a text is JSON that validates."""
     try:
         return bool(Draft202012Validator(schema).is_valid(json.loads(text)))
     except ValueError:

@@ -1,7 +1,7 @@
-"""One server process for hours under a load that changes: its memory, its slots, and every text it says.
+"""`python -m benchmarks soak`: one server process for hours under a changing load: memory, slots and texts.
 
-A load after the other, each for a while: so many clients who ask for whole answers and for streams, leave in the
-middle, or ask for what cannot be had. After all loads comes a rest, in which nothing may be left of them.
+Loads follow each other: clients that ask for whole answers and for streams, disconnect in the middle, or send invalid
+requests. After all loads comes a rest, in which no slot may be in use.
 """
 
 import asyncio
@@ -19,31 +19,31 @@ import psutil
 import typer
 from scipy import stats
 
-from benchmarks.chats import read_chats
 from benchmarks.processes import Process, one_server
-from benchmarks.streams import Said, ask, metric, questions, slots_at_rest, undisturbed
+from benchmarks.shared import in_one_line, read_chats
+from benchmarks.streams import Received, answers_alone, ask, metric, questions, slots_at_rest
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
-from service.bench.conditions import refuse_unwritable, surroundings
-from service.bench.experiment import Row, counted, in_one_line, report, table_of
+from service.bench.experiment import Row, counted, report, table_of
 from service.bench.lossless import BUILT_IN
+from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 
 _MIB = 1024**2
-_SETTLING = 0.25  # of the rests, before which memory may grow: caches fill
-_LEAST_RESTS = 4  # for a line through them
+_SETTLING = 0.25  # of the rests, while caches fill
+_LEAST_RESTS = 4  # for a line
 _BOUND = 0.95
 _ACTS = {"stream": 0.6, "leave": 0.25, "whole": 0.1, "refused": 0.05}
 
 
 class Growth(NamedTuple):
-    """Of memory, in MiB per hour."""
+    """Growth of memory in MiB per hour."""
 
     slope: float
-    upper: float  # the slope is smaller with 95 % certainty
+    upper: float  # bound of a 95 % interval
 
 
 def growth_of(hours: Sequence[float], mebibytes: Sequence[float]) -> Growth | None:
-    """By a straight line through all but the first quarter; None of too few points."""
+    """Fit a line through all points but the first quarter; None for too few points."""
     first = int(_SETTLING * len(hours))
     x, y = np.array(hours[first:]), np.array(mebibytes[first:])
     if len(x) < _LEAST_RESTS:
@@ -54,13 +54,13 @@ def growth_of(hours: Sequence[float], mebibytes: Sequence[float]) -> Growth | No
 
 @dataclass
 class _Soak:
-    """The clients of one server, and what they have seen so far."""
+    """The clients of one server, and their counts."""
 
     server: Process
     client: httpx.AsyncClient
     bodies: Sequence[Mapping[str, Any]]
     rng: random.Random
-    undisturbed: Sequence[Said] = ()
+    answers_alone: Sequence[Received] = ()
     acts: Counter[str] = field(default_factory=Counter)
     mismatched_tokens: int = 0
     tokens: int = 0
@@ -68,9 +68,9 @@ class _Soak:
     rests: list[Row] = field(default_factory=list)
 
     async def cycle(self, loads: Sequence[int], seconds: float, began: float) -> None:
-        """All loads in some order, and a rest."""
+        """Run all loads in random order, and a rest."""
         done = Counter(self.acts)
-        await metric(self.client, self.server.url, "event_loop_lag_seconds")  # the longest since it was last asked for
+        await metric(self.client, self.server.url, "event_loop_lag_seconds")  # resets the maximum
         for load in self.rng.sample(loads, len(loads)):
             deadline = time.monotonic() + seconds
             await asyncio.gather(*(self._client_until(deadline) for _ in range(load)))
@@ -93,7 +93,7 @@ class _Soak:
             await self._act(act, self.rng.randrange(len(self.bodies)))
 
     async def _act(self, act: str, number: int) -> None:
-        body, expected, leaves_after = dict(self.bodies[number]), self.undisturbed[number], None
+        body, expected, leaves_after = dict(self.bodies[number]), self.answers_alone[number], None
         if act == "leave":
             leaves_after = self.rng.randrange(1, max(2, expected.num_tokens))
         elif act == "whole":
@@ -103,7 +103,7 @@ class _Soak:
         said = await ask(self.client, self.server.url, body, leaves_after=leaves_after)
         if act == "refused":
             if said.failure is None or not said.failure.startswith("400: "):
-                self.failures.append(f"no messages at all were answered: {said.failure}")
+                self.failures.append(f"a request without messages was answered: {said.failure}")
         elif said.failure is not None:
             self.failures.append(said.failure)
         else:
@@ -111,31 +111,32 @@ class _Soak:
             self.mismatched_tokens += said.differs(expected)
 
     def _own_bytes(self) -> int:
-        """Memory that lies in no file: the system drops pages of files, and reads them again, whenever it likes."""
+        """Return memory without pages of files, which the system drops and reads again at any time."""
         process = psutil.Process(self.server.running.pid)
         each = [one.memory_full_info() for one in (process, *process.children(recursive=True))]
         return sum(one.rss - one.shared + one.swap for one in each)
 
 
 async def _run(soak: _Soak, loads: Sequence[int], *, minutes: float, seconds: float) -> None:
-    soak.undisturbed = await undisturbed(soak.client, soak.server.url, soak.bodies)
+    soak.answers_alone = await answers_alone(soak.client, soak.server.url, soak.bodies)
     began, deadline = time.monotonic(), time.monotonic() + 60 * minutes
     with counted(round(minutes / (len(loads) * seconds / 60)), "cycles") as advance:
         while time.monotonic() < deadline:
             try:
                 await soak.cycle(loads, seconds, began)
             except httpx.HTTPError as error:
-                soak.failures.append(f"the server does not answer any more: {error!r}")
+                soak.failures.append(f"the server no longer answers: {error!r}")
                 return
             advance(1)
 
 
 def loads_of(most: int) -> tuple[int, ...]:
-    """Clients at a time, from one to the most."""
+    """Return numbers of clients, from one to `most`."""
     return tuple(dict.fromkeys(max(1, most * quarters // 4) for quarters in (0, 1, 2, 4)))
 
 
 def summary_of(soak: _Soak) -> dict[str, object]:
+    """Return the figures of the whole run."""
     growth = growth_of(*([row[name] for row in soak.rests] for name in ("hours", "memory_mib")))
     return {
         "hours": soak.rests[-1]["hours"] if soak.rests else 0.0,
@@ -153,16 +154,18 @@ def summary_of(soak: _Soak) -> dict[str, object]:
 
 def run(
     loaded: LoadedConfig,
-    prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL file; other lines, other requests.")] = BUILT_IN,
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSONL file with messages, turns or prompt.")
+    ] = BUILT_IN,
     limit: Limit = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long, at least.")] = 120.0,
-    clients: Annotated[int, typer.Option(min=1, help="At a time under the heaviest load.")] = 16,
-    load_seconds: Annotated[float, typer.Option(min=0.1, help="Of each load.")] = 30.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Duration, at least.")] = 120.0,
+    clients: Annotated[int, typer.Option(min=1, help="Clients of the heaviest load.")] = 16,
+    load_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each load.")] = 30.0,
     max_tokens: AnswerTokens = 64,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """One server process for hours under a changing load: growth of its memory, lost slots, texts that differ."""
+    """Serve for hours under a changing load; report growth of memory, lost slots, and texts that differ."""
     refuse_unwritable(out)
     bodies = questions(loaded.config.public_model_name, read_chats(prompts, limit=limit), max_tokens)
     limits = httpx.Limits(max_connections=None)

@@ -1,4 +1,4 @@
-"""What forwards of some rows take behind a context, here and in llama.cpp, on the same file."""
+"""`python -m benchmarks step-costs`: times of forwards by their rows, here and in llama.cpp on the same file."""
 
 import resource
 import time
@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
+from benchmarks.peers import open_llama_cpp
 from service.assembly import Assembly
 from service.bench.commands import Out
 from service.bench.experiment import conclude, counted, percentile, prepare
@@ -28,24 +29,24 @@ _CONTEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A forward of so many rows, all of which get logits."""
+    """Times of a forward of so many rows, all with logits."""
 
     rows: int
-    milliseconds: float  # medians, by turns with the other engine
+    milliseconds: float  # median, in turn with llama.cpp
     llama_cpp_milliseconds: float | None
     over_one_row: float
-    over_llama_cpp: float | None  # its time by ours
+    over_llama_cpp: float | None  # its time over ours
 
 
 def run(
     loaded: LoadedConfig,
-    rounds: Annotated[int, typer.Option(min=3, help="Forwards of each kind.")] = 30,
-    peer: Annotated[bool, typer.Option("--peer", help="Also llama.cpp (llama-cpp-python) on the same file.")] = False,
-    shape: Annotated[str | None, typer.Option(help=f"Write the model first: {', '.join(SHAPES)}.")] = None,
-    mix: Annotated[Mix, typer.Option(help="Types of its matrices.")] = "q4_k_m",
+    rounds: Annotated[int, typer.Option(min=3, help="Forwards of each number of rows.")] = 30,
+    peer: Annotated[bool, typer.Option("--peer", help="Also measure llama.cpp (llama-cpp-python).")] = False,
+    shape: Annotated[str | None, typer.Option(help=f"Write and use random weights: {', '.join(SHAPES)}.")] = None,
+    mix: Annotated[Mix, typer.Option(help="Types of the matrices of --shape.")] = "q4_k_m",
     out: Out = None,
 ) -> bool:
-    """Milliseconds of forwards by their number of rows, and memory."""
+    """Measure milliseconds of forwards by their number of rows, and memory."""
     config = loaded.config.model_copy(update={"budget_policy": "fixed", "drafter": "none"})
     if shape is not None:
         written = _written(shape, mix, config.state_dir)
@@ -116,7 +117,7 @@ def _written(shape: str, mix: Mix, folder: Path) -> Path:
 
 
 class _Ours:
-    """Forwards of the target, each behind the same text."""
+    """Forwards of the target after one text."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._trial = Trial(assembly.target, lines=1, max_length=_CONTEXT + max(_ROWS) + 1)
@@ -132,18 +133,11 @@ class _Ours:
 
 
 class _Theirs:
-    """Batched decoding of llama.cpp, whose context is cut back to the same text afterwards."""
+    """Forwards of llama.cpp after one text."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise StartupError("--peer needs a package that is not here: pip install llama-cpp-python") from error
-        threads = torch.get_num_threads()
-        self._library = llama_cpp
-        options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0, "verbose": False}
-        self._llama = llama_cpp.Llama(str(file), n_ctx=1024, **options)
-        self._batch = llama_cpp.llama_batch_init(_CONTEXT, 0, 1)
+        self._library, self._llama = open_llama_cpp(file, 1024)
+        self._batch = self._library.llama_batch_init(_CONTEXT, 0, 1)
         self._decode(0, _CONTEXT, all_logits=False)
 
     def __call__(self, rows: int) -> None:

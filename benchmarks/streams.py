@@ -1,4 +1,4 @@
-"""Clients of servers: what they ask, what they are told, and whether it is what they would be told undisturbed."""
+"""Clients of servers: requests, answers, and whether an answer is that of an idle server."""
 
 import asyncio
 import json
@@ -35,12 +35,12 @@ _VARIANTS: tuple[Mapping[str, Any], ...] = (
         "response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": _SCHEMA}},
     },
 )
-"""What questions ask for in turn."""
+"""Parameters of the questions, in turn."""
 
 
 @dataclass(slots=True)
-class Said:
-    """What came of one request."""
+class Received:
+    """The answer to one request."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
     ends: dict[int, str] = field(default_factory=dict)  # why a choice ended, by choice
@@ -48,20 +48,21 @@ class Said:
     is_complete: bool = False
     failure: str | None = None
     seconds: list[float] = field(default_factory=list, compare=False)  # of each event, since it was asked
-    went_on_behind: list[int] = field(default_factory=list, compare=False)  # so many events elsewhere
+    resumed_after: list[int] = field(default_factory=list, compare=False)  # events before another server took over
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all choices."""
         return sum(map(len, self.tokens.values()))
 
     @property
     def seconds_to_go_on(self) -> list[float]:
-        """Between the last event of a server that broke off and the next one."""
+        """Seconds from the last event of a server that broke off to the next event, for each break."""
         times = [0.0, *self.seconds]
-        return [times[count + 1] - times[count] for count in self.went_on_behind if count + 1 < len(times)]
+        return [times[count + 1] - times[count] for count in self.resumed_after if count + 1 < len(times)]
 
     def take(self, chunk: Mapping[str, Any]) -> None:
-        """A chunk of a stream, or a whole answer."""
+        """Add a chunk of a stream, or a whole answer."""
         if "error" in chunk:
             self.failure = str(chunk["error"])
             return
@@ -72,20 +73,20 @@ class Said:
         if chunk.get("usage"):
             self.completion_tokens = chunk["usage"]["completion_tokens"]
 
-    def differs(self, undisturbed: "Said") -> int:
-        """Tokens that are not those of the same answer undisturbed, as far as this one goes; another end counts one."""
+    def differs(self, expected_answer: "Received") -> int:
+        """Count tokens that differ from the expected answer, up to the end of this one; another end counts one."""
         count = 0
-        for choice, expected in undisturbed.tokens.items():
+        for choice, expected in expected_answer.tokens.items():
             got = self.tokens.get(choice, [])
             count += count_mismatches(expected if self.is_complete else expected[: len(got)], got)
         if self.is_complete:
-            totals = self.completion_tokens != undisturbed.completion_tokens
-            count += int(self.ends != undisturbed.ends) + totals
+            totals = self.completion_tokens != expected_answer.completion_tokens
+            count += int(self.ends != expected_answer.ends) + totals
         return count
 
 
 def questions(model: str, prompts: Sequence[Sequence[Mapping[str, str]]], max_tokens: int) -> list[dict[str, Any]]:
-    """Bodies of chat completions of several kinds, each of which has one text."""
+    """Return bodies of chat completions with several sampling parameters; each determines its answer."""
     fields = {
         "model": model,
         "stream": True,
@@ -101,13 +102,14 @@ def questions(model: str, prompts: Sequence[Sequence[Mapping[str, str]]], max_to
 
 
 async def metric(client: httpx.AsyncClient, url: str, name: str) -> float:
+    """Return the value of a metric without labels."""
     page = (await client.get(f"{url}/metrics")).text
     (value,) = re.findall(rf"^adaptree_{name} (\S+)$", page, re.MULTILINE)
     return float(value)
 
 
 async def slots_at_rest(client: httpx.AsyncClient, url: str) -> float:
-    """Share of its slots that are in use though nobody asks for anything, for a minute at most."""
+    """Return the share of slots still in use once no request runs, waiting a minute at most."""
     deadline = time.monotonic() + _REST_SECONDS
     while time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
@@ -116,8 +118,8 @@ async def slots_at_rest(client: httpx.AsyncClient, url: str) -> float:
     return await metric(client, url, "kv_cache_usage_perc")
 
 
-async def undisturbed(client: httpx.AsyncClient, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Said]:
-    """What a server says to each, one after the other. Raises StartupError for what it does not answer."""
+async def answers_alone(client: httpx.AsyncClient, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Received]:
+    """Send the requests one by one; return the answers. Raises StartupError for a request that fails."""
     told = []
     for number, body in enumerate(bodies, start=1):
         said = await ask(client, url, body)
@@ -134,9 +136,9 @@ async def ask(
     *,
     leaves_after: int | None = None,
     heard: Callable[[], None] = lambda: None,
-) -> Said:
-    """What a server says, up to its end or to where its client leaves; `heard` is called at each event."""
-    said, began = Said(), time.monotonic()
+) -> Received:
+    """Send a request; return its answer, up to where the client leaves; `heard` is called at each event."""
+    said, began = Received(), time.monotonic()
     try:
         async with client.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS) as answer:
             if answer.status_code != 200:
@@ -154,11 +156,11 @@ async def ask(
 
 
 async def _listen(
-    answer: httpx.Response, said: Said, began: float, leaves_after: int | None, heard: Callable[[], None]
+    answer: httpx.Response, said: Received, began: float, leaves_after: int | None, heard: Callable[[], None]
 ) -> None:
     async for line in answer.aiter_lines():
         if line == _GOES_ON:
-            said.went_on_behind.append(len(said.seconds))
+            said.resumed_after.append(len(said.seconds))
         if not line.startswith("data: "):
             continue
         said.seconds.append(time.monotonic() - began)

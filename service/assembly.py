@@ -35,7 +35,6 @@ from service.engine.costs.model import Costs
 from service.engine.draft_model import DraftModel, taken_over
 from service.engine.drafter_start import unmade_for
 from service.engine.drafter_weights import (
-    dummy_drafter,
     import_place,
     imported_folder,
     kind_in,
@@ -46,7 +45,7 @@ from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
 from service.engine.target import Target
-from service.engine.weights import BeginDrafter, LoadedModel, load_model, random_model
+from service.engine.weights import BeginDrafter, LoadedModel, load_model
 from service.errors import StartupError
 from service.grammars import GrammarCompiler
 from service.logging import bar
@@ -138,7 +137,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
-    weights = _weights(config, drafter_name, folder, loaded)
+    weights = _weights(config, folder, loaded)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
@@ -152,13 +151,6 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     return assembly
 
 
-def refuse_widened(config: ServiceConfig) -> None:
-    """Raises StartupError where a drafter would be trained for a widened target: it reads one copy, so that the one of
-    the model itself serves both."""
-    if config.copies > 1:
-        raise StartupError(f"train for the model as it is: set model to {config.model_source}")
-
-
 def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
     """The configured model, in the configured type unless another one is given. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
@@ -166,26 +158,20 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
-    as_it_is = dtype is None and config.load_dtype == "auto" and config.copies == 1 and build.has_block_kernels(device)
+    as_it_is = dtype is None and config.load_dtype == "auto" and build.has_block_kernels(device)
     if dtype is None:
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
-        if config.is_dummy:
-            logger.warning("random weights: the text means nothing, and results are costs only")
-            loaded = random_model(config.model_source, dtype=dtype, device=device)
-        else:
-            cache, source = config.state_dir / "cache", config.model_source
-            loaded = load_model(
-                source,
-                revision=config.revision,
-                dtype=dtype,
-                device=device,
-                cache_dir=cache,
-                copies=config.copies,
-                begin_drafter=_begin_drafter(config),
-                as_it_is=as_it_is,
-            )
+        loaded = load_model(
+            config.model_source,
+            revision=config.revision,
+            dtype=dtype,
+            device=device,
+            cache_dir=config.state_dir / "cache",
+            begin_drafter=_begin_drafter(config),
+            as_it_is=as_it_is,
+        )
     return replace(loaded, in_8_bits=in_8_bits)
 
 
@@ -289,7 +275,7 @@ def _costs(assembly: Assembly) -> Costs:
 
 def starts_drafter(config: ServiceConfig) -> bool:
     """Whether a drafter is to be made from what is served: learning is on, and there is none for this target."""
-    return config.drafter == "auto" and config.adaptation.enabled and not config.is_dummy and not _folder(config)
+    return config.drafter == "auto" and config.adaptation.enabled and not _folder(config)
 
 
 def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
@@ -312,17 +298,16 @@ def _folder(config: ServiceConfig) -> Path | None:
 def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:
     """The drafter's name, and the folder of its weights if it has any; `starts`: whether one can be made from what is
     served. Raises StartupError."""
-    made_up = config.is_dummy and config.drafter_path is None
-    folder = None if made_up else _folder(config)
+    folder = _folder(config)
     name: str = config.drafter
     if name == "auto":
-        name = "specblock" if made_up else f"memory+{kind_in(folder)}" if folder or starts else "memory"
+        name = f"memory+{kind_in(folder)}" if folder or starts else "memory"
         if name == "memory":
             logger.info("no trained drafter for %s: drafting by memory", config.model)
     needs = _needs(name)
     if "model" in needs and config.drafter_path is None:
         raise StartupError(f"drafter {name} needs a model: set drafter_path to a folder, a .gguf file or a hub id")
-    if "weights" in needs and folder is None and not (made_up or starts):
+    if "weights" in needs and folder is None and not starts:
         raise StartupError(
             f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
             "make them with `adaptree train drafter`, or set drafter to memory"
@@ -343,9 +328,7 @@ def _needs(drafter: str) -> frozenset[Need]:
         raise StartupError(f"{error}. Fix: change `drafter`.") from error
 
 
-def _weights(
-    config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
-) -> TrainedWeights | None:
+def _weights(config: ServiceConfig, folder: Path | None, loaded: LoadedModel) -> TrainedWeights | None:
     if loaded.unmade is not None:
         return drafter_weights.unmade_replaceable(loaded, folder, blocks=config.draft_blocks).weights
     if folder is not None:
@@ -355,9 +338,6 @@ def _weights(
             if folder != import_place(config):
                 raise
             raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
-    kind = trained_kind_of(drafter_name)
-    if config.is_dummy and kind is not None:
-        return dummy_drafter(loaded.model, loaded.parts.embedding, blocks=config.draft_blocks, kind=kind)
     return None
 
 

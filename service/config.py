@@ -26,11 +26,9 @@ from service.api_keys import ApiKey, KeyHash, distinct
 GIB = 1024**3
 
 _WAITING_PER_SEQUENCE = 8
-_WIDENED = re.compile(r"widen\(([^()]+),\s*(\d+)\)")
 _ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
-_DUMMY = re.compile(r"dummy\(([^()]+)\)")
 _KIND = r"[\w.-]+(?:\([^()+]*\))?"
 _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?|switch\({_KIND},{_KIND}\)")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
@@ -66,11 +64,12 @@ def _past(value: str) -> str:
 
 
 def _model(value: str) -> str:
-    widened = _WIDENED.fullmatch(value)
-    if value.startswith("widen(") and (widened is None or int(widened[2]).bit_count() != 1 or int(widened[2]) < 2):
-        raise ValueError("widen a model by 2, 4, 8 or another power of two, as in widen(smollm2-135m, 2)")
-    if value.startswith("dummy(") and not _DUMMY.fullmatch(value):
-        raise ValueError("name one shape, as in dummy(llama-3.1-8b)")
+    for form, command in (("widen(", "widened --copies 2"), ("dummy(", "dummy --shape llama-3.1-8b")):
+        if value.startswith(form):
+            raise ValueError(
+                f"write such a model with `python -m benchmarks checkpoint {command} --out FOLDER` from a checkout, "
+                "and set model to FOLDER"
+            )
     return value
 
 
@@ -132,8 +131,7 @@ class ServiceConfig(BaseModel):
     model: Annotated[str, AfterValidator(_model)] = _setting(
         "smollm2-135m",
         "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
-        "folder, or a .gguf file. To measure costs, widen(MODEL, K): the same K times as wide (2, 4, 8 ...), which "
-        "says the same; dummy(SHAPE): random weights in that shape (llama-3.1-8b, qwen3-8b, tiny).",
+        "folder, or a .gguf file.",
         panel="Model",
         min_length=1,
     )
@@ -284,8 +282,8 @@ class ServiceConfig(BaseModel):
 
     @property
     def model_source(self) -> str:
-        """The model, or shape, without its revision, and as it is before it is widened."""
-        return self._named if self._is_path else self._named.partition("@")[0]
+        """The model without its revision."""
+        return self.model if self._is_path else self.model.partition("@")[0]
 
     @property
     def pace_seconds(self) -> float | None:
@@ -299,37 +297,20 @@ class ServiceConfig(BaseModel):
         return self.pace_seconds if self.stream_release.startswith("constant_rate") else None
 
     @property
-    def copies(self) -> int:
-        """How many times as wide the model is to be."""
-        match = _WIDENED.fullmatch(self.model)
-        return 1 if match is None else int(match[2])
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether weights are random ones, so that only costs mean anything."""
-        return _DUMMY.fullmatch(self.model) is not None
-
-    @property
-    def _named(self) -> str:
-        match = _WIDENED.fullmatch(self.model) or _DUMMY.fullmatch(self.model)
-        return self.model if match is None else match[1]
-
-    @property
     def revision(self) -> str | None:
         """Branch, tag or commit of a Hugging Face id; None: its main branch."""
-        return None if self._is_path else self._named.partition("@")[2] or None
+        return None if self._is_path else self.model.partition("@")[2] or None
 
     @property
     def _is_path(self) -> bool:
-        return self._named.endswith(".gguf") or self._named.startswith(("/", "./", "../", "~"))
+        return self.model.endswith(".gguf") or self.model.startswith(("/", "./", "../", "~"))
 
     @property
     def public_model_name(self) -> str:
         """What clients put into `model`."""
         if self.served_model_name is not None:
             return self.served_model_name
-        name = Path(self._named).name.removesuffix(".gguf") if self._is_path else self.model_source
-        return name if self.copies == 1 else f"widen({name}, {self.copies})"
+        return Path(self.model).name.removesuffix(".gguf") if self._is_path else self.model_source
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:

@@ -48,7 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for row in rows:
         terminalreporter.write_line(", ".join(f"{name} {value}" for name, value in row.items()))
     if (file := config.getoption("--figures")) is not None:
-        from service.bench.conditions import surroundings, write_report  # torch comes with it
+        from service.conditions import surroundings, write_report  # torch comes with it
 
         failed = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
         write_report(file, surroundings(), rows, {"failed": len(failed)})

@@ -11,6 +11,7 @@ import openai
 import yaml
 
 from benchmarks import processes
+from benchmarks.checkpoint import write_dummy
 from benchmarks.processes import PATIENCE_SECONDS
 from tests import tuned
 from tests.tiny_models import served_by
@@ -44,7 +45,8 @@ def write_settings(file: Path, settings: dict[str, Any]) -> tuple[str, ...]:
 
 def serving_tiny(root: Path, **more: object) -> Process:
     """A server of a tiny random model, drafting by memory, whose files are in `root`; `more` settings beside."""
-    settings = served_by(Path("dummy(tiny)"), drafter="memory", budget_policy="fixed", max_budget=12)
+    model = write_dummy("tiny", root / "tiny")
+    settings = served_by(model, drafter="memory", budget_policy="fixed", max_budget=12)
     sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB", **more}
     words = write_settings(root / "config.yaml", {**settings, **sizes})
     return begin(["serve"], root / "config.yaml", root / "log", program=words)

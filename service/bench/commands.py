@@ -1,6 +1,6 @@
-"""The commands `adaptree bench ...` and `adaptree check ...`: options and what results mean.
+"""The commands `adaptree bench ...` and `adaptree check ...`, and options that benchmarks share.
 
-Imports nothing heavy before a command runs, so that help answers at once.
+Heavy imports wait until a command runs, so that --help is fast.
 """
 
 from collections.abc import Callable
@@ -17,38 +17,28 @@ from service.errors import StartupError
 MISMATCH_EXIT_CODE = 1
 
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
-"""Adds one option per setting to a command, whose first argument then is the configuration."""
+"""Adds one option per setting to a command whose first argument is the configuration."""
 
 PromptFiles = Annotated[
     list[Path],
     typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
 ]
 MorePromptFiles = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each file.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each file.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")]
 Temperatures = Annotated[
     list[float], typer.Option(min=0, max=2, help="0 decodes greedily. Give it again for more than one.")
 ]
-AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer.")]
-LongestAnswer = Annotated[int, typer.Option(min=1, help="Longest answer.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at the same time.")]
-Mixes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MIX,...",
-        help="Instead of policies: streams of several clients against the same streams of one, with the configured "
-        "budget. 12x1: twelve clients of one stream each; 1+11: two clients; long+8: one prompt of 4,000 tokens at a "
-        "time, and a client with eight streams. Prompt files and temperatures go to the clients in turn.",
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of everything random.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Length of each answer, in tokens.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Seed of all randomness.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the result, with its conditions, as JSON.")
 ]
 
 
 def command(run: Callable[..., bool]) -> Callable[..., None]:
-    """Logs as configured, and an exit code for what did not hold."""
+    """Configure logging before a command, and exit with code 1 where it returns False."""
 
     @wraps(run)
     def logged(loaded: LoadedConfig, **options: object) -> None:
@@ -62,13 +52,15 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
+    """Return the command group `adaptree bench`."""
     app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
-    for run in (_speed, _load, _shift, _gpu):
+    for run in (_speed, _load, _gpu):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
 
 def check_app(with_settings: WithSettings) -> typer.Typer:
+    """Return the command group `adaptree check`."""
     app = typer.Typer(help="Check the running configuration.", no_args_is_help=True)
     app.callback()(lambda: None)
     app.command("lossless")(with_settings(command(_lossless)))
@@ -82,18 +74,17 @@ def _speed(
     limit: Limit = None,
     temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
     max_tokens: AnswerTokens = 128,
-    concurrency: Concurrency = 1,
-    anatomy: Annotated[bool, typer.Option("--anatomy", help="Also time the parts of a step, on a CPU.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")] = 1,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Plain against speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
+    """Compare plain with speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
     from service.bench.speed import run_speed
 
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     files = [*prompts, *(more_prompts or [])]
-    return run_speed(loaded.config, files, measures, limit=limit, anatomy=anatomy, out=out)
+    return run_speed(loaded.config, files, measures, limit=limit, out=out)
 
 
 def _load(
@@ -108,16 +99,12 @@ def _load(
         ),
     ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
     requests: Annotated[
-        int, typer.Option(min=1, help="Requests for each policy and concurrency; three for each client at least.")
+        int, typer.Option(min=1, help="Requests for each policy and concurrency; eight for each client at least.")
     ] = 64,
-    clients: Mixes = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="For --clients: how long each of three contestants serves each mix.")
-    ] = 60.0,
-    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
+    temperature: Temperature = 0.0,
     max_tokens: AnswerTokens = 64,
     arrival: Annotated[
-        Literal["closed", "poisson"], typer.Option(help="closed: so many clients, one request each at a time.")
+        Literal["closed", "poisson"], typer.Option(help="closed: as many clients, one request each at a time.")
     ] = "closed",
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second that poisson sends.")] = None,
     slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token that goodput allows.")] = 5.0,
@@ -125,88 +112,23 @@ def _load(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Budget policies against each other under rising load, or several clients against one. Exit code 1 if any token
-    differs."""
-    from service.bench.clients import mixes_of, run_clients
+    """Compare budget policies under rising load. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
     from service.bench.load import LoadPlan, run_load
 
     if (arrival == "poisson") != (rate is not None):
         raise StartupError("--arrival poisson and --rate need each other")
-    files, measures = (*prompts, *(more_prompts or [])), [Measure(one, max_tokens, 1, seed) for one in temperature]
-    if clients is not None:
-        if rate is not None:
-            raise StartupError("--clients takes no --rate: its streams are closed loops")
-        return run_clients(loaded.config, mixes_of(clients), files, measures, seconds=seconds, out=out)
-    if len(measures) > 1:
-        raise StartupError("--temperature: more than one is for --clients; give one")
     plan = LoadPlan(
-        files=files,
+        files=(*prompts, *(more_prompts or [])),
         concurrency=numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
         policies=policies,
         requests=requests,
-        measure=measures[0],
+        measure=Measure(temperature, max_tokens, 1, seed),
         rate_per_second=rate,
         slo_ttft_seconds=slo_ttft,
         slo_itl_seconds=slo_itl,
     )
     return run_load(loaded.config, plan, out=out)
-
-
-def _shift(
-    loaded: LoadedConfig,
-    before: Annotated[
-        list[Path], typer.Option(metavar="FILE", help="Prompts of the first half. Give it again to mix several files.")
-    ],
-    after: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Prompts of the second half, likewise.")
-    ] = None,
-    queries: Annotated[int, typer.Option(min=2, help="Queries in all.")] = 300,
-    policies: Annotated[
-        str,
-        typer.Option(metavar="POLICY,...", help="Who decides about updates; `never` is what all are compared with."),
-    ] = "bandit,always,head_only,full_only,never",
-    temperature: Temperature = 0.0,
-    max_tokens: LongestAnswer = 64,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Instead of a shift, one mix of all files, so many times over.")
-    ] = None,
-    concurrency: Concurrency = 1,
-    turn_queries: Annotated[
-        int, typer.Option(min=1, help="Queries a policy answers before it is the next one's turn.")
-    ] = 5,
-    pause: Annotated[
-        float, typer.Option(min=0, help="Seconds after each turn in which nobody asks, and learning goes on.")
-    ] = 0.0,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Leave what each policy has learnt here: `adaptree drafter export --from DIR/POLICY`."
-        ),
-    ] = None,
-    seed: Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the result, with its conditions, as JSON, and a PNG beside it."),
-    ] = None,
-) -> bool:
-    """What learning is worth when traffic changes, training included. Exit code 1 if any token differs."""
-    from service.bench.experiment import Measure
-    from service.bench.shift import policies_of, run_shift
-
-    return run_shift(
-        loaded.config,
-        before,
-        after or [],
-        policies_of(policies),
-        Measure(temperature, max_tokens, concurrency, seed),
-        queries=queries,
-        epochs=epochs,
-        turn_queries=turn_queries,
-        pause_seconds=pause,
-        keep=keep,
-        out=out,
-    )
 
 
 def _gpu(
@@ -218,21 +140,26 @@ def _gpu(
         Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
     ] = None,
     answers: Annotated[int, typer.Option(min=1, help="Prompts answered in each measurement of speed.")] = 16,
-    copies: Annotated[str, typer.Option(metavar="N,...", help="How wide the served model is made for speed.")] = "4,8",
+    large: Annotated[
+        str, typer.Option(metavar="FOLDER,...", help="Checkpoints with random weights, for steps: costs only.")
+    ] = "",
+    widened: Annotated[str, typer.Option(metavar="FOLDER,...", help="Checkpoints of widened models, for speed.")] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run every part on a CPU with tiny shapes; the figures say nothing.")
+        bool, typer.Option("--dry-run", help="Try every part on a CPU; the figures are not those of a GPU.")
     ] = False,
     out: Out = None,
 ) -> bool:
-    """Confirm and measure this GPU, section by section. Exit code 1 if anything fails or a token differs."""
+    """Test and measure this GPU, section by section. `python -m benchmarks checkpoint` writes checkpoints for --large
+    and --widened. Exit code 1 if anything fails or a token differs."""
     from service.bench.gpu import SECTIONS, run_gpu
     from service.bench.gpu_sections import DRY, FULL
 
-    asked = [name.strip() for name in sections.split(",") if name.strip()] or SECTIONS
+    asked = _parts(sections) or SECTIONS
     unknown = [name for name in asked if name not in SECTIONS]
     if unknown:
         raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
-    plan = DRY if dry_run else replace(FULL, answers=answers, widened=numbers(copies, "--copies"))
+    plan = DRY if dry_run else replace(FULL, answers=answers)
+    plan = replace(plan, large=tuple(map(Path, _parts(large))), widened=tuple(map(Path, _parts(widened))))
     return run_gpu(loaded.config, asked, replace(plan, prompts=prompts), out=out)
 
 
@@ -245,16 +172,20 @@ def _lossless(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare every way of decoding with plain decoding, token by token; with --drafter, its own. Exit code 1 if any
-    differs."""
+    """Compare every way of decoding with plain decoding, token by token; with --drafter, that drafter only. Exit code 1
+    if any differs."""
     from service.bench.lossless import run_lossless
 
     return run_lossless(loaded.config, prompts, num_tokens=tokens, seed=seed, out=out)
 
 
 def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
-    """What an option says: positive numbers in a list with commas. Raises StartupError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    """Parse a list of positive numbers with commas. Raises StartupError naming the option."""
+    parts = _parts(text)
     if not parts or not all(part.isdigit() and int(part) for part in parts):
         raise StartupError(f"{option} {text!r}: give positive numbers such as 1,2,4,8")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

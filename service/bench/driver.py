@@ -1,14 +1,11 @@
-"""The one driver of engines: requests in, answers and steps out, each with its times.
-
-No thread and no HTTP, so that what is measured is the engine itself.
-"""
+"""Drives an engine: requests in, answers and steps out, with their times. No thread and no HTTP."""
 
 import math
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from service.engine.engine import Engine, StepReport
@@ -18,29 +15,27 @@ from service.engine.stats import StepStats
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One generation, and what its request had to wait."""
+    """One generation, with its latencies."""
 
     token_ids: tuple[int, ...]
     text: str = ""
     finish_reason: FinishReason | None = None
     accepted_per_step: tuple[int, ...] = ()
     first_token_seconds: float = 0.0  # after the arrival
-    gaps_seconds: tuple[float, ...] = ()  # for each token but the first ones: since the one before
+    gaps_seconds: tuple[float, ...] = ()  # of each token after the first step: since the token before
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step's report and how long the step took by the clock on the wall."""
+    """A step's report and its wall-clock seconds."""
 
     stats: StepStats
     seconds: float
-    emitted: Mapping[str, int] = field(default_factory=dict)  # tokens by request
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds by part, where they were watched
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The part of a run in which the load was steady."""
+    """Seconds and tokens of a stretch of a run."""
 
     seconds: float
     tokens: int
@@ -53,46 +48,50 @@ class Run:
     answers: tuple[Answer, ...]
     steps: tuple[TimedStep, ...]
     seconds: float
-    steady: Span = Span(0.0, 0)
+    steady: Span = Span(0.0, 0)  # while the load was steady
 
     @property
     def num_tokens(self) -> int:
+        """Generated tokens."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
 class ClosedLoop:
-    """So many clients, each of which asks again as soon as it is answered."""
+    """A number of clients, each of which sends its next request as soon as it is answered."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
-        """How many requests should have been sent by now."""
+        """Return how many requests should have been sent by now."""
         return finished + self._concurrency
 
     def is_steady(self, finished: int, total: int) -> bool:
-        """Whether all clients are busy: at first all ask at once, in the end they leave one after the other."""
+        """Whether all clients are busy, without the first round, which is sent at once, and the last."""
         return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
-        """From when on the request of that number waits, when it is sent now."""
+        """Return from when on request `number` waits, if it is sent now."""
         return elapsed_seconds
 
 
 class PoissonArrivals:
-    """Requests that come independently of each other and of the answers, at a mean rate."""
+    """Requests at independent random times, at a mean rate."""
 
     def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
         rng = random.Random(seed)
         self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
+        """As `ClosedLoop`."""
         return bisect_right(self._times, elapsed_seconds)
 
     def is_steady(self, finished: int, total: int) -> bool:
+        """Always true."""
         return True
 
     def since(self, number: int, elapsed_seconds: float) -> float:
+        """As `ClosedLoop`."""
         return self._times[number]
 
 
@@ -108,7 +107,7 @@ class Served:
     answer: Answer = Answer(())
 
     def add(self, output: SequenceOutput, now: float) -> None:
-        """Tokens that come together share the time since the ones before."""
+        """Append an output; tokens of one step share the time since the step before."""
         before, count = self.answer, len(output.token_ids)
         first, gaps = before.first_token_seconds, before.gaps_seconds
         if count and not before.token_ids:
@@ -124,7 +123,7 @@ class Served:
 
 
 class Drive:
-    """Requests for one engine, each of which asks for one sequence; time stands still while it is paused."""
+    """Requests of one sequence each on one engine. It can be paused, and its time stands still then."""
 
     def __init__(
         self,
@@ -152,10 +151,11 @@ class Drive:
 
     @property
     def is_over(self) -> bool:
+        """Whether all requests have finished."""
         return self.num_finished == len(self._requests)
 
     def go_on(self, seconds: float = math.inf) -> None:
-        """Serve for so long, or to the end."""
+        """Serve for so many seconds, or to the end."""
         start, end = self._clock() - self._seconds, self._seconds + seconds
         while not self.is_over and self._seconds < end:
             self._send(self._clock() - start)
@@ -166,12 +166,12 @@ class Drive:
                 self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
 
     def result(self) -> Run:
-        """What was served until now."""
+        """Return what was served until now."""
         answers = tuple(served.answer for served in self._served.values())
         return Run(answers, tuple(self._steps), self._seconds, self._steady)
 
     def _send(self, elapsed: float) -> None:
-        """Hand over what is due by now."""
+        """Send the requests that are due."""
         due = min(len(self._requests), self._arrivals.due(elapsed, self.num_finished))
         for number in range(len(self._served), due):
             request = self._requests[number]
@@ -179,7 +179,7 @@ class Drive:
             self._engine.add(replace(request, arrival_seconds=time.monotonic()))
 
     def _step(self, start: float) -> int:
-        """One step of the engine; returns how many tokens it emitted."""
+        """Run one step of the engine; return how many tokens it emitted."""
         if self._engine.idle:
             self._sleep(0.001)
             self._seconds = self._clock() - start
@@ -190,11 +190,10 @@ class Drive:
         for output in report.outputs:
             self._served[output.request_id].add(output, self._seconds)
             self.num_finished += output.finish_reason is not None
-        emitted = {output.request_id: len(output.token_ids) for output in report.outputs}
         if report.stats is not None:
-            self._steps.append(TimedStep(report.stats, self._seconds - before, emitted))
+            self._steps.append(TimedStep(report.stats, self._seconds - before))
         self._after_step(report)
-        return sum(emitted.values())
+        return sum(len(output.token_ids) for output in report.outputs)
 
 
 def generate(
@@ -204,7 +203,7 @@ def generate(
     *,
     before_step: Callable[[int], None] = lambda number: None,
 ) -> Run:
-    """Answer all requests without a pause: together, unless they arrive one after the other."""
+    """Answer all requests without a pause, all at once unless `arrivals` says otherwise."""
     driven = Drive(engine, requests, arrivals or ClosedLoop(len(requests)), before_step=before_step)
     driven.go_on()
     return driven.result()

@@ -1,35 +1,26 @@
-"""`adaptree bench gpu`: tests first, then section by section until time is up, then aims, a table and the file."""
+"""`adaptree bench gpu`: run the tests for a GPU, then section by section until time is up; judge, print, write."""
 
 import gc
 import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from service.bench.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
-from service.bench.gpu_sections import (
-    MEASURED,
-    Figure,
-    Plan,
-    check_device,
-    large_assembly,
-    small_assembly,
-    speed_figures,
-    step_figures,
-    widened_assembly,
-)
+from service.assembly import Assembly, assemble
+from service.bench.gpu_sections import MEASURED, Figure, FiguresOf, Plan, speed_figures, step_figures
+from service.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
 from service.config import ServiceConfig
+from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +29,27 @@ SECTIONS = ("tests", *MEASURED)
 
 KERNEL_TESTS = ("tests/kernels",)
 ENGINE_TESTS = ("tests/drafters/test_readback.py", "tests/kernels/test_graph_runner.py", "tests/e2e/test_cuda.py")
-"""Where tests marked gpu are; others ask for packages that need not be on a machine that measures."""
+"""All files with tests marked gpu; other tests need packages that a measuring machine may lack."""
+
+_LARGE = {
+    **{"max_sequences": 8, "kv_cache": "8GiB"},
+    **{"drafter": "specblock", "draft_blocks": 2, "budget_policy": "fixed"},
+}
+_REHEARSAL = {
+    **{"threads": 1, "device": "cpu", "max_sequences": 2, "kv_cache": "100MiB", "max_model_len": 512},
+    **{"max_budget": 8, "budget_policy": "fixed"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
+    """A bound that a figure should keep."""
+
     what: str
     section: str
     name: str
     holds: Callable[[float], bool]
-    of_large: bool = False  # judged by large models alone, whose weights are random
+    of_large: bool = False  # judged on large models with random weights only
 
 
 AIMS = (
@@ -65,13 +67,15 @@ AIMS = (
 
 @dataclass(frozen=True, slots=True)
 class Judged:
+    """The verdict on one aim."""
+
     what: str
     verdict: Literal["met", "missed", "not measured", "not judged"]
     value: float | None = None
 
 
 def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
-    """Every aim against its worst figure; a rehearsal is not judged, but for exactness."""
+    """Judge every aim by its worst figure; of a rehearsal only exactness."""
     judged = []
     for aim in AIMS:
         meant = [figure for figure in figures if (figure.section, figure.name) == (aim.section, aim.name)]
@@ -86,78 +90,79 @@ def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
     return judged
 
 
+def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
+    """Raise StartupError where the plan needs a GPU and there is none."""
+    if plan.for_real and (cuda_devices == 0 or config.device == "cpu"):
+        raise StartupError("bench gpu measures a GPU, and there is none: add --dry-run to try every part on a CPU")
+
+
+def assembled(config: ServiceConfig, plan: Plan, model: Path | None = None, **values: object) -> Assembly:
+    """Load the configured model, or a checkpoint with the drafter in its subfolder `drafter`, with other settings."""
+    changed: dict[str, object] = {**config.model_dump(), **values}
+    if model is not None:
+        drafter = model / "drafter"
+        changed |= {"model": str(model.absolute()), "drafter_path": drafter if drafter.is_dir() else None}
+    if not plan.for_real:
+        changed |= _REHEARSAL
+    return assemble(ServiceConfig.model_validate(changed), graphs=True)
+
+
 def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: Path | None) -> bool:
-    """Measure and report; whether the tests passed, no section failed and every token was the same."""
+    """Measure and report; return whether tests passed, no section failed and no token differed."""
     refuse_unwritable(out)
     check_device(config, plan, torch.cuda.device_count())
     run = Findings(plan)
     tests_pass = "tests" not in sections or run.tests()
-    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        assembly = small_assembly(config, plan, Path(folder))
-        conditions = conditions_of(assembly)
-        run.keep = lambda: write_report(out, conditions, run.figures, _summary(run, sections, plan))
-        for name in filter(sections.__contains__, MEASURED):
-            run.measure(name, partial(MEASURED[name], assembly, plan))
-        del assembly
-    if "steps" in sections:
-        for name in plan.large:
-            forget()
-            run.measure(f"steps of {name}", partial(_large, config, plan, name))
-    if "speed" in sections:
-        for copies in plan.widened:
-            forget()
-            run.measure(f"speed of {copies} copies", partial(_widened, config, plan, copies))
+    assembly = assembled(config, plan, kv_cache="8GiB", max_sequences=max(plan.concurrencies))
+    conditions = conditions_of(assembly)
+    run.keep = lambda: write_report(out, conditions, run.figures, run.summary(sections))
+    for name in filter(sections.__contains__, MEASURED):
+        run.measure(name, partial(MEASURED[name], assembly, plan))
+    del assembly
+
+    def measured(figures: FiguresOf, folder: Path, sizes: Mapping[str, object]) -> Iterator[Figure]:
+        return figures(assembled(config, plan, folder, **sizes), plan)
+
+    for folder in plan.large if "steps" in sections else ():
+        forget()
+        sizes = {**_LARGE, "max_model_len": max(plan.contexts) + 512}
+        costs = partial(step_figures, costs_only=True)
+        run.measure(f"steps of {folder.name}", partial(measured, costs, folder, sizes))
+    for folder in plan.widened if "speed" in sections else ():
+        forget()
+        sizes = {"kv_cache": "16GiB", "max_sequences": 8}
+        run.measure(f"speed of {folder.name}", partial(measured, speed_figures, folder, sizes))
     judged = judge(run.figures, for_real=plan.for_real)
     _show(run.figures, judged, plan)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
     return tests_pass and exact and not run.failed
 
 
-def _summary(run: "Findings", sections: Sequence[str], plan: Plan) -> dict[str, object]:
-    return {
-        "dry_run": not plan.for_real,
-        "sections": [*sections],
-        "tests": run.test_line,
-        "skipped": run.skipped,
-        "failed": run.failed,
-        "aims": judge(run.figures, for_real=plan.for_real),
-    }
-
-
-def _large(config: ServiceConfig, plan: Plan, name: str) -> Iterator[Figure]:
-    return step_figures(large_assembly(config, plan, name), plan)
-
-
-def _widened(config: ServiceConfig, plan: Plan, copies: int) -> Iterator[Figure]:
-    with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        yield from speed_figures(widened_assembly(config, plan, copies, Path(folder)), plan)
-
-
 class Findings:
-    """Figures as they come in, what there was no time for, and what broke."""
+    """Collects figures, skipped sections and failures."""
 
     def __init__(self, plan: Plan) -> None:
         self.figures: list[Figure] = []
         self.skipped: list[str] = []
-        self.failed: dict[str, str] = {}  # why, by section
+        self.failed: dict[str, str] = {}  # reason by section
         self.test_line = "not run"
-        self.keep: Callable[[], object] = lambda: None  # called after each section: the next one may be cut off
+        self.keep: Callable[[], object] = lambda: None  # called after each section, as the run may be cut off
         self._plan = plan
         self._console = Console(stderr=True)
         self._start = time.monotonic()
 
     def tests(self) -> bool:
-        """Run the tests that need a device; in a rehearsal only see that they can be found."""
+        """Run the tests that need a device, or in a rehearsal collect them; return whether all passed."""
         self._say("tests marked gpu")
         workers = ["-n", "auto"] if find_spec("xdist") else []  # kernels compile one by one
-        kernels, kernels_said = _tested(KERNEL_TESTS, workers, self._plan.for_real)
-        engine, engine_said = _tested(ENGINE_TESTS, [], self._plan.for_real)
-        self.test_line = f"kernels: {kernels_said}; engine: {engine_said}"
+        kernels_pass, kernels = _tested(KERNEL_TESTS, workers, self._plan.for_real)
+        engine_pass, engine = _tested(ENGINE_TESTS, [], self._plan.for_real)
+        self.test_line = f"kernels: {kernels}; engine: {engine}"
         self._say(self.test_line)
-        return kernels and engine
+        return kernels_pass and engine_pass
 
     def measure(self, name: str, section: Callable[[], Iterator[Figure]]) -> None:
-        """Unless time is up. A section that breaks is told and reported; it must not cost the figures of the others."""
+        """Measure a section unless time is up. A section that fails is reported and does not end the run."""
         if time.monotonic() - self._start > 60 * self._plan.minutes:
             self.skipped.append(name)
             self._say(f"no time left for {name}")
@@ -171,12 +176,23 @@ class Findings:
             self._say(f"failed: {self.failed[name]}")
         self.keep()
 
+    def summary(self, sections: Sequence[str]) -> dict[str, object]:
+        """Return what the report says of the whole run."""
+        return {
+            "dry_run": not self._plan.for_real,
+            "sections": [*sections],
+            "tests": self.test_line,
+            "skipped": self.skipped,
+            "failed": self.failed,
+            "aims": judge(self.figures, for_real=self._plan.for_real),
+        }
+
     def _say(self, what: str) -> None:
         self._console.print(f"{time.monotonic() - self._start:6.1f} s  {what}", highlight=False, markup=False)
 
 
 def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> tuple[bool, str]:
-    """Run tests that need a device, without one only find them; whether they passed, and their last line."""
+    """Run or only collect the tests marked gpu; return whether they passed, and pytest's last line."""
     how = [*options, "-p", "no:benchmark"] if for_real else ["--collect-only"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *how, *paths]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
@@ -188,13 +204,14 @@ def _tested(paths: Sequence[str], options: Sequence[str], for_real: bool) -> tup
 
 
 def forget() -> None:
-    """Give a model's memory back before the next one comes."""
+    """Free the memory of a model that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
+    """Return a table with one line per figure."""
     table = Table("section", "figure", "value", "unit", "at")
     for figure in figures:
         at = ", ".join(f"{name} {value}" for name, value in figure.at.items())
@@ -210,4 +227,4 @@ def _show(figures: Sequence[Figure], judged: Sequence[Judged], plan: Plan) -> No
     console = Console()
     console.print(figures_table(figures), aims)
     if not plan.for_real:
-        console.print("a rehearsal on a CPU with tiny shapes: these figures say nothing of a GPU")
+        console.print("a rehearsal on a CPU: these figures are not those of a GPU")

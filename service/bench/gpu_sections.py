@@ -1,4 +1,4 @@
-"""The measurements of `adaptree bench gpu`: steps, speed, load, exactness and training beside serving, as figures."""
+"""The measurements of `adaptree bench gpu`: steps, speed, load, exactness, and training while serving."""
 
 import time
 from collections import Counter
@@ -11,12 +11,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import PreTrainedModel
+from torch.profiler import ProfilerActivity, profile
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
-from drafters.specblock import checkpoint
-from service.assembly import Assembly, assemble
+from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
 from service.bench.experiment import (
     Measure,
@@ -27,29 +26,39 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.gpu_anatomy import anatomy_of
 from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
-from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.costs.measuring import Point, made_up_texts, place_point
-from service.engine.drafter_weights import dummy_network
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import serving
-from service.engine.weights import random_model
-from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.prompts import PromptSet, read_prompt_set
 
 At = dict[str, int | float | str]
+"""The conditions of one figure, by name."""
 
-_WARM_UPS = 2  # first runs, which are not counted
+_WARM_UPS = 2  # runs that are not counted
+_PROMPT = 64  # tokens
+_NODES = 31  # 32 rows with the root
+_SEQUENCES = 4  # 256 rows of a root and 64 nodes each
+_LARGEST_KERNELS = 12  # that are named
+_TRAINING_CONCURRENCY = 4
+_TRAINING_NODES = 16
+_LOAD_TURNS = 2
+_EAGER = Tuning(always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
+_HOST_CALLS = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "copies": ("cudaMemcpyAsync", "cudaMemsetAsync"),
+    "graphs replayed": ("cudaGraphLaunch",),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number, of one section, under conditions of its own."""
+    """One number of one section."""
 
     section: str
     name: str
@@ -59,107 +68,48 @@ class Figure:
     costs_only: bool = False  # from random weights
 
 
-_TINY: dict[str, object] = {
-    **{"model": "dummy(tiny)", "load_dtype": "float32", "threads": 1, "device": "cpu"},
-    **{"max_sequences": 2, "kv_cache": "100MiB"},
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    for_real: bool = True
+    """How much is measured."""
+
+    for_real: bool = True  # False: a rehearsal on a CPU
     minutes: float = 8
-    large: tuple[str, ...] = ("llama-3.1-8b", "qwen3-8b")  # random weights
+    large: tuple[Path, ...] = ()  # checkpoints with random weights
+    widened: tuple[Path, ...] = ()  # checkpoints of widened models
+    prompts: Path | None = None  # None: the built-in ones
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (256, 2048)
     concurrencies: tuple[int, ...] = (1, 4, 16, 64)
-    widened: tuple[int, ...] = (4, 8)  # copies of the served model
-    prompts: Path | None = None  # of the sections on text; None: built-in ones
     repeats: int = 20
     copied_bytes: int = 1 << 30
-    steps: int = 64  # of an engine, to see what one takes
+    steps: int = 64
     answers: int = 16
-    turns: int = 2
     answer_tokens: int = 128
     exact_tokens: int = 20_000
     training_requests: int = 64
-    updates: int = 4  # to be made while they are served, again and again if need be
-    patience_seconds: float = 40
+    updates: int = 4  # requests are repeated until so many were made
+    patience_seconds: float = 60
 
 
 FULL = Plan()
 DRY = Plan(
     for_real=False,
-    large=("tiny",),
     rows=(1, 16),
     contexts=(32,),
     concurrencies=(2,),
-    widened=(2,),
     repeats=1,
     copied_bytes=1 << 20,
     steps=3,
     answers=1,
-    turns=1,
     answer_tokens=8,
     exact_tokens=60,
     training_requests=12,
     updates=1,
-    patience_seconds=60,
 )
 
 
-def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
-    """Raise StartupError where the plan cannot be carried out."""
-    if plan.for_real and (cuda_devices == 0 or config.device == "cpu"):
-        raise StartupError("bench gpu measures a GPU, and there is none: add --dry-run to try every part on a CPU")
-
-
-def large_assembly(config: ServiceConfig, plan: Plan, name: str) -> Assembly:
-    """Random weights of that shape, with a random drafter of two blocks."""
-    sizes = {"max_model_len": max(plan.contexts) + 512, "max_sequences": 8, "kv_cache": "8GiB"}
-    drafting = {"drafter": "specblock", "drafter_path": None, "draft_blocks": 2, "budget_policy": "fixed"}
-    return _assembled(config, plan, {**sizes, **drafting}, model=f"dummy({name})")
-
-
-def small_assembly(config: ServiceConfig, plan: Plan, folder: Path) -> Assembly:
-    """The configured model; of a rehearsal a tiny one, with a random drafter that is stored, so that it can learn."""
-    if plan.for_real:  # room beside it for more engines than a server has
-        return _assembled(config, plan, {"kv_cache": "8GiB", "max_sequences": max(plan.concurrencies)})
-    return _rehearsed(config, plan, folder)
-
-
-def _rehearsed(
-    config: ServiceConfig, plan: Plan, folder: Path, narrow: PreTrainedModel | None = None, **more: object
-) -> Assembly:
-    """A tiny model with a random drafter, for what it is before it is widened."""
-    sizes = {"max_model_len": 512, "max_budget": 8, "budget_policy": "fixed", "drafter": "specblock"}
-    first = _assembled(config, plan, {**sizes, "drafter": "memory"}, **more)
-    identity = first.loaded.parts.identity
-    network = dummy_network(narrow or first.loaded.model)
-    checkpoint.save(folder, network, target_identity=identity, facts={}, own_head=True)
-    return _assembled(config, plan, sizes, drafter_path=folder, **more)
-
-
-def widened_assembly(config: ServiceConfig, plan: Plan, copies: int, folder: Path) -> Assembly:
-    """The configured model so many times as wide, with its own drafter."""
-    if plan.for_real:
-        sizes = {"kv_cache": "16GiB", "max_sequences": 8}
-        return _assembled(config, plan, sizes, model=f"widen({config.model_source}, {copies})")
-    tiny = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
-    tiny.model.save_pretrained(folder / "model")
-    tiny.tokenizer.save_pretrained(folder / "model")
-    widened = f"widen({folder / 'model'}, {copies})"
-    return _rehearsed(config, plan, folder / "drafter", tiny.model, model=widened)
-
-
-def _assembled(config: ServiceConfig, plan: Plan, values: dict[str, object], **more: object) -> Assembly:
-    tiny = {} if plan.for_real else _TINY
-    changed = ServiceConfig.model_validate({**config.model_dump(), **values, **tiny, **more})
-    return assemble(changed, graphs=True)
-
-
 def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
-    """Prompts that leave room for an answer."""
+    """Return the prompts, without those that leave no room for an answer; built-in ones are cut."""
     most = assembly.limits.max_model_len - plan.answer_tokens - 1
     if plan.prompts is None:
         return [prompt[:most] for prompt in built_in_prompts(assembly.tokenizer)]
@@ -170,7 +120,7 @@ def small_prompts(assembly: Assembly, plan: Plan) -> list[list[int]]:
 def device_seconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Median seconds that a device takes for `run`, without what `before` asks for; by the wall on a CPU."""
+    """Return the median seconds that the device takes for `run`, without `before`; on a CPU those of the wall clock."""
     if device.type != "cuda":
         return wall_seconds(run, device, repeats=repeats, before=before)
     events = [
@@ -189,7 +139,7 @@ def device_seconds(
 def wall_seconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Median seconds until the host may go on with the results."""
+    """Return the median seconds until the host can read the results of `run`."""
     seconds: list[float] = []
     for _ in range(_WARM_UPS + repeats):
         before()
@@ -202,27 +152,22 @@ def wall_seconds(
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second that a large copy reads and writes: what nothing on this device can beat."""
+    """Return bytes per second that a large copy reads and writes: an upper bound for everything on this device."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / device_seconds(lambda: target.copy_(source), device, repeats=5)
 
 
-_PROMPT = 64
-_NODES = 31  # rows with the root: 32
-_SEQUENCES = 4  # 256 rows of a root and 64 nodes each
-
-
-def step_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Decode, verify, replaying and drafting of one model."""
-    model, costs_only = assembly.config.model_source, assembly.config.is_dummy
+def step_figures(assembly: Assembly, plan: Plan, *, costs_only: bool = False) -> Iterator[Figure]:
+    """Yield figures of decoding, verifying, graph replay and drafting; `costs_only`: the weights are random."""
+    model = assembly.config.public_model_name
     for measure in (_decode, _verify, _graphs, _drafter, _anatomy):
         for figure in measure(assembly, plan):
             yield replace(figure, at={"model": model, **figure.at}, costs_only=costs_only)
 
 
 def _decode(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """A plain step of one short text, as the engine makes it, and the target's part of it."""
+    """Measure a plain step of one short text, and the target's forward in it."""
     target, device = assembly.target, assembly.target.device
     bandwidth = copy_bandwidth(device, plan.copied_bytes)
     trial = made_up_texts(target, lines=1, length=_PROMPT)
@@ -251,20 +196,20 @@ def _verify(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def _graphs(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """The same forward of one row, replayed and kernel by kernel."""
+    """Measure a forward of one row, replayed and kernel by kernel."""
     target, device = assembly.target, assembly.target.device
     trial = made_up_texts(target, lines=1, length=plan.contexts[0])
     rows = place_point(trial, Point(1, plan.contexts[0], 1))
     replayed = wall_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     with torch.inference_mode():
-        as_it_is = wall_seconds(partial(target.forward_once, rows, trial.table), device, repeats=plan.repeats)
+        eager = wall_seconds(partial(target.forward_once, rows, trial.table), device, repeats=plan.repeats)
     yield Figure("graphs", "replayed", replayed * 1e3, "ms", {"rows": 1})
-    yield Figure("graphs", "kernel by kernel", as_it_is * 1e3, "ms", {"rows": 1})
-    yield Figure("graphs", "gain", as_it_is / replayed, "times")
+    yield Figure("graphs", "kernel by kernel", eager * 1e3, "ms", {"rows": 1})
+    yield Figure("graphs", "gain", eager / replayed, "times")
 
 
 def _drafter(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Grow and step of one sequence; drafting is timed where its results are waited for, at the tree's size."""
+    """Measure drafting and the whole step of one sequence; drafting ends when the tree's size is read."""
     plain = median(step.seconds for step in _steps(assembly, plan, nodes=0))
     steps = _steps(assembly, plan, nodes=_NODES)
     drafts = median(step.stats.draft_seconds for step in steps)
@@ -276,24 +221,46 @@ def _drafter(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def _anatomy(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """What a step asks for and what the device does in it, plain and with a tree."""
+    """Count what a step asks the device for and what the device does in it, plain and with a tree."""
     for name, nodes in (("plain", 0), ("drafted", _NODES)):
-        engine = _engine(assembly, nodes)
+        engine, count = _engine(assembly, nodes), min(plan.steps, 8)
         engine.add(_request(assembly, plan))
         for _ in range(_WARM_UPS + 4):
             engine.step()
-
-        def some_steps(engine: Engine = engine) -> int:
-            return len([engine.step() for _ in range(min(plan.steps, 8))])
-
-        with serving(assembly.target.device):
-            anatomy = anatomy_of(some_steps, assembly.target.device)
-        for what, value, unit in anatomy.figures():
+        for what, value, unit in _profiled(engine, count, assembly.target.device):
             yield Figure("anatomy", f"{name}: {what}", value, unit)
 
 
+def _profiled(engine: Engine, steps: int, device: torch.device) -> Iterator[tuple[str, float, str]]:
+    """Yield name, value and unit of a mean step: calls of the host, kernels, and milliseconds of the device."""
+    on_device = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with serving(device), profile(activities=activities) as profiler:
+        for _ in range(steps):
+            engine.step()
+        if on_device:
+            torch.cuda.synchronize(device)
+    calls, kernels, microseconds = Counter[str](), Counter[str](), Counter[str]()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            name = event.name.split("(")[0][:80]
+            kernels[name] += 1
+            microseconds[name] += event.device_time_total
+        else:
+            calls[event.name] += 1
+    if on_device:
+        for call, names in _HOST_CALLS.items():
+            yield call, sum(calls[name] for name in names) / steps, ""
+    else:
+        yield "operations", sum(count for name, count in calls.items() if name.startswith("aten::")) / steps, ""
+    yield "kernels", kernels.total() / steps, ""
+    yield "device busy", sum(microseconds.values()) / steps / 1e3, "ms"
+    for name, duration in microseconds.most_common(_LARGEST_KERNELS):
+        yield f"kernel {name}, {kernels[name] / steps:g} times", duration / steps / 1e3, "ms"
+
+
 def _steps(assembly: Assembly, plan: Plan, *, nodes: int) -> list[TimedStep]:
-    """Steps of one decoding sequence that read no prompt; the first ones warm up."""
+    """Return decoding steps of one sequence, without the first two."""
     run = generate(_engine(assembly, nodes), [_request(assembly, plan)])
     return [step for step in run.steps if not step.stats.prompt_tokens][2 : 2 + plan.steps]
 
@@ -304,26 +271,26 @@ def _engine(assembly: Assembly, nodes: int) -> Engine:
 
 
 def _request(assembly: Assembly, plan: Plan) -> GenerationRequest:
-    """One made-up text that is long enough for all steps."""
+    """Return a request that is long enough for all steps."""
     most_tokens = min(4 * plan.steps + 8, assembly.limits.max_model_len - _PROMPT)
     sampling = SamplingParams(seed=0, max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
     return GenerationRequest(request_id="steps", prompt=tuple(range(_PROMPT)), sampling=sampling)
 
 
 def read_bytes(assembly: Assembly, context: int) -> int:
-    """What decoding one token cannot help reading: weights, and keys and values of the context."""
+    """Return bytes that decoding one token must read: weights, and keys and values of `context` tokens."""
     return assembly.loaded.read_bytes + context * assembly.loaded.kv_shape.bytes_per_slot
 
 
 def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Speculation against plain decoding on the same replayed forwards, greedy and sampled."""
+    """Yield speculative against plain decoding, greedy and sampled."""
     prompts = PromptSet("prompts", tuple(map(tuple, small_prompts(assembly, plan)[: plan.answers])))
     contestants = contestants_of(assembly)
     for temperature in (0.0, 1.0):
         measure = Measure(temperature, plan.answer_tokens, concurrency=1, seed=0)
         warm_up(contestants, prompts.prompts[0], measure)
         row = measure_set(prompts, contestants, measure)
-        at: At = {"temperature": temperature, "model": assembly.config.model}
+        at: At = {"temperature": temperature, "model": assembly.config.public_model_name}
         name = f"at T={temperature:g}"
         for contestant in ("plain", "speculative"):
             speed = row[f"{contestant}_decode_tokens_per_second"]
@@ -334,13 +301,13 @@ def speed_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Throughput by requests in flight, with the configured budget and without drafts, in turn."""
+    """Yield throughput by requests in flight, with the configured budget and without drafts, in turn."""
     engines = {"plain": plain_engine(assembly), "adaptive": assembly.engine()}
     for concurrency in plan.concurrencies:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
-        for turn in range(plan.turns + 1):
+        for turn in range(_LOAD_TURNS + 1):
             for name, engine in engines.items():
-                run = serve(engine, assembly, plan, concurrency, max(plan.answers, 2 * concurrency))
+                run = _serve(engine, assembly, plan, concurrency, max(plan.answers, 2 * concurrency))
                 runs[name] += [run] * (turn > 0)  # the first one warms up
         speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
         at: At = {"concurrency": concurrency}
@@ -351,7 +318,7 @@ def load_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Every way of decoding against plain decoding."""
+    """Yield the lossless check's counts."""
     result = check(
         assembly,
         small_prompts(assembly, plan),
@@ -363,23 +330,18 @@ def exactness_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     yield Figure("exactness", "mismatched tokens", result.total.mismatched_tokens, "tokens", at)
 
 
-def serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> Run:
-    """Answer so many of the built-in prompts, in turn, as the engine's thread would."""
+def _serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, count: int) -> Run:
+    """Answer `count` of the prompts, repeated where there are fewer, on the engine thread's stream."""
     prompts = list(islice(cycle(small_prompts(assembly, plan)), count))
     requests = requests_from(prompts, 0, Measure(0.0, plan.answer_tokens, concurrency=count, seed=0))
     with serving(assembly.target.device):
         return generate(engine, requests, ClosedLoop(concurrency))
 
 
-_TRAINING_CONCURRENCY = 4
-_TRAINING_NODES = 16
-_EAGER = Tuning(always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
-
-
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Steps and throughput without updates and with them. Raises RuntimeError when none was made."""
-    quiet, _ = _served_beside(assembly, plan, "never", updates=0)
-    busy, updates = _served_beside(assembly, plan, "always", updates=plan.updates)
+    """Yield steps and throughput without updates and with them. Raises RuntimeError when no update was made."""
+    quiet, _ = _serve_while_learning(assembly, plan, "never", updates=0)
+    busy, updates = _serve_while_learning(assembly, plan, "always", updates=plan.updates)
     yield Figure("training", "updates", updates, "")
     for name, runs in (("off", quiet), ("on", busy)):
         steps = [step.stats for run in runs for step in run.steps]
@@ -389,21 +351,21 @@ def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
             yield Figure("training", f"step p{percent} {name}", value, "ms")
         yield Figure("training", f"throughput {name}", tokens_per_second(runs), "tokens/s")
     loss = 1 - tokens_per_second(busy) / tokens_per_second(quiet)
-    yield Figure("training", "loss of tokens/s", loss, "")  # below 0: lost in the noise
+    yield Figure("training", "loss of tokens/s", loss, "")  # below 0: within noise
 
 
-def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> tuple[list[Run], int]:
-    """Serve beside a learner until it has made so many updates or patience ends; what was served, and the updates."""
-    told: Counter[str] = Counter()
+def _serve_while_learning(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> tuple[list[Run], int]:
+    """Serve until the learner has made `updates` updates or patience ends; return the runs and the updates."""
+    events: Counter[str] = Counter()
     learning = assembly.config.adaptation.model_dump()
     config = AdaptationConfig.model_validate({**learning, "enabled": True, "policy": policy})
-    budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # nothing is learnt where nothing is drafted
+    budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # without drafts nothing is learnt
 
-    def tell(event: Event) -> None:
-        told[f"{event.kind}: {event.reason}"] += 1
+    def count(event: Event) -> None:
+        events[f"{event.kind}: {event.reason}"] += 1
 
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=tell, policy=budget, tuning=_EAGER)
+        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=count, policy=budget, tuning=_EAGER)
         adaptive.start()
         try:
             _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
@@ -411,26 +373,27 @@ def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int)
         finally:
             adaptive.stop()
     if updates and not made:
-        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; learning told of {dict(told)}")
+        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; events of learning: {dict(events)}")
     return runs, made
 
 
 def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> tuple[list[Run], int]:
-    """All requests at least once, and again while updates are wanted and patience lasts."""
+    """Answer all requests once, and again until `updates` updates are made or patience ends."""
     num_updates, start = adaptive.learner.num_updates, time.monotonic()
     before, runs = sum(num_updates.values()), []
     while True:
-        runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
+        runs.append(_serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))
         made = sum(num_updates.values()) - before
         if made >= updates or time.monotonic() - start >= plan.patience_seconds:
             return runs, made
 
 
-MEASURED: dict[str, Callable[[Assembly, Plan], Iterator[Figure]]] = {
+FiguresOf = Callable[[Assembly, Plan], Iterator[Figure]]
+MEASURED: dict[str, FiguresOf] = {
     "exactness": exactness_figures,
     "steps": step_figures,
     "speed": speed_figures,
     "load": load_figures,
     "training": training_figures,
 }
-"""What is measured of the served model; `steps` and `speed` of others as well."""
+"""The sections that measure the served model; `steps` and `speed` measure the plan's other checkpoints too."""

@@ -1,10 +1,10 @@
-"""`adaptree bench load`: budget policies against each other under rising load.
+"""`adaptree bench load`: compare budget policies under rising load.
 
-Policies by their names on the command line:
+Policies by name:
 
 plain                     no drafting
 fixed:N                   N nodes per sequence and step
-per_batch_size[:B=N/...]  N nodes from B sequences on, by a table written by hand
+per_batch_size[:B=N/...]  N nodes from B sequences on
 adaptive                  the configured budget by cost
 """
 
@@ -55,50 +55,53 @@ _WARM_UP_TOKENS = 8
 _ROUNDS = 8
 """Requests of each client at least; the first and the last are not measured."""
 _SPREAD = 0.5
-"""Of the length asked for, by which answers are shorter or longer: equal ones would end together, for ever."""
+"""Share by which answers are shorter or longer: equal ones would always end together."""
 SLICE_SECONDS = 2.0
-"""After which the next policy goes on: a machine that is slow for a while is then slow for all of them."""
+"""Length of a turn, so that a machine that is slow for a while is slow for all policies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is asked, how and how often."""
+    """What is sent, how and how often."""
 
     files: tuple[Path, ...]
     concurrency: tuple[int, ...]
     policies: str
     requests: int  # for each policy and concurrency, at least
-    measure: Measure  # but for the concurrency
+    measure: Measure  # its concurrency is not used
     rate_per_second: float | None  # None: a closed loop
     slo_ttft_seconds: float
     slo_itl_seconds: float  # mean time per token after the first
 
     @property
     def most_tokens(self) -> int:
-        """Of an answer."""
+        """Tokens of the longest answer."""
         return answer_lengths(self.measure.max_tokens)[1]
 
     def is_well_served(self, request: Answer) -> bool:
+        """Whether an answer kept both latency bounds."""
         slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
         return request.first_token_seconds <= self.slo_ttft_seconds and slowest <= self.slo_itl_seconds
 
     def requests_at(self, concurrency: int) -> int:
+        """Requests of each policy."""
         return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
 
     def arrivals(self, concurrency: int) -> Arrivals:
+        """When requests are sent."""
         if self.rate_per_second is None:
             return ClosedLoop(concurrency)
         return PoissonArrivals(self.rate_per_second, self.requests_at(concurrency), seed=self.measure.seed)
 
 
 def answer_lengths(max_tokens: int) -> tuple[int, int]:
-    """Fewest and most tokens of answers that have `max_tokens` on average."""
+    """Return the fewest and the most tokens of answers that have `max_tokens` on average."""
     spread = int(_SPREAD * max_tokens)
     return max(1, max_tokens - spread), max_tokens + spread
 
 
 def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> Row:
-    """A policy's run as one row; `reference` is another policy's run of the same requests."""
+    """Return the figures of a policy's run; `reference` is another policy's run of the same requests."""
     served, steps = run.answers, [step.stats for step in run.steps]
     well_served = sum(len(request.token_ids) for request in served if plan.is_well_served(request))
     speed = run.steady.tokens / run.steady.seconds
@@ -135,7 +138,7 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPl
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """Means per policy, and what the adaptive budget is worth beside plain decoding and fixed budgets."""
+    """Return mean speeds by policy, and the adaptive budget over plain decoding and fixed budgets."""
     policies = dict.fromkeys(row["policy"] for row in rows)
     speeds = {name: np.array([row["tokens_per_second"] for row in rows if row["policy"] == name]) for name in policies}
     summary: dict[str, object] = {
@@ -152,10 +155,10 @@ def summary_of(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def policies_of(text: str) -> dict[str, FixedBudget | None]:
-    """Names in a list with commas, each with its static policy; None: the configured one. Raises StartupError."""
+    """Parse POLICY,... into static policies by name; None is the configured one. Raises StartupError."""
     names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
     if not names:
-        raise StartupError("--policies names nobody: give for example plain,fixed:16,adaptive")
+        raise StartupError("--policies names none: give for example plain,fixed:16,adaptive")
     return {name: None if name == ADAPTIVE else _static(name) for name in names}
 
 
@@ -184,7 +187,7 @@ def _table(text: str) -> Mapping[int, int]:
 
 
 def run_load(config: ServiceConfig, plan: LoadPlan, *, out: Path | None) -> bool:
-    """Measure every policy at every concurrency and report; whether all texts were the same."""
+    """Measure every policy at every concurrency and report; return whether all texts were the same."""
     policies = policies_of(plan.policies)
     assembly = prepare(config, out)
     rows = _measure_all(assembly, policies, _prompts(assembly, plan), plan)
@@ -194,7 +197,7 @@ def run_load(config: ServiceConfig, plan: LoadPlan, *, out: Path | None) -> bool
 
 
 def _prompts(assembly: Assembly, plan: LoadPlan) -> list[tuple[int, ...]]:
-    """Prompts of all files in turn, as many as requests, from the beginning again where there are fewer."""
+    """Return prompts of all files in turn, as many as requests, repeated where there are fewer."""
     most = max(map(plan.requests_at, plan.concurrency))
     sets = read_sets(assembly, plan.files, most, plan.most_tokens)
     mixed = [prompt for row in zip_longest(*(one.prompts for one in sets)) for prompt in row if prompt is not None]
@@ -224,7 +227,7 @@ def _measure_all(
 
 
 def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> list[GenerationRequest]:
-    """The same, with answers of all lengths around the one that is planned."""
+    """Return the requests with answers of all lengths around the planned one."""
     rng, lengths = random.Random(plan.measure.seed), answer_lengths(plan.measure.max_tokens)
     return [replace(one, sampling=replace(one.sampling, max_tokens=rng.randint(*lengths))) for one in requests]
 
@@ -232,9 +235,9 @@ def _of_all_lengths(requests: Sequence[GenerationRequest], plan: LoadPlan) -> li
 def engines_of(
     assembly: Assembly, policies: Mapping[str, FixedBudget | None], longest: int, most_sequences: int
 ) -> dict[str, Engine]:
-    """An engine for each policy, with equal shares of the slots and no prefix cache, for prompts are asked again.
+    """Return an engine per policy, with equal shares of the slots and no prefix cache, as prompts repeat.
 
-    Raises StartupError where nothing was measured, or slots are too few.
+    Raises StartupError without measured costs, or with too few slots.
     """
     if ADAPTIVE in policies and assembly.costs is None:
         raise StartupError("the adaptive policy needs measured costs: set budget_policy to cost")
@@ -252,14 +255,14 @@ def engines_of(
         prefix_cache=False,
     )
     engines = {}
-    for place, (name, policy) in enumerate(policies.items()):
-        mine = replace(limits, first_slot=limits.first_slot + place * share)
+    for number, (name, policy) in enumerate(policies.items()):
+        mine = replace(limits, first_slot=limits.first_slot + number * share)
         engines[name] = plain_engine(assembly, mine) if name == PLAIN else assembly.engine(policy=policy, limits=mine)
     return engines
 
 
 def _in_slices(drives: dict[str, Drive], finished: Callable[[int], None]) -> dict[str, Run]:
-    """Every policy's run of the same requests; they take turns, and each is first equally often."""
+    """Let the policies answer the same requests in turns; return the run of each."""
     turn, under_way = 0, list(drives)
     while under_way:
         for name in rotated(under_way, turn):
@@ -293,7 +296,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
-    "tokens/s: from when all clients were answered once until the first has nothing left to ask; goodput: those of "
-    "requests within the bounds; TTFT: seconds to the first token; ITL: milliseconds per further token; budget: "
+    "tokens/s: while all clients are busy; goodput: those of requests within the bounds; TTFT: seconds to the first "
+    "token; ITL: milliseconds per further token; budget: "
     "nodes per sequence and step; undrafted: share of steps without nodes"
 )

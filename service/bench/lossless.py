@@ -1,13 +1,13 @@
-"""`adaptree check lossless`: every way of decoding against plain decoding of one sequence alone, token by token."""
+"""`adaptree check lossless`: compare every way of decoding with plain decoding of one sequence, token by token."""
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
@@ -33,21 +33,22 @@ Company = Literal["alone", "among 15", "short of slots"]
 
 NUM_COMPANIONS = 15
 BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
-"""Short and long prompts, code, lists, stories, sums, other languages, and texts that repeat themselves."""
+"""Short and long prompts, code, lists, stories, sums, other languages, and repetitive texts."""
 
+_SCHEMA = Path(__file__).with_name("lossless_schema.json")  # of answers with `grammar`
 _HIT_RATE = 0.8
-_CASES_PER_ROUND = 192  # the next round asks other questions
+_CASES_PER_ROUND = 192  # the next round has other questions
 _WRONG_EVERY = 7  # tokens of a prediction
-_SLOT_SHARE = 0.6  # of what all sequences together would fill, where slots are scarce
+_SLOT_SHARE = 0.6  # of the slots that all sequences would fill, where slots are scarce
 _PREEMPT_EVERY = 6  # steps, where slots are scarce
 _STOP_LENGTH = 3  # characters, so that it mostly spans tokens
 
 
 class Way(NamedTuple):
-    """Who drafts, and how many nodes a step verifies."""
+    """A drafter, and how many nodes a step verifies."""
 
     drafter: str
-    nodes: int | None  # None = by cost
+    nodes: int | None  # None: by cost
 
     def __str__(self) -> str:
         if self.drafter == "none":
@@ -56,17 +57,13 @@ class Way(NamedTuple):
 
 
 class Case(NamedTuple):
+    """One way of decoding under one choice of everything else."""
+
     temperature: float
     extras: Extras
     way: Way
     company: Company
     prefill_chunk: int
-
-    def __str__(self) -> str:
-        return (
-            f"temperature {self.temperature}, extras {self.extras}, drafter {self.way}, {self.company}, "
-            f"chunks of {self.prefill_chunk}"
-        )
 
 
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
@@ -78,37 +75,13 @@ EXTRAS: Mapping[Extras, Mapping[str, Any]] = {
     "stop": {"ignore_eos": False, "min_tokens": 4},
     "grammar": {"ignore_eos": False},
 }
-"""What they change in the sampling parameters. With `stop` and `grammar` answers may end before their last token."""
+"""Changed sampling parameters by name. With `stop` and `grammar` answers may end early."""
 
-_NOTE: JsonValue = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 40},
-        "kind": {"enum": ["question", "answer", "story"]},
-        "marks": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 6},
-        "is_long": {"type": "boolean"},
-    },
-    "required": ["title", "kind", "marks", "is_long"],
-    "additionalProperties": False,
-}
-_SCHEMA: JsonValue = {"type": "array", "items": _NOTE, "minItems": 1, "maxItems": 3}
-"""What answers must be with `grammar`."""
-
-WAYS = (
-    Way("memory", None),
-    Way("memory", 16),
-    Way("switch(memory,random)", 16),
-    Way("random", 16),
-    Way("random", 48),
-    Way("none", 0),
-)
-TRAINED_WAYS = (
-    Way("memory+specblock", None),
-    Way("memory+specblock", 16),
-    Way("switch(memory,specblock)", None),
-    Way("specblock", 48),
-)
-"""Further ways where there is a trained drafter."""
+_NODES_OF = {"memory": (None, 16), "switch(memory,random)": (16,), "random": (16, 48), "none": (0,)}
+_TRAINED_NODES_OF = {"memory+specblock": (None, 16), "switch(memory,specblock)": (None,), "specblock": (48,)}
+WAYS = tuple(Way(drafter, nodes) for drafter, counts in _NODES_OF.items() for nodes in counts)
+TRAINED_WAYS = tuple(Way(drafter, nodes) for drafter, counts in _TRAINED_NODES_OF.items() for nodes in counts)
+"""More ways where there is a trained drafter."""
 
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
 PREFILL_CHUNKS = (256, 17, 64)
@@ -121,11 +94,11 @@ _CHOICES: Mapping[str, Sequence[object]] = {
     "company": COMPANIES,
     "prompt chunks": PREFILL_CHUNKS,
 }
-"""In the order of a case's fields."""
+"""The choices of each field of a case, in their order."""
 
 
 def ways_of(assembly: Assembly) -> tuple[Way, ...]:
-    """All ways there are for this target, what `auto` came to among them; those of a drafter where one is asked for."""
+    """Return all ways for this target, or those of the configured drafter if it is not `auto`."""
     own = tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16, 48))
     if assembly.config.drafter != "auto":
         return own
@@ -134,7 +107,7 @@ def ways_of(assembly: Assembly) -> tuple[Way, ...]:
 
 
 def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
-    """All cases, each once: first a few in which every pair of choices occurs, then the others shuffled."""
+    """Return all cases once: first a few in which every pair of choices occurs, then the others shuffled."""
     choices = itertools.product(TEMPERATURES, EXTRAS, ways, COMPANIES, PREFILL_CHUNKS)
     left = [Case(*chosen) for chosen in choices]
     random.Random(seed).shuffle(left)
@@ -148,12 +121,12 @@ def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
 
 
 def pairs_of(case: Case) -> set[object]:
-    """Every two choices of a case, with what they are choices of."""
+    """Return every two choices of a case, with the fields they belong to."""
     return set(itertools.combinations(enumerate(case), 2))
 
 
 class Question(NamedTuple):
-    """A prompt and how to sample its answer: what the answer is a function of."""
+    """A prompt and how to sample its answer, which determine the answer."""
 
     prompt: int  # index
     temperature: float
@@ -163,7 +136,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One answer that is not what plain decoding gave."""
+    """An answer next to that of plain decoding."""
 
     case: Case
     question: Question
@@ -172,31 +145,33 @@ class Mismatch:
 
     @property
     def position(self) -> int:
-        """The first token of the answer that differs."""
+        """Index of the first token that differs."""
         pairs = list(zip(self.expected.token_ids, self.got.token_ids, strict=False))
-        return next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        return next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that differ; an answer with the right tokens but another text or end counts as one, an equal one 0."""
+        """Tokens that differ; 1 for equal tokens with another text or finish reason."""
         expected, got = self.expected, self.got
         tokens = count_mismatches(expected.token_ids, got.token_ids)
         return tokens or int((expected.text, expected.finish_reason) != (got.text, got.finish_reason))
 
     def described(self, tokenizer: ChatTokenizer) -> str:
-        place, question = self.position, self.question
-        expected, got = self.expected.token_ids[place:][:8], self.got.token_ids[place:][:8]
+        """Return the case, the question and eight tokens of both answers from the first difference on."""
+        case, question = self.case, self.question
+        expected, got = (one.token_ids[self.position :][:8] for one in (self.expected, self.got))
         return (
-            f"first mismatch: {self.case}\n"
+            f"first mismatch: temperature {case.temperature}, extras {case.extras}, drafter {case.way}, "
+            f"{case.company}, chunks of {case.prefill_chunk}\n"
             f"  prompt {question.prompt}, temperature {question.temperature}, extras {question.extras}, "
-            f"seed {question.seed}, token {place} of the answer\n"
+            f"seed {question.seed}, token {self.position} of the answer\n"
             f"  expected {list(expected)} {tokenizer.decode(expected)!r}, end: {self.expected.finish_reason}\n"
             f"  got      {list(got)} {tokenizer.decode(got)!r}, end: {self.got.finish_reason}"
         )
 
 
 class Tally(NamedTuple):
-    """What became of one case, or of several."""
+    """Counts of one case, or of several."""
 
     answers: int = 0
     tokens_compared: int = 0
@@ -207,22 +182,24 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LosslessResult:
-    """All cases of one check, and the first mismatch of all."""
+    """The cases of one check, and the first mismatch."""
 
     cases: Sequence[tuple[Case, Tally]]
     first: Mismatch | None
 
     @property
     def total(self) -> Tally:
+        """The sum over all cases."""
         return _sum(tally for _, tally in self.cases)
 
     @property
     def unproved(self) -> bool:
-        """Slots were made scarce, and still no sequence was preempted."""
+        """Whether slots were made scarce and still no sequence was preempted."""
         return not self.total.preemptions and any(case.company == "short of slots" for case, _ in self.cases)
 
     @property
     def holds(self) -> bool:
+        """Whether no token differs, and scarce slots did preempt."""
         return not self.total.mismatched_tokens and not self.unproved
 
 
@@ -240,10 +217,10 @@ def check(
     cases: Sequence[Case] = (),
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> LosslessResult:
-    """Go through the cases, all if none are given, until so many tokens are compared; `advance` is told each case's."""
+    """Run the cases, by default all, until `num_tokens` are compared; `advance` is called with each case's tokens."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
-    grammar = assembly.grammars.compile("json_schema", _SCHEMA)
+    grammar = assembly.grammars.compile("json_schema", json.loads(_SCHEMA.read_text(encoding="utf-8")))
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways_of(assembly)))
     results: list[tuple[Case, Tally]] = []
@@ -256,7 +233,7 @@ def check(
 
 @dataclass(slots=True)
 class _Bench:
-    """Runs cases; remembers the first mismatch, and plain answers for every case that asks the same question."""
+    """Runs cases; keeps the first mismatch, and plain answers for later cases with the same question."""
 
     assembly: Assembly
     prompts: Sequence[Sequence[int]]
@@ -268,14 +245,14 @@ class _Bench:
     first: Mismatch | None = None
 
     def run(self, case: Case, number: int) -> Tally:
-        """Answer the case's questions in the case's way and compare."""
+        """Answer a case's questions in its way and compare."""
         questions = self._questions(case, number)
         expected = [self._reference(question) for question in questions]
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
         engine = self._engine(case, questions, seed=self.seed + number)
 
         def preempt(step: int) -> None:
-            """Now and then, also when answers end so soon that slots suffice."""
+            """Preempt every few steps, also where answers end so soon that slots suffice."""
             running = engine.scheduler.running
             if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
                 engine.scheduler.preempt(running[-1])
@@ -295,7 +272,7 @@ class _Bench:
         )
 
     def _questions(self, case: Case, number: int) -> list[Question]:
-        """The case's own question first, then those of its company; few in a round, for plain answers are costly."""
+        """Return the case's own question, then those that run with it; few per round, as plain answers are slow."""
         turn = number // _CASES_PER_ROUND
         kind = SAMPLINGS.index((case.temperature, case.extras))
         own = (kind + turn) % len(self.prompts)
@@ -314,7 +291,7 @@ class _Bench:
         return self.references[question]
 
     def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
-        """The question as a request, predicted where the budget is fixed, so that much is drafted and accepted."""
+        """Return a request, with a prediction where the budget is fixed, so that many drafts are accepted."""
         is_predicted = way is not None and way.nodes
         return GenerationRequest(
             request_id=str(name),
@@ -325,7 +302,7 @@ class _Bench:
         )
 
     def _stop(self, question: Question) -> tuple[str, ...]:
-        """A piece of what the answer would be if nothing stopped it."""
+        """Return a piece of the answer without stop strings."""
         if question.extras != "stop":
             return ()
         text = self._reference(question._replace(extras="none")).text
@@ -333,18 +310,16 @@ class _Bench:
         return (text[start : start + _STOP_LENGTH],) if text else ()
 
     def _engine(self, case: Case, questions: Sequence[Question], *, seed: int) -> Engine:
-        """One that decodes in the case's way; scarce slots hold any one sequence with a full tree, but not all."""
+        """Return an engine for a case; scarce slots hold any one sequence with a full tree, but not all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
-        has_own_room = "layers" in needs_of(
-            case.way.drafter
-        )  # in the target's pool, for trees of so many as configured
+        needs_slots = "layers" in needs_of(case.way.drafter)  # in the target's pool, for the configured sequences
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
             max_budget=configured.max_budget if nodes is None else nodes,
-            max_sequences=max(configured.max_sequences, 0 if has_own_room else NUM_COMPANIONS + 1),
+            max_sequences=max(configured.max_sequences, 0 if needs_slots else NUM_COMPANIONS + 1),
             num_slots=too_few if case.company == "short of slots" else None,
         )
         policy = None if nodes is None else FixedBudget(nodes)
@@ -355,36 +330,29 @@ class _Bench:
 
 
 def sampling_params(question: Question, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
-    """The parameters behind a question's names."""
-    plain = SamplingParams(
-        seed=question.seed, max_tokens=max_tokens, temperature=question.temperature, ignore_eos=True, stop=stop
-    )
-    return replace(plain, **EXTRAS[question.extras])
+    """Return the sampling parameters of a question."""
+    extras = {"ignore_eos": True, "stop": stop, **EXTRAS[question.extras]}
+    return SamplingParams(seed=question.seed, max_tokens=max_tokens, temperature=question.temperature, **extras)
 
 
 def _verify_costs(assembly: Assembly) -> Costs:
-    limits = assembly.limits
-    table = measure_costs(
-        assembly.target,
-        max_sequences=limits.max_sequences,
-        max_model_len=limits.max_model_len,
-        max_budget=limits.max_budget,
-    )
-    return Costs(table, FREE)
+    sizes = {name: getattr(assembly.limits, name) for name in ("max_sequences", "max_model_len", "max_budget")}
+    return Costs(measure_costs(assembly.target, **sizes), FREE)
 
 
 def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:
-    """The answer with a wrong token here and there, so that some of what is drafted is rejected."""
+    """Return the answer with a wrong token here and there, so that some drafts are rejected."""
     size = assembly.target.vocab_size
-    return [(token + (place % _WRONG_EVERY == 3)) % size for place, token in enumerate(answer)]
+    return [(token + (index % _WRONG_EVERY == 3)) % size for index, token in enumerate(answer)]
 
 
 def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
+    """Return the built-in prompts as token ids."""
     return [list(prompt) for prompt in read_prompt_set(BUILT_IN, tokenizer).prompts]
 
 
 def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, seed: int, out: Path | None) -> bool:
-    """Check and report; whether every token was the same."""
+    """Check and report; return whether every token was the same."""
     assembly = prepare(config, out)
     prompts = read_prompt_set(file or BUILT_IN, assembly.tokenizer).prompts
     with counted(num_tokens, "tokens compared") as advance:
@@ -403,12 +371,12 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
 
 
 def _table(result: LosslessResult) -> Table:
-    """One line per choice: every case counts once in each section."""
+    """Return a table with one line per choice; every case counts once in each section."""
     table = Table("", "choice", "cases", "tokens compared", "accepted", "preemptions", "mismatched")
-    for place, (title, choices) in enumerate(_CHOICES.items()):
-        values = list(dict.fromkeys([*choices, *(case[place] for case, _ in result.cases)]))
+    for index, (title, choices) in enumerate(_CHOICES.items()):
+        values = list(dict.fromkeys([*choices, *(case[index] for case, _ in result.cases)]))
         for value in values:
-            mine = [tally for case, tally in result.cases if case[place] == value]
+            mine = [tally for case, tally in result.cases if case[index] == value]
             total = _sum(mine)
             counts = (total.tokens_compared, total.accepted_tokens, total.preemptions, total.mismatched_tokens)
             cells = (f"{count:,}" for count in (len(mine), *counts))

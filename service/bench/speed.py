@@ -1,8 +1,7 @@
-"""`adaptree bench speed`: plain against speculative decoding of the same prompts, in one process and in turn."""
+"""`adaptree bench speed`: compare plain with speculative decoding of the same prompts, in one process and in turn."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -11,10 +10,7 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-from drafters.regret import RegretLedger
 from service.assembly import Assembly
-from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops, watched
-from service.bench.conditions import Conditions
 from service.bench.driver import Run, generate
 from service.bench.experiment import (
     PLAIN,
@@ -36,29 +32,25 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
+from service.conditions import Conditions
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
 from service.prompts import PromptSet
 
 
 class Peer(Protocol):
-    """Another engine as a contestant. Each of its answers has exactly `max_tokens` tokens."""
+    """Another engine. Each of its answers has exactly `max_tokens` tokens."""
 
     conditions: Conditions
-    """Its versions and settings, which the report states in addition to ours."""
+    """Its versions and settings, for the report."""
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run: ...
 
 
-def contestants_of(
-    assembly: Assembly, peers: Mapping[str, Contestant] | None = None, clock: Clock | None = None
-) -> dict[str, Contestant]:
-    """Plain decoding, the configured speculation, and other engines, all on the same weights; ours perhaps timed."""
-    ledger = RegretLedger()
-    drafter = None if clock is None else clock.timed_drafter(assembly.drafter(ledger=ledger))
-    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine(drafter, ledger=ledger)}
-    answering = partial(partial, generate) if clock is None else partial(watched, clock)
-    return {**{name: answering(engine) for name, engine in engines.items()}, **(peers or {})}
+def contestants_of(assembly: Assembly, peers: Mapping[str, Contestant] | None = None) -> dict[str, Contestant]:
+    """Return plain decoding, the configured speculation, and other engines, all on the same weights."""
+    engines = {PLAIN: plain_engine(assembly), SPECULATIVE: assembly.engine()}
+    return {**{name: partial(generate, engine) for name, engine in engines.items()}, **(peers or {})}
 
 
 def measure_set(
@@ -67,7 +59,7 @@ def measure_set(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> Row:
-    """Let every contestant answer every prompt; tokens per second include reading them, but for `decode`."""
+    """Let every contestant answer every prompt; tokens per second include prompts, except those of `decode`."""
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
@@ -97,15 +89,11 @@ def measure_set(
         "over_peers": {
             name: {ours: speeds[ours] / speed for ours in (PLAIN, SPECULATIVE)} for name, speed in peers.items()
         },
-        "milliseconds": {
-            PLAIN: milliseconds([step for run in plain for step in run.steps]),
-            SPECULATIVE: milliseconds([step for step in steps if step.stats.drafts]),
-        },
     }
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """All sets together, and by temperature; means over sets, those of ratios of speeds geometric."""
+    """Return means over all sets and by temperature; those of ratios of speeds are geometric."""
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     groups = [[row for row in rows if row["temperature"] == temperature] for temperature in temperatures]
     return {
@@ -136,31 +124,27 @@ def run_speed(
     measures: Sequence[Measure],
     *,
     limit: int | None,
-    anatomy: bool,
     out: Path | None,
     peers: Mapping[str, Callable[[Assembly], Peer]] | None = None,
 ) -> bool:
-    """Measure all files, print tables and write the report to `out`.
+    """Measure all files, print a table and write the report to `out`.
 
-    `limit` is the most prompts of each file, `anatomy` also times the parts of a step, and `peers` build the other
-    engines that answer the same prompts. Returns whether plain and speculative text were the same.
+    `limit` is the most prompts of each file; `peers` build other engines that answer the same prompts. Returns whether
+    plain and speculative text were the same.
     """
-    with ExitStack() as stack:
-        clock = stack.enter_context(timed_ops(config)) if anatomy else None
-        assembly = prepare(config, out)
-        sets = read_sets(assembly, files, limit, measures[0].max_tokens)
-        others = {name: build(assembly) for name, build in (peers or {}).items()}
-        rows = _measured(sets, contestants_of(assembly, others, clock), measures)
+    assembly = prepare(config, out)
+    sets = read_sets(assembly, files, limit, measures[0].max_tokens)
+    others = {name: build(assembly) for name, build in (peers or {}).items()}
+    rows = _measured(sets, contestants_of(assembly, others), measures)
     summary = summary_of(rows)
-    beside = {key: value for found in others.values() for key, value in found.conditions.items()}
-    tables = [_table(rows, summary), *([_anatomy_table(rows)] if anatomy else [])]
-    return conclude(assembly, out, rows, summary, *tables, beside=beside)
+    more = {key: value for found in others.values() for key, value in found.conditions.items()}
+    return conclude(assembly, out, rows, summary, _table(rows, summary), more_conditions=more)
 
 
 def _measured(
     sets: Sequence[PromptSet], contestants: Mapping[str, Contestant], measures: Sequence[Measure]
 ) -> list[Row]:
-    """One row for each set at each temperature."""
+    """Return one row for each set at each temperature."""
     warm_up(contestants, sets[0].prompts[0], measures[0])
     rows = []
     with counted(len(measures) * sum(len(prompts.prompts) for prompts in sets)) as advance:
@@ -186,7 +170,6 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
-_STEP_OF = {PLAIN: "plain", SPECULATIVE: "drafted"}
 _CAPTION = (
     "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
     "mean: over sets, those of ratios of speeds geometric"
@@ -203,7 +186,7 @@ def _ratio(peer: str, ours: str, row: Row) -> str:
 
 
 def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
-    """The rows, and below them each temperature's means."""
+    """Return the rows, and below them each temperature's means."""
     peers = list(rows[0]["peers"])
     columns = [*_COLUMNS, *(column for name in peers for column in _peer_columns(name))]
     table = table_of(columns, rows, caption=_CAPTION, section=lambda row: row["temperature"])
@@ -214,14 +197,4 @@ def _table(rows: Sequence[Row], summary: dict[str, Any]) -> Table:
         table.add_row(
             *("mean", f"{means['temperature']:g}", f"{means['tokens']:,}"), *speeds, *quality, *chain(*ratios)
         )
-    return table
-
-
-def _anatomy_table(rows: Sequence[Row]) -> Table:
-    """What a step of each kind takes, part by part."""
-    table = Table("set", "T", "step", *PARTS, "together", caption="milliseconds of a mean step that reads no prompt")
-    for row, (kind, step) in product(rows, _STEP_OF.items()):
-        parts = row["milliseconds"][kind].values()
-        figures = (f"{value:.2f}" for value in (*parts, sum(parts)))
-        table.add_row(row["set"], f"{row['temperature']:g}", step, *figures)
     return table

@@ -20,7 +20,6 @@ from kernels.tree_attention import Attention, AttentionRows
 from service.engine.kv_pool import KVPool
 from service.engine.linear import replace_linears, weights_of
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers
-from service.engine.widening import copies_of
 from service.errors import StartupError
 
 _TRIAL_ROWS = 9  # of random tokens, by which modules and ops are compared
@@ -57,7 +56,6 @@ class Decoder:
         self._norm = inner.get_submodule("norm").get_parameter("weight")
         self._head = ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(tap_layers)
-        self._tapped = text.hidden_size // copies_of(text)  # of a widened model the first copy
         self._runs: dict[int, RunLayers] = {}
         self._planned_for: Tensor | None = None  # storage of the pool
 
@@ -76,7 +74,7 @@ class Decoder:
         for last, run in self._planned(pool).items():
             delta = run(hidden, delta, places)
             if last in self._taps:
-                outputs[last] = (hidden + delta)[:, : self._tapped]
+                outputs[last] = hidden + delta
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
 
@@ -124,8 +122,6 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     forms, calls, expected = _recorded(model, trial)
     difference = _difference(model, trial, forms, calls, expected)
     if difference is not None:
-        if copies_of(model.config.get_text_config()) > 1:
-            raise StartupError(f"this model cannot be widened: {difference}")
         count = replace_linears(model, ops)
         logger.info("%s: the model's own modules run, %d linear layers of them planned", difference, count)
         return ModuleLayers(model, tap_layers)

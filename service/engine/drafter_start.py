@@ -2,6 +2,8 @@
 layer is solved from served queries later; until then it has nothing to say."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +15,6 @@ from drafters.specblock.model import STANDARD, InputLayer, SpecBlock, SpecBlockC
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.linear import dense
-from service.engine.dummy import seeded
 from service.engine.linear import weights_of
 from service.engine.modules import decoder_layers, default_tap_layers
 
@@ -32,6 +33,14 @@ def drafter_config(
     # A token and a condition that only a block's first entry sees are learnt from faster: docs/training.md.
     shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
     return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Make the random weights created in this block the same each time, on their device; other randomness is kept."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        yield
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

@@ -1,5 +1,4 @@
-"""The drafter network for a loaded target: trained weights from a folder, or random ones beside a random target; and
-where the folders are."""
+"""The drafter network for a loaded target: trained weights from a folder, and where the folders are."""
 
 import hashlib
 import logging
@@ -9,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 import drafters
@@ -22,14 +20,11 @@ from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from kernels.linear import Weight, look_up
 from service.config import ServiceConfig
-from service.engine.drafter_start import drafter_config
-from service.engine.dummy import seeded
 from service.engine.weights import EMBEDDED_NAME, LoadedModel
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_MOST_DRAFT_TOKENS = 32_000
 _HASH_LENGTH = 16
 
 
@@ -134,16 +129,3 @@ def embed_with(table: Weight) -> Embed:
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
     """The network as it is trained. Raises DrafterError."""
     return published.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
-
-
-def dummy_drafter(model: PreTrainedModel, table: Tensor, *, blocks: int, kind: str = "specblock") -> TrainedWeights:
-    """A random drafter network in the size that would be trained for this target."""
-    return _serving(dummy_network(model, kind), table, blocks)
-
-
-def dummy_network(model: PreTrainedModel, kind: str = "specblock") -> SpecBlock:
-    """The same for the same target, as it is trained."""
-    config = drafter_config(model, _MOST_DRAFT_TOKENS, kind)
-    with seeded(model.device):
-        network = SpecBlock(config)
-    return network.to(dtype=model.dtype).eval().requires_grad_(False)

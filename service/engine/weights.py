@@ -32,12 +32,10 @@ from drafters.specblock.checkpoint import TargetParts, identity_of
 from drafters.specblock.model import STANDARD, SpecBlock
 from kernels.cpu import library
 from kernels.linear import QuantisedWeight, Weight, even_sample
-from service.engine import dummy
 from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVShape
 from service.engine.linear import num_bytes, weights_of
 from service.engine.modules import ATTENTION_NAME
-from service.engine.widening import widened
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -68,15 +66,9 @@ class LoadedModel:
     kv_shape: KVShape
     read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
     num_parameters: int
-    copies: int = 1  # how many times as wide it was made
     in_blocks: bool = False  # whether a GGUF file's matrices are kept as they are, all of them
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
     unmade: SpecBlock | None = None  # the drafter to be made for it, with the target's end; None: not asked for
-
-    @property
-    def identity(self) -> str:
-        """Under which is kept what was learnt beside this target."""
-        return self.parts.identity if self.copies == 1 else f"{self.parts.identity}-x{self.copies}"
 
     @property
     def is_quantised(self) -> bool:
@@ -98,11 +90,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     cache_dir: Path,
-    copies: int = 1,
     begin_drafter: BeginDrafter | None = None,
     as_it_is: bool = False,
 ) -> LoadedModel:
-    """Load weights and tokenizer; `copies`: how many times as wide the model shall be; `begin_drafter`: of the one that
+    """Load weights and tokenizer; `begin_drafter`: of the one that
     is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them.
     Raises StartupError naming what is wrong with it and what to do."""
     file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
@@ -122,7 +113,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
-    return _made_ready(model, tokenizer, device, copies, begin_drafter=begin_drafter)
+    return _made_ready(model, tokenizer, device, begin_drafter)
 
 
 def _read_config(source: str, **options: Any) -> PreTrainedConfig:
@@ -136,27 +127,14 @@ def _read_config(source: str, **options: Any) -> PreTrainedConfig:
     return config
 
 
-def random_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A model of that name's shape with random weights. Raises StartupError."""
-    config = dummy.dummy_config(name)
-    with dummy.seeded(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    return _made_ready(model, dummy.dummy_tokenizer(config.get_text_config().vocab_size), device)
-
-
 def _made_ready(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    copies: int = 1,
-    *,
-    begin_drafter: BeginDrafter | None = None,
+    begin_drafter: BeginDrafter | None,
 ) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
     unmade = begin_drafter(model, _identity(model)) if begin_drafter else None
-    narrow = _parts(model, keeps_head=unmade is not None)  # a drafter reads one copy
-    if copies > 1:
-        model = widened(model, copies).eval().requires_grad_(False)
     fingerprint = weights_fingerprint(model)
     table, head = _embedding_and_head(model)
     weights = {id(weight): weight for weight in weights_of(model).values()}.values()
@@ -168,12 +146,11 @@ def _made_ready(
         eos_token_ids=eos_token_ids(model),
         max_positions=model.config.get_text_config().max_position_embeddings,
         fingerprint=fingerprint,
-        parts=narrow,
+        parts=_parts(model, keeps_head=unmade is not None),
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
         in_blocks=all(len(weight.shape) < 2 or isinstance(weight, QuantisedWeight) for weight in weights),
-        copies=copies,
         unmade=unmade,
     )
 

@@ -151,7 +151,7 @@ def build_adaptive(
         learner = Learner(
             config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, ledger=ledger, tuning=tuning
         )
-        worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.identity)
+        worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.parts.identity)
     _say_origin(folder, assembly.config, assembly.loaded, network.config, assembly.drafter_folder)
     shape = network.config
     tables = FeedbackRecorder(
@@ -202,7 +202,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     folder = owned(folder.with_name(f"{folder.name}-trainer"))
     with _refusing():
         learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
-        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.identity)
+        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.parts.identity)
     _say_origin(folder, config, loaded, network.config, source)
 
     def write() -> None:
@@ -211,7 +211,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     learner.weights.waits = write
     learner.restore()
     write()
-    logger.info("learning for the replicas of target %s, state in %s", loaded.identity, folder)
+    logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
     return worker, replicas
 
 
@@ -288,7 +288,7 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
     else:
         digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
         digest.update(published.weights_bytes(drafter))
-    return state_dir / "adaptation" / f"{loaded.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
+    return state_dir / "adaptation" / f"{loaded.parts.identity}-{digest.hexdigest()[:_HASH_LENGTH]}"
 
 
 def log_event(event: Event) -> None:

@@ -287,8 +287,6 @@ and every later start takes it.
 
 def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
     """Put a copy of a drafter folder where the configured model finds it. # -> that place; raises StartupError"""
-    if config.is_dummy:
-        raise StartupError("a model of random weights has no drafter of its own: set model to the one to draft for")
     identity, shipped = _checked(folder).target_identity, shipped_folder(config.model_source)
     if shipped is not None and identity != (expected := checkpoint.describe(shipped).target_identity):
         raise StartupError(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from adaptation.trainer import bf16_is_faster
 from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
-from service.assembly import device_of, load_target, refuse_widened
+from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_start import tap_layers_for
 from service.engine.modules import FeatureTaps, decoder_layers
@@ -293,7 +293,6 @@ def make_features(
     """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
     wanted = read_responses(responses)
     device = device_of(config.device)
-    refuse_widened(config)
     loaded = load_target(config, device)
     size = sum(weight.numel() for weight in loaded.model.parameters()) * torch.float32.itemsize
     if size < psutil.virtual_memory().available and not bf16_is_faster(device):

@@ -30,7 +30,7 @@ from drafters.training.losses import LOSSES
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import Scores, examine
-from service.assembly import device_of, load_target, refuse_widened
+from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_start import target_end
 from service.engine.drafter_weights import embed_with
@@ -139,7 +139,6 @@ def fit_drafter(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
     if ranks.rank:
         ranks.wait()  # the first process may have to unpack the target's file before the others find it
-    refuse_widened(config)
     loaded = load_target(config, device, dtype)
     if not ranks.rank:
         ranks.wait()

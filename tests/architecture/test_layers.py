@@ -53,6 +53,7 @@ ALLOWED = {
     "service.cli": PACKAGES,
     "service.__main__": ("service.cli",),
     "service.bench": PACKAGES,
+    "service.conditions": PACKAGES,
     "service.training": PACKAGES,
 }
 

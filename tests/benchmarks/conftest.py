@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.shift_play import Learning
 from service.errors import StartupError
-from tests.service.bench.conftest import assembly, in_no_hurry, prompt_file, quiet, trained_assembly
+from tests.service.bench.conftest import assembly, prompt_file, quiet, trained_assembly
 from tests.service.bench.parts import save_two_layers, written_prompts
 
-__all__ = ["assembly", "in_no_hurry", "prompt_file", "quiet", "trained_assembly"]
+__all__ = ["assembly", "prompt_file", "quiet", "trained_assembly"]
 
 
 @pytest.fixture
@@ -31,6 +32,18 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
         return result.exit_code, result.output
 
     return run
+
+
+@pytest.fixture
+def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of so small a model are over before anything is learnt: here they wait for it."""
+    hold = Learning.hold
+
+    def settled_first(self: Learning) -> None:
+        assert self._adaptive.worker.settle(60)
+        hold(self)
+
+    monkeypatch.setattr(Learning, "hold", settled_first)
 
 
 Report = dict[str, Any]

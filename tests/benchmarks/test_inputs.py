@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.inputs import originals, spoilt, verdict
+from benchmarks.checkpoint import write_dummy
+from benchmarks.inputs import mutated, originals, verdict
 
 REFUSAL = b'{"error": {"message": "", "type": "", "param": null, "code": null}}'
 
@@ -40,11 +41,11 @@ def test_an_answer_is_judged(told: bytes | None, kind: str, is_wrong: bool) -> N
     assert (found, bool(wrong)) == (kind, is_wrong)
 
 
-def test_a_request_is_a_function_of_its_number_and_most_are_spoilt() -> None:
+def test_a_request_is_a_function_of_its_number_and_most_are_mutated() -> None:
     known = originals("tiny")
     good = {json.dumps(one.body).encode() for one in known}
-    sent = [spoilt(known, random.Random(str(number))) for number in range(300)]
-    assert sent[:20] == [spoilt(known, random.Random(str(number))) for number in range(20)]
+    sent = [mutated(known, random.Random(str(number))) for number in range(300)]
+    assert sent[:20] == [mutated(known, random.Random(str(number))) for number in range(20)]
     ways = Counter(one.way for one in sent)
     assert set(ways) == {"values", "bytes", "headers", "message"}
     bodies = [one.data.partition(b"\r\n\r\n")[2] for one in sent if one.way in ("values", "bytes")]
@@ -53,9 +54,9 @@ def test_a_request_is_a_function_of_its_number_and_most_are_spoilt() -> None:
 
 @pytest.mark.slow
 def test_a_server_outlives_them(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out, tiny = tmp_path / "out.json", write_dummy("tiny", tmp_path / "tiny")
     code, output = run(
-        *("inputs", "--model", "dummy(tiny)", "--count", 200, "--out", out, "--state-dir", tmp_path / "state"),
+        *("inputs", "--model", tiny, "--count", 200, "--out", out, "--state-dir", tmp_path / "state"),
         *("--device", "cpu", "--threads", 1, "--drafter", "memory", "--budget-policy", "fixed", "--max-budget", 8),
     )
     assert code == 0, output

@@ -2,19 +2,18 @@
 
 import pytest
 
-from benchmarks.draft_records import Place, StepRecord
+from benchmarks.draft_records import Distribution, StepRecord
 from benchmarks.quality import calibration_error, quality_of
 
 TREE = {(1,): 0.6, (2,): 0.3, (1, 5): 0.2, (1, 6): 0.4, (1, 6, 7): 0.1}
 STEP = StepRecord(
-    root=0,
     truth=(1, 5, 4, 4),
     accepted=2,
     candidates=TREE,
-    places=[Place("a", 0, (), (2, 9, 1), 0.5), Place("a", 1, (), (1, 9), 0.7), Place("a", 1, (7,), (1,))],
+    distributions=[Distribution((), (2, 9, 1), 0.5), Distribution((), (1, 9), 0.7), Distribution((7,), (1,))],
     verified={(1,): 0.9, (2,): 0.1, (1, 5): 0.3},
 )
-SILENT = StepRecord(root=4, truth=(8,))
+SILENT = StepRecord(truth=(8,))
 
 
 def test_a_place_is_ranked_by_the_first_distribution_there_or_by_the_tree() -> None:
@@ -33,12 +32,6 @@ def test_figures_of_two_steps() -> None:
     # Nodes (1,) and (1, 5) came true: of the claims 0.6, 0.3, 0.2 and of the corrected 0.9, 0.1, 0.3, a bin each.
     assert known["claimed_error"] == pytest.approx((0.4 + 0.3 + 0.8) / 3)
     assert known["corrected_error"] == pytest.approx((0.1 + 0.1 + 0.7) / 3)
-
-
-def test_of_nothing_there_is_no_figure() -> None:
-    known = quality_of([SILENT])
-    assert known["covered"] == dict.fromkeys("1248")
-    assert {known[name] for name in ("total_variation", "claimed_error", "corrected_error")} == {None}
 
 
 def test_calibration_error_of_known_bins() -> None:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
-from benchmarks.side_channel import Trace, row_of
+from benchmarks.side_channel import Look, Trace, guessed, row_of
 
 
 def runs_of(prompts: int, runs: int, *, tells: bool) -> list[list[Trace]]:
@@ -37,3 +38,19 @@ def test_a_run_watches_every_way(run_tiny: Callable[..., tuple[dict[str, Any], s
     assert rows["obfuscated"]["sizes"] == rows["constant_rate"]["sizes"] == 1
     assert rows["constant_rate"]["packets"] > 6
     assert "discriminant" in output
+
+
+def test_the_prompt_that_saves_most_is_guessed_and_equals_share() -> None:
+    before = [Look(1.0, 9, [{"a"}]), Look(1.0, 9, [{"a"}])]
+    seen = [Look(1.1, 9, [{"a"}]), Look(0.5, 9, [{"b"}])]
+    assert guessed(seen, before, 1) == {"by_seconds": 1.0, "by_steps": 0.5, "trees_changed": 0.5}
+    assert guessed(seen, before, 0) == {"by_seconds": 0.0, "by_steps": 0.5, "trees_changed": 0.5}
+
+
+def test_walls_leave_chance(run_tiny: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    words = ("--seen", "past-answers", "--limit", 3, "--max-tokens", 24, "--budget-policy", "fixed")
+    report, _ = run_tiny("side-channel", *words)
+    rows = {row["wall"]: row for row in report["rows"]}
+    assert rows["none"]["trees_changed"] == 1.0
+    assert [rows[wall]["trees_changed"] for wall in ("name", "key", "no keys")] == [0.0, 0.0, 0.0]
+    assert [rows[wall]["by_steps"] for wall in ("name", "key")] == pytest.approx([report["summary"]["chance"]] * 2)

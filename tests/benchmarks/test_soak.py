@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.checkpoint import write_dummy
 from benchmarks.soak import growth_of, loads_of
-from benchmarks.streams import Said
+from benchmarks.streams import Received
 from tests.service.bench.parts import written_prompts
 
 
@@ -16,8 +17,9 @@ from tests.service.bench.parts import written_prompts
 def test_a_soak_counts_all_that_happened(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(written_prompts()))
+    tiny = write_dummy("tiny", tmp_path / "tiny")
     code, output = run(
-        *("soak", "--model", "dummy(tiny)", "--prompts", prompts, "--out", out, "--state-dir", tmp_path / "state"),
+        *("soak", "--model", tiny, "--prompts", prompts, "--out", out, "--state-dir", tmp_path / "state"),
         *("--minutes", 0.02, "--clients", 4, "--load-seconds", 0.4, "--max-tokens", 24),
         *("--device", "cpu", "--threads", 1, "--drafter", "memory", "--budget-policy", "fixed", "--max-budget", 8),
     )
@@ -54,10 +56,10 @@ def test_loads_go_up_to_the_most() -> None:
     [([1, 2, 3], True, 0), ([1, 2], False, 0), ([1, 2], True, 1), ([1, 9], False, 1), ([1, 2, 3, 4], False, 1)],
 )
 def test_an_answer_is_compared_as_far_as_it_goes(tokens: list[int], is_complete: bool, differs: int) -> None:
-    expected = Said({0: [1, 2, 3]}, {0: "length"}, 3, is_complete=True)
-    assert Said({0: tokens}, {0: "length"}, 3, is_complete=is_complete).differs(expected) == differs
+    expected = Received({0: [1, 2, 3]}, {0: "length"}, 3, is_complete=True)
+    assert Received({0: tokens}, {0: "length"}, 3, is_complete=is_complete).differs(expected) == differs
 
 
 def test_another_end_is_another_answer() -> None:
-    expected = Said({0: [1]}, {0: "length"}, 1, is_complete=True)
-    assert Said({0: [1]}, {0: "stop"}, 1, is_complete=True).differs(expected) == 1
+    expected = Received({0: [1]}, {0: "length"}, 1, is_complete=True)
+    assert Received({0: [1]}, {0: "stop"}, 1, is_complete=True).differs(expected) == 1

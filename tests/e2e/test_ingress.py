@@ -13,7 +13,7 @@ import pytest
 from benchmarks.fleets import Fleet, Processes, processes
 from benchmarks.processes import Servers
 from benchmarks.replicas import Load, figures_of, rows_of
-from benchmarks.streams import Said, ask, questions
+from benchmarks.streams import Received, ask, questions
 from service.config import ServiceConfig
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
@@ -64,15 +64,15 @@ async def response(client: httpx.AsyncClient, url: str, number: int, heard: Call
 
 async def streams_while_one_is_killed(
     fleet: Fleet, count: int
-) -> tuple[list[Said | list[str]], list[Said | list[str]]]:
+) -> tuple[list[Received | list[str]], list[Received | list[str]]]:
     """Undisturbed, and while a replica is killed behind the first event of each; one in three is a response."""
     begun: set[int] = set()
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
-        def streams() -> list[asyncio.Task[Said | list[str]]]:
+        def streams() -> list[asyncio.Task[Received | list[str]]]:
             return [asyncio.create_task(stream(number, body)) for number, body in enumerate(asked(count))]
 
-        async def stream(number: int, body: dict[str, Any]) -> Said | list[str]:
+        async def stream(number: int, body: dict[str, Any]) -> Received | list[str]:
             heard = partial(begun.add, number)
             if number % 3 == 2:
                 return await response(client, fleet.url, number, heard)
@@ -90,10 +90,10 @@ async def streams_while_one_is_killed(
 async def test_a_killed_replica_is_noticed_by_nobody(fleet: Processes) -> None:
     undisturbed, disturbed = await streams_while_one_is_killed(fleet, NUM_STREAMS)
     assert disturbed == undisturbed
-    completions = [said for said in disturbed if isinstance(said, Said)]
+    completions = [said for said in disturbed if isinstance(said, Received)]
     assert all(said.is_complete and said.failure is None for said in completions)
     assert sum(len(said.seconds_to_go_on) for said in completions) > 0
-    for deltas, whole in (said for said in disturbed if not isinstance(said, Said)):
+    for deltas, whole in (said for said in disturbed if not isinstance(said, Received)):
         assert deltas == whole != ""
     assert "a stream goes on" in fleet.front.log.read_text()
 

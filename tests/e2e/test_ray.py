@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.fleets import OnRay, on_ray
 from benchmarks.processes import Servers
-from benchmarks.streams import Said, ask
+from benchmarks.streams import Received, ask
 from service.config import ServiceConfig
 from tests.e2e.test_ingress import asked, streams_while_one_is_killed
 from tests.environments import python_environment
@@ -41,7 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
 async def test_a_killed_replica_is_noticed_by_nobody(running: OnRay) -> None:
     undisturbed, disturbed = await streams_while_one_is_killed(running, NUM_STREAMS)
     assert disturbed == undisturbed
-    assert all(said.is_complete and said.failure is None for said in disturbed if isinstance(said, Said))
+    assert all(said.is_complete and said.failure is None for said in disturbed if isinstance(said, Received))
 
 
 async def test_all_are_replaced_and_no_request_is_lost(running: OnRay) -> None:

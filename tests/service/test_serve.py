@@ -86,13 +86,6 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
     assert "the drafter memory has no weights to train" in caplog.text
 
 
-def test_weights_that_are_made_up_are_served_without_learning(tmp_path: Path) -> None:
-    learning = AdaptationConfig(enabled=True)
-    made_up = {"model": "dummy(tiny)", "drafter_path": None, "drafter": "specblock", "device": "cpu"}
-    served = load_served(settings(tmp_path, adaptation=learning, **made_up), made(), Live())
-    assert (served.adaptation, served.card.drafter) == (None, "specblock")
-
-
 @pytest.mark.parametrize(
     ("drafter", "sources"),
     [

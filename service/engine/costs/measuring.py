@@ -28,7 +28,6 @@ from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray,
 from service.engine.numerics import Trial
 from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.target import Target
-from service.engine.widening import copies_of
 
 logger = logging.getLogger(__name__)
 
@@ -233,8 +232,7 @@ def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) 
     text = torch.randint(target.vocab_size, (_DRAFT_TOKENS,), generator=torch.Generator().manual_seed(0))
     drafter.start([DraftContext(row, text.tolist()) for row in range(max(batches))])
     if drafter.reads_prompts:
-        text_config = target.model.config.get_text_config()
-        width = text_config.hidden_size // copies_of(text_config) * len(drafter.tap_layers)
+        width = target.model.config.get_text_config().hidden_size * len(drafter.tap_layers)
         features = torch.zeros(_DRAFT_TOKENS - 1, width, dtype=target.model.dtype, device=device)
         tokens, slots = text[1:].to(device), torch.arange(1, _DRAFT_TOKENS, device=device)
         for row in range(max(batches)):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from service.assembly import Assembly, assemble
-from service.bench.shift_play import Learning
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, written_prompts
 
 
@@ -40,15 +39,3 @@ def prompt_file(tmp_path: Path) -> Path:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands leave the log alone."""
     monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-
-
-@pytest.fixture
-def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of so small a model are over before anything is learnt: here they wait for it."""
-    hold = Learning.hold
-
-    def settled_first(self: Learning) -> None:
-        assert self._adaptive.worker.settle(60)
-        hold(self)
-
-    monkeypatch.setattr(Learning, "hold", settled_first)

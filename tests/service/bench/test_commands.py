@@ -13,7 +13,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from tests.service.bench.parts import run_command
-from tests.service.bench.test_conditions import KEYS
+from tests.service.test_conditions import KEYS
 
 
 @pytest.fixture(autouse=True)
@@ -53,17 +53,6 @@ def test_speed_measures_every_temperature_once(prompt_file: Path, tmp_path: Path
     report = json.loads(out.read_text())
     assert [row["temperature"] for row in report["rows"]] == [0.0, 0.8]
     assert [means["temperature"] for means in report["summary"]["by_temperature"]] == [0.0, 0.8]
-
-
-def test_speed_shows_the_parts_of_a_step(prompt_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    code, output = run_command(
-        "bench", "speed", "--prompts", prompt_file, "--anatomy", "--device", "cpu", "--max-tokens", 8, "--out", out
-    )
-    assert code == 0, output
-    assert "norms, rotary, gates" in output
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["milliseconds"]["plain"]["rest"] > 0
 
 
 def wrong(

@@ -9,10 +9,9 @@ import pytest
 
 from service.assembly import Assembly, assemble
 from service.bench import load
-from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Served, Span, TimedStep, generate
-from service.bench.experiment import Measure, Row, percentile, plain_engine, requests_from
-from service.bench.load import LoadPlan, engines_of, policies_of, row_of, summary_of
-from service.engine.requests import SequenceOutput
+from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Span, TimedStep
+from service.bench.experiment import Measure, Row, plain_engine, requests_from
+from service.bench.load import LoadPlan, engines_of, policies_of, row_of
 from service.engine.stats import StepStats
 from service.errors import StartupError
 from tests.service.bench.parts import run_command, varied_prompts
@@ -81,35 +80,6 @@ def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
     assert engine.idle
 
 
-def test_the_load_is_steady_between_the_first_answers_and_the_last_requests(assembly: Assembly) -> None:
-    engine = plain_engine(assembly)
-    four = requests_from(varied_prompts()[:4], 0, Measure(0.0, 4, 4, 0))
-    lengths = zip(four, (4, 8, 8, 20), strict=True)
-    requests = [replace(one, sampling=replace(one.sampling, max_tokens=length)) for one, length in lengths]
-    times = count(0.0, 0.5)
-    driven = Drive(engine, requests, ClosedLoop(2), clock=lambda: next(times))
-    driven.go_on()
-    run = driven.result()
-    assert 0 < run.steady.tokens <= 8 + 8  # from the end of the second to that of the third
-    assert 0 < run.steady.seconds < run.seconds / 2
-
-
-def test_at_random_times_the_whole_run_is_the_load(assembly: Assembly) -> None:
-    requests = requests_from(varied_prompts()[:2], 0, Measure(0.0, 4, 2, 0))
-    run = generate(plain_engine(assembly), requests, PoissonArrivals(50.0, 2, seed=0))
-    assert run.steady == Span(run.seconds, 8)
-
-
-def test_requests_that_come_late_are_waited_for(assembly: Assembly) -> None:
-    engine = plain_engine(assembly)
-    requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 4, 3, 0))
-    slept: list[float] = []
-    driven = Drive(engine, requests, PoissonArrivals(200.0, 3, seed=0), sleep=slept.append)
-    driven.go_on()
-    assert slept
-    assert [len(answer.token_ids) for answer in driven.result().answers] == [4, 4, 4]
-
-
 def test_time_stands_still_between_slices(assembly: Assembly) -> None:
     engine = plain_engine(assembly)
     requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 6, 3, 0))
@@ -155,41 +125,6 @@ def test_a_row_adds_up_what_its_run_did() -> None:
     assert (found["tau"], found["mean_budget"], found["undrafted_share"]) == (2.5, 6 / 4, 0.5)
     assert found["cost_error"] == pytest.approx(0.2)
     assert (found["survival_error"], found["mismatched_tokens"]) == (0.02, 0)
-
-
-def test_another_text_is_a_mismatch() -> None:
-    one, other = (Run((served(tokens),), (TIMED,), 1.0, Span(1.0, 3)) for tokens in ([1, 2, 3], [1, 9]))
-    assert row("adaptive", other, one)["mismatched_tokens"] == 2
-
-
-def test_tokens_of_one_step_share_its_time() -> None:
-    one = Served(arrival_seconds=1.0)
-    for tokens, now in (((), 1.5), ((7,), 3.0), ((8, 9), 4.0), ((), 5.0), ((1,), 5.5)):
-        one.add(SequenceOutput("r", 0, tokens, ""), now)
-    assert one.answer.first_token_seconds == 2.0
-    assert one.answer.gaps_seconds == (0.5, 0.5, 1.5)
-    assert one.answer.token_ids == (7, 8, 9, 1)
-
-
-@pytest.mark.parametrize(("percent", "value"), [(50, 5), (95, 10), (99, 10), (10, 1), (1, 1)])
-def test_percentiles(percent: int, value: int) -> None:
-    assert percentile(range(10, 0, -1), percent) == value
-    assert percentile([], percent) == 0.0
-
-
-def test_the_summary_compares_at_every_concurrency() -> None:
-    base = row("plain", Run((served([1]),), (TIMED,), 1.0, Span(1.0, 3)))
-    speeds = {"plain": (10.0, 20.0), "fixed:8": (16.0, 18.0), "fixed:16": (20.0, 10.0), "adaptive": (18.0, 21.0)}
-    rows = [
-        {**base, "policy": name, "concurrency": place, "tokens_per_second": speed}
-        for name, both in speeds.items()
-        for place, speed in enumerate(both)
-    ]
-    summary = summary_of(rows)
-    assert summary["adaptive_over_plain_lowest"] == 1.05
-    assert summary["adaptive_over_best_fixed_lowest"] == 0.9
-    assert summary["adaptive_over_best_single_fixed_mean"] == pytest.approx((18 / 16 + 21 / 18) / 2)
-    assert summary["mismatched_tokens"] == 0
 
 
 def test_policies_go_by_name() -> None:
@@ -239,13 +174,6 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_the_command_sends_at_random(prompt_file: Path) -> None:
-    arrivals = "--arrival poisson --rate 500 --requests 3 --max-tokens 4 --policies plain,adaptive"
-    code, output = run_command("bench load --prompts", prompt_file, arrivals)
-    assert code == 0, output
-
-
-@pytest.mark.usefixtures("_loaded")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -260,13 +188,6 @@ def test_the_command_sends_at_random(prompt_file: Path) -> None:
 def test_the_command_says_what_to_change(prompt_file: Path, arguments: str, words: str) -> None:
     with pytest.raises(StartupError, match=words):
         run_command("bench load --prompts", prompt_file, arguments)
-
-
-@pytest.mark.usefixtures("_loaded")
-def test_policies_that_cannot_share_the_slots_are_refused(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MAX_NODES", 1_000_000)
-    with pytest.raises(StartupError, match="kv_cache"):
-        run_command("bench load --prompts", prompt_file, "--policies plain,fixed:4 --max-tokens 4")
 
 
 @pytest.mark.usefixtures("_loaded")

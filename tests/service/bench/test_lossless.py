@@ -16,10 +16,7 @@ from service.bench.lossless import (
     WAYS,
     Case,
     Extras,
-    LosslessResult,
-    Mismatch,
     Question,
-    Tally,
     Way,
     built_in_prompts,
     check,
@@ -28,7 +25,7 @@ from service.bench.lossless import (
     sampling_params,
 )
 from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
 
@@ -59,11 +56,6 @@ def test_scarce_slots_preempt(assembly: Assembly) -> None:
     assert result.holds
 
 
-def test_a_shortage_that_never_came_proves_nothing() -> None:
-    assert not LosslessResult([(SHORT, Tally(answers=16, tokens_compared=500))], None).holds
-    assert LosslessResult([(CASE, Tally(answers=16, tokens_compared=500))], None).holds
-
-
 def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(
         engine: Engine, requests: list[GenerationRequest], before_step: Callable[[int], None] = lambda number: None
@@ -85,11 +77,6 @@ def test_one_wrong_token_is_found(assembly: Assembly, monkeypatch: pytest.Monkey
     assert result.first.case == CASE
 
 
-def test_the_position_of_an_answer_that_ended_too_soon() -> None:
-    long, short = Answer((1, 2, 3), "", "length", ()), Answer((1, 2), "", "stop", ())
-    assert Mismatch(CASE, Question(0, 1.0, "none", 0), long, short).position == 2
-
-
 def test_a_prompt_that_leaves_no_room_is_refused(assembly: Assembly) -> None:
     with pytest.raises(StartupError, match="the lossless check: a prompt of 250 tokens"):
         check(assembly, [[1] * 250], num_tokens=1)
@@ -99,20 +86,6 @@ def test_the_built_in_prompts_are_many_and_of_many_lengths(assembly: Assembly) -
     lengths = sorted(map(len, built_in_prompts(assembly.tokenizer)))
     assert len(lengths) == 24
     assert 20 * lengths[0] < lengths[-1]
-
-
-def test_a_run_returns_answers_in_the_order_of_their_requests(assembly: Assembly) -> None:
-    requests = [
-        GenerationRequest(
-            request_id=name, prompt=[1, 2, 3], sampling=SamplingParams(seed=seed, max_tokens=tokens, ignore_eos=True)
-        )
-        for seed, (name, tokens) in enumerate([("b", 9), ("a", 4)])
-    ]
-    together = generate(assembly.engine(), requests)
-    assert [len(answer.token_ids) for answer in together.answers] == [9, 4]
-    assert together.num_tokens == 13
-    alone = [generate(assembly.engine(), [request]).answers[0].token_ids for request in requests]
-    assert [answer.token_ids for answer in together.answers] == alone
 
 
 def test_every_case_comes_once() -> None:
@@ -125,11 +98,6 @@ def test_every_pair_of_choices_comes_in_the_first_forty_eight_cases() -> None:
     for seed in range(3):
         met = set().union(*(pairs_of(case) for case in ordered_cases(seed)[:48]))
         assert len(met) == num_pairs
-
-
-def test_the_order_follows_the_seed() -> None:
-    assert ordered_cases(1) == ordered_cases(1)
-    assert ordered_cases(1) != ordered_cases(2)
 
 
 @pytest.mark.parametrize(("temperature", "extras"), SAMPLINGS)

@@ -10,8 +10,6 @@ from service.assembly import Assembly
 from service.bench.driver import Answer, Run, TimedStep, generate
 from service.bench.experiment import (
     Measure,
-    Row,
-    count_mismatches,
     decode_tokens_per_second,
     plain_engine,
     rotated,
@@ -19,7 +17,7 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
-from service.bench.speed import contestants_of, measure_set, summary_of
+from service.bench.speed import contestants_of, measure_set
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.test_load import STEP
@@ -38,13 +36,6 @@ def test_the_arithmetic_of_a_run() -> None:
     assert tokens_per_second([run, run]) == 1.25
     assert decode_tokens_per_second([run]) == 4.0
     assert tau([run]) == 2.0
-
-
-def test_mismatches_are_positions_that_differ() -> None:
-    assert count_mismatches((1, 2, 3), (1, 2, 3)) == 0
-    assert count_mismatches((1, 2, 3), (1, 5, 3)) == 1
-    assert count_mismatches((1, 2, 3), (1,)) == 2
-    assert count_mismatches((), (1, 2)) == 2
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -74,40 +65,4 @@ def test_speculation_gives_the_same_tokens(assembly: Assembly, temperature: floa
     assert list(row["peers"]) == ["other"]
     assert row["over_peers"] == {
         "other": {name: row[f"{name}_tokens_per_second"] / row["peers"]["other"] for name in ("plain", "speculative")}
-    }
-
-
-def row_of(temperature: float, speedup: float, tokens_per_verify: float) -> Row:
-    figures = {"tokens": 50, "tau": tokens_per_verify, "draft_share": 0.25, "mismatched_tokens": 1}
-    over_peers = {"other": {"plain": 2.0, "speculative": 2.0 * speedup}}
-    return {"temperature": temperature, "speedup": speedup, "over_peers": over_peers, **figures}
-
-
-def test_the_summary_holds_means_by_temperature() -> None:
-    rows = [row_of(0.0, 4.0, 3.0), row_of(0.0, 1.0, 2.0), row_of(1.0, 0.5, 1.0)]
-    summary = summary_of(rows)
-    by_temperature = summary.pop("by_temperature")
-    assert isinstance(by_temperature, list)
-    cold, warm = by_temperature
-    assert cold == {
-        "temperature": 0.0,
-        "sets": 2,
-        "tokens": 100,
-        "speedup": pytest.approx(2.0),
-        "lowest_speedup": 1.0,
-        "tau": 2.5,
-        "draft_share": 0.25,
-        "mismatched_tokens": 2,
-        "over_peers": {"other": {"plain": pytest.approx(2.0), "speculative": pytest.approx(4.0)}},
-    }
-    assert (warm["temperature"], warm["speedup"], warm["tau"]) == (1.0, 0.5, 1.0)
-    assert summary == {
-        "sets": 3,
-        "tokens": 150,
-        "speedup": pytest.approx(2.0 ** (1 / 3)),
-        "lowest_speedup": 0.5,
-        "tau": 2.0,
-        "draft_share": 0.25,
-        "mismatched_tokens": 3,
-        "over_peers": {"other": {"plain": pytest.approx(2.0), "speculative": pytest.approx(2 * 2.0 ** (1 / 3))}},
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.checkpoint import DRAFTER, write_dummy
 from drafters.gating import AskGate
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
@@ -29,7 +30,8 @@ the last node: otherwise slots are freed by one more."""
 
 
 def captured(folder: Path, drafter: str) -> Assembly:
-    settings = {"model": "dummy(tiny)", "load_dtype": "float32", "device": "cpu"}
+    model = write_dummy("tiny", folder / "tiny")
+    settings = {"model": str(model), "drafter_path": model / DRAFTER, "load_dtype": "float32", "device": "cpu"}
     sizes = {"max_model_len": 256, "max_sequences": 1, "kv_cache": "10MiB", "max_budget": 16, "draft_blocks": 2}
     more = {"drafter": drafter, "budget_policy": "fixed", "threads": 1, "state_dir": folder}
     return assemble(ServiceConfig.model_validate({**settings, **sizes, **more}), graphs=True)

@@ -1,9 +1,9 @@
-"""`adaptree bench load --clients`: the same streams, owned by several clients and by one.
+"""`python -m benchmarks clients`: the same streams, sent by several clients and by one.
 
-A stream is a closed loop: it sends its next request as soon as the one before is answered. Three engines serve the same
-streams and take turns of two seconds: under several clients, under one client, and under one client again, whose ratio
-to the other shows how far chance moves equal contestants. All streams are busy until the time is up; measuring starts
-when every contestant has answered as many requests as there are streams.
+A stream is a closed loop: it sends its next request as soon as the last one is answered. Three engines serve the same
+streams in turns of two seconds: from several clients, from one client, and from one client again, whose ratio to the
+other shows how far chance moves equal contestants. Measuring starts when every contestant has answered as many requests
+as there are streams.
 """
 
 import math
@@ -13,10 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
-from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import typer
 
+from benchmarks.shared import in_one_line, shown, speed_ratio
+from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
 from service.bench.experiment import (
     Column,
@@ -25,8 +27,6 @@ from service.bench.experiment import (
     conclude,
     count_mismatches,
     counted,
-    in_one_line,
-    paired_bootstrap,
     percentile,
     prepare,
     read_sets,
@@ -35,7 +35,7 @@ from service.bench.experiment import (
     table_of,
 )
 from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
-from service.config import ServiceConfig
+from service.config import LoadedConfig
 from service.engine.engine import Engine, StepReport
 from service.engine.fairness import PROMPT_SHARE
 from service.engine.requests import GenerationRequest
@@ -46,41 +46,40 @@ SEVERAL, ONE, AGAIN = "clients", "one_client", "one_client_again"
 
 LONG = "long"
 _LONG_TOKENS = 4_000
-"""Of a long prompt: 16 chunks of the default `prefill_chunk`, read in that many steps where nothing holds it up."""
+"""Length of a long prompt: 16 chunks of the default `prefill_chunk`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client of a mix: how many requests it keeps in flight, which, and how they are to be answered."""
+    """One client of a mix, with so many requests in flight."""
 
     streams: int
-    source: str  # of its prompts
+    source: str  # name of its prompts
     prompts: Sequence[Sequence[int]]
     measure: Measure
 
 
 def mixes_of(text: str) -> dict[str, list[str]]:
-    """Mixes such as 12x1, 1+11 and long+8 in a list with commas, each with its clients' streams: a number, or `long`.
-
-    Raises StartupError."""
+    """Parse mixes such as 12x1,1+11,long+8; return the streams of each client, a number or `long`, by mix. Raises
+    StartupError."""
     mixes: dict[str, list[str]] = {}
     for name in filter(None, map(str.strip, text.split(","))):
         found = [re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*|long)", part) for part in name.split("+")]
         mixes[name] = [part[2] for part in found if part for _ in range(int(part[1] or 1))]
         if not all(found):
-            raise StartupError(f"--clients: {name!r} is no mix such as 12x1, 1+11, 3x4+1 or long+8")
+            raise StartupError(f"--mixes: {name!r} is no mix such as 12x1, 1+11, 3x4+1 or long+8")
     if not mixes:
-        raise StartupError("--clients names no mix: give for example 12x1,1+11,long+8")
+        raise StartupError("--mixes names no mix: give for example 12x1,1+11,long+8")
     return mixes
 
 
 def clients_of(
     mix: Sequence[str], sets: Sequence[PromptSet], measures: Sequence[Measure], *, long_tokens: int
 ) -> list[Client]:
-    """The clients of a mix; prompt sets and measures go to them in turn."""
+    """Return the clients of a mix; prompt sets and measures go to them in turn."""
     clients = []
-    for place, streams in enumerate(mix):
-        mine, measure = sets[place % len(sets)], measures[place % len(measures)]
+    for number, streams in enumerate(mix):
+        mine, measure = sets[number % len(sets)], measures[number % len(measures)]
         if streams == LONG:
             name = f"{mine.name}, {long_tokens} tokens each"
             clients.append(Client(1, name, long_prompts(mine.prompts, long_tokens), measure))
@@ -90,13 +89,13 @@ def clients_of(
 
 
 def long_prompts(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:
-    """One prompt of `num_tokens` per prompt: that one, then those after it, until there are enough tokens."""
+    """Return a prompt of `num_tokens` tokens for each prompt: that one, followed by the next ones."""
     ring = [[*prompts[first:], *prompts[:first]] for first in range(len(prompts))]
     return [tuple(islice(chain.from_iterable(cycle(order)), num_tokens)) for order in ring]
 
 
 class Streams:
-    """The streams of a mix on one engine, and what each client was served since `start_measuring`."""
+    """The streams of a mix on one engine, and what each client received since `start_measuring`."""
 
     def __init__(self, engine: Engine, clients: Sequence[Client], *, as_one: bool) -> None:
         self._engine = engine
@@ -104,8 +103,8 @@ class Streams:
         self._as_one = as_one
         self._owners = [owner for owner, client in enumerate(clients) for _ in range(client.streams)]
         self._requests = [self._request(number) for number in range(len(self._owners))]
-        self._unread = {one.request_id: len(one.prompt) for one in self._requests}  # prompt tokens not booked yet
-        # The driver sends requests in the order of the list, one for each that ends: that of the same stream.
+        self._unread = {one.request_id: len(one.prompt) for one in self._requests}  # prompt tokens not counted yet
+        # The driver sends requests in the order of this list: when one ends, the next one of its stream.
         self.drive = Drive(engine, self._requests, ClosedLoop(len(self._owners)), after_step=self._after_step)
         self.start_measuring()
 
@@ -115,25 +114,26 @@ class Streams:
         return self.drive.num_finished >= len(self._owners)
 
     def start_measuring(self) -> None:
+        """Count from now on."""
         self._first_measured = len(self._requests)
         self.tokens: Counter[int] = Counter()  # generated, by client
-        self.served: defaultdict[int, float] = defaultdict(float)  # tokens as the scheduler's accounts weigh them
+        self.served: defaultdict[int, float] = defaultdict(float)  # tokens, weighted as the scheduler does
         self._running: Counter[int] = Counter()  # sequences, added up over the steps
         self._waiting: Counter[int] = Counter()
 
     def take_turn(self, seconds: float) -> Span:
-        """Serve for so long; the steady time and tokens of it."""
+        """Serve for so many seconds; return steady seconds and tokens."""
         before = self.drive.result().steady
         self.drive.go_on(seconds)
         after = self.drive.result().steady
         return Span(after.seconds - before.seconds, after.tokens - before.tokens)
 
     def answers(self) -> dict[str, tuple[int, ...]]:
-        """Tokens of each answer that is complete, by request."""
+        """Return the tokens of each complete answer by request id."""
         return {name: answer.token_ids for name, answer in self._sent() if answer.finish_reason is not None}
 
     def figures(self, client: int, seconds: float) -> Row:
-        """What this client had in the seconds in which it was measured; latencies are those of requests sent then."""
+        """Return speed and latencies of a client; latencies of requests that were sent while measuring."""
         sent = islice(self._sent(), self._first_measured, None)
         mine = [answer for name, answer in sent if answer.token_ids and self._owner(name) == client]
         firsts = [answer.first_token_seconds for answer in mine]
@@ -147,20 +147,18 @@ class Streams:
         }
 
     def _sent(self) -> Iterator[tuple[str, Answer]]:
-        """Requests in the order in which they were sent, with their answers; the newest may still have to be sent."""
+        """Yield request ids with their answers in the order of sending."""
         answers = self.drive.result().answers
         return ((asked.request_id, answer) for asked, answer in zip(self._requests, answers, strict=False))
 
     def demand(self, client: int) -> float:
-        """Tokens this client could have used: those it was served, times its sequences over those that ran.
-
-        Sequences that wait would get no more than those that run did, so it is never too low. Infinite where none ran.
-        """
+        """Return an upper bound of the tokens that a client could have used: those it received, times its sequences
+        over those that ran. Infinite where none ran."""
         running, waiting = self._running[client], self._waiting[client]
         return self.served[client] * (running + waiting) / running if running else math.inf
 
     def _request(self, number: int) -> GenerationRequest:
-        """The request of that number: of stream `number % streams`, with a prompt and a length drawn by its number."""
+        """Return request `number` of stream `number % streams`; its number determines prompt and length."""
         owner = self._owners[number % len(self._owners)]
         client = self._clients[owner]
         rng = random.Random(f"{client.measure.seed} {number}")
@@ -172,7 +170,7 @@ class Streams:
         return self._owners[int(request_id) % len(self._owners)]
 
     def _after_step(self, report: StepReport) -> None:
-        """Count what each client was served, ran and waited for, and let streams that were answered ask again."""
+        """Count tokens and sequences by client, and append the next request of each answered stream."""
         for output in report.outputs:
             owner = self._owner(output.request_id)
             if output.token_ids:
@@ -189,33 +187,42 @@ class Streams:
 
 
 def fair_shares(demands: Sequence[float], total: float) -> list[float]:
-    """Max-min shares of `total`: all are equal, but those of clients that demand less, who get what they demand."""
+    """Return max-min shares of `total`: a client that demands less than an equal share gets its demand."""
     shares, left = [0.0] * len(demands), total
-    for place, client in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
-        shares[client] = min(demands[client], left / (len(demands) - place))
+    for done, client in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        shares[client] = min(demands[client], left / (len(demands) - done))
         left -= shares[client]
     return shares
 
 
-def run_clients(
-    config: ServiceConfig,
-    mixes: Mapping[str, Sequence[str]],
-    files: Sequence[Path],
-    measures: Sequence[Measure],
-    *,
-    seconds: float,
-    out: Path | None,
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
+    mixes: Annotated[
+        str,
+        typer.Option(
+            metavar="MIX,...",
+            help="12x1: twelve clients of one stream each; 1+11: two clients; long+8: one prompt of 4,000 tokens at a "
+            "time, and a client with eight streams. Prompt files and temperatures go to the clients in turn.",
+        ),
+    ] = "12x1,1+11,long+1",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each of three contestants serves each mix.")] = 60.0,
+    temperature: Temperatures = [0.0],  # noqa: B006  # read as a signature, never changed
+    max_tokens: AnswerTokens = 64,
+    seed: Seed = 0,
+    out: Out = None,
 ) -> bool:
-    """Serve each mix under several clients and twice under one, `seconds` each, and report; whether all texts were the
-    same."""
-    assembly = prepare(config, out)
-    most = max(answer_lengths(one.max_tokens)[1] for one in measures)
-    sets = read_sets(assembly, files, None, most)
+    """Compare streams of several clients with the same streams of one. Exit code 1 if any token differs."""
+    named, measures = mixes_of(mixes), [Measure(one, max_tokens, 1, seed) for one in temperature]
+    assembly = prepare(loaded.config, out)
+    most = answer_lengths(max_tokens)[1]
+    sets = read_sets(assembly, [*prompts, *(more_prompts or [])], None, most)
     long_tokens = min(_LONG_TOKENS, assembly.limits.max_model_len - most)
     turns = max(2, round(seconds / SLICE_SECONDS))
     rows: list[Row] = []
-    with counted(3 * turns * len(mixes)) as advance:
-        for name, mix in mixes.items():
+    with counted(3 * turns * len(named)) as advance:
+        for name, mix in named.items():
             advance(0, name)
             clients = clients_of(mix, sets, measures, long_tokens=long_tokens)
             longest = max(len(prompt) for client in clients for prompt in client.prompts) + most
@@ -235,7 +242,7 @@ def run_clients(
 
 
 def play(played: Mapping[str, Streams], turns: int, advance: Callable[[int], None]) -> dict[str, list[Span]]:
-    """Every contestant's measured turns; one that follows another is first as often."""
+    """Let the contestants take turns; return the measured turns of each."""
     order, warm_up = list(played), 0
     while not all(streams.is_steady for streams in played.values()):
         for name in rotated(order, warm_up):
@@ -252,7 +259,7 @@ def play(played: Mapping[str, Streams], turns: int, advance: Callable[[int], Non
 
 
 def row_of(clients: Sequence[Client], played: Mapping[str, Streams], spans: Mapping[str, Sequence[Span]]) -> Row:
-    """What each client of a mix had, and all of them together beside the same streams under one client."""
+    """Return the figures of a mix: of each client, and of all together against the same streams of one client."""
     several, one = played[SEVERAL], played[ONE]
     seconds = {key: sum(span.seconds for span in mine) for key, mine in spans.items()}
     answers = {key: streams.answers() for key, streams in played.items()}
@@ -276,8 +283,8 @@ def row_of(clients: Sequence[Client], played: Mapping[str, Streams], spans: Mapp
         "turns": len(spans[SEVERAL]),
         "seconds": seconds,
         "tokens_per_second": {key: sum(span.tokens for span in mine) / seconds[key] for key, mine in spans.items()},
-        "over_one_client": ratio_of(spans[SEVERAL], spans[ONE]),
-        "one_client_over_itself": ratio_of(spans[AGAIN], spans[ONE]),
+        "over_one_client": speed_ratio(spans[SEVERAL], spans[ONE]),
+        "one_client_over_itself": speed_ratio(spans[AGAIN], spans[ONE]),
         "largest_shortfall": max(line["shortfall"] for line in lines),
         "clients": lines,
         "mismatched_tokens": sum(
@@ -289,20 +296,11 @@ def row_of(clients: Sequence[Client], played: Mapping[str, Streams], spans: Mapp
     }
 
 
-def ratio_of(mine: Sequence[Span], others: Sequence[Span]) -> tuple[float, float, float]:
-    """Tokens per second of all turns, mine over the other's, and the 95 % interval when pairs of turns are drawn
-    anew."""
-    pairs = zip(mine, others, strict=True)
-    columns = np.array([(one.tokens, one.seconds, other.tokens, other.seconds) for one, other in pairs]).T
-    return paired_bootstrap(lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]), columns, seed=0)
-
-
 def _line(row: Row) -> str:
-    speed, (ratio, low, high) = row["tokens_per_second"], row["over_one_client"]
-    again, least, most = row["one_client_over_itself"]
+    speed = row["tokens_per_second"]
     return (
-        f"{row['mix']}: {speed[SEVERAL]:.1f} tokens/s, {ratio:.3f} [{low:.3f}, {high:.3f}] of one client's "
-        f"{speed[ONE]:.1f}; one client over itself {again:.3f} [{least:.3f}, {most:.3f}]; largest shortfall "
+        f"{row['mix']}: {speed[SEVERAL]:.1f} tokens/s, {shown(row['over_one_client'])} of one client's "
+        f"{speed[ONE]:.1f}; one client over itself {shown(row['one_client_over_itself'])}; largest shortfall "
         f"{100 * row['largest_shortfall']:.1f} %"
     )
 
@@ -326,7 +324,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("share", lambda row: f"{100 * (1 - row['shortfall']):.1f} %"),
 )
 _CAPTION = (
-    "client: its streams, their prompts and temperature; in brackets: the same streams under one client; TTFT: seconds "
-    "to the first token; ITL: milliseconds per further token; share: tokens served, prompts at the scheduler's weight, "
-    "by the max-min share of all tokens served"
+    "client: its streams, their prompts and temperature; in brackets: the same streams from one client; TTFT: seconds "
+    "to the first token; ITL: milliseconds per further token; share: tokens received, prompts at the scheduler's "
+    "weight, over the max-min share of all tokens"
 )

@@ -3,41 +3,33 @@ them."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import TimeoutError
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from adaptation.config import PolicyName, Tuning
 from adaptation.records import Event
-from adaptation.trainer import UpdateReport
-from drafters.feedback import QueryFeedback
-from service.assembly import Assembly
-from service.bench.driver import generate
-from service.bench.experiment import Measure, mismatches
-from service.bench.shift_play import (
+from benchmarks.shift_play import (
     NOTHING,
     Counts,
     Learning,
-    Noted,
     Notes,
     Player,
     joined,
     play_all,
     players_of,
-    repeated,
     shifted,
     turns_of,
 )
-from service.engine.requests import GenerationRequest, SamplingParams
-from service.errors import StartupError
+from service.assembly import Assembly
+from service.bench.experiment import Measure, mismatches
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.prompts import PromptSet
+from tests.benchmarks.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
 from tests.service.bench.parts import varied_prompts
-from tests.service.bench.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
 from tests.service.engine.test_thread import eventually
 from tests.tuned import tune
 
@@ -57,31 +49,6 @@ def test_a_shift_in_the_middle() -> None:
     assert len(set(old.prompts) | set(new.prompts)) == 21
 
 
-def test_files_have_equal_shares_while_they_last() -> None:
-    for queries, few in ((4, 1), (8, 2), (12, 3), (40, 3)):
-        old = shifted(OLD, NEW, queries, seed=1).phases[0]
-        assert sum(prompt < (100,) for prompt in old.prompts) == few
-
-
-def test_the_seed_alone_decides() -> None:
-    assert shifted(OLD, NEW, 20, seed=1) == shifted(OLD, NEW, 20, seed=1)
-    assert shifted(OLD, NEW, 20, seed=1) != shifted(OLD, NEW, 20, seed=2)
-
-
-def test_every_epoch_is_the_same_mix() -> None:
-    stream = repeated([*OLD, *NEW], 24, 4, seed=3)
-    assert [phase.name for phase in stream.phases] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
-    assert len({phase.prompts for phase in stream.phases}) == 1
-    assert (len(stream.phases[0].prompts), stream.num_queries, stream.new_from) == (6, 24, 0)
-
-
-def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(StartupError, match="new: 25 prompts are needed and there are 20"):
-        shifted(OLD, NEW, 50, seed=0)
-    with pytest.raises(StartupError, match="give a multiple of --epochs"):
-        repeated(OLD, 10, 3, seed=0)
-
-
 def test_turns_end_where_traffic_changes() -> None:
     stream = shifted(OLD, NEW, 24, seed=0)
     turns = turns_of(stream, 5, MEASURE)
@@ -91,16 +58,6 @@ def test_turns_end_where_traffic_changes() -> None:
     assert [turn.window for turn in turns] == list(range(6))
     prompts = [request.prompt for turn in turns for request in turn.requests]
     assert prompts == [prompt for phase in stream.phases for prompt in phase.prompts]
-
-
-def test_windows_hold_whole_turns_of_one_phase() -> None:
-    stream = shifted([prompt_set("old", 200)], [prompt_set("new", 200)], 350, seed=0)
-    turns = turns_of(stream, 5, MEASURE)
-    phases_of = {turn.window: {other.phase for other in turns if other.window == turn.window} for turn in turns}
-    assert all(len(phases) == 1 for phases in phases_of.values())
-    sizes = [sum(turn.window == window for turn in turns) for window in phases_of]
-    assert (min(sizes), max(sizes)) == (3, 5)
-    assert list(phases_of) == list(range(len(phases_of)))
 
 
 STREAM = shifted([PROMPTS], [PROMPTS], 12, seed=0)
@@ -156,39 +113,6 @@ def test_a_turn_counts_its_own_learning_and_all_its_time(assembly: Assembly) -> 
     assert all(0 < mine < turn.run.seconds for mine, turn in zip(gaps, turns, strict=True))
 
 
-@pytest.mark.parametrize(("temperature", "concurrency"), [(0.0, 1), (0.9, 3)])
-def test_answers_are_those_of_an_engine_asked_by_hand(assembly: Assembly, temperature: float, concurrency: int) -> None:
-    assembly = replace(assembly, costs=None)  # a budget by cost follows the clock
-    player = Player("never", assembly.engine())
-    asked = turns_of(STREAM, 4, Measure(temperature, 16, concurrency, seed=7))
-    turns = [player.play(turn, concurrency) for turn in asked]
-    found = [answer for turn in turns for answer in turn.run.answers]
-    engine = assembly.engine()
-    for number, (prompt, answer) in enumerate(zip(chain(*(p.prompts for p in STREAM.phases)), found, strict=True)):
-        sampling = SamplingParams(seed=7 + number, max_tokens=16, temperature=temperature)
-        expected = generate(engine, [GenerationRequest(request_id="one", prompt=prompt, sampling=sampling)]).answers[0]
-        assert answer.token_ids == expected.token_ids
-        if concurrency == 1:
-            assert len(answer.accepted_per_step) == len(expected.accepted_per_step)
-
-
-def test_no_more_are_in_flight_than_asked_for(assembly: Assembly) -> None:
-    engine = assembly.engine()
-    player = Player("never", engine)
-    seen: list[int] = []
-    step = engine.step
-
-    def watched_step() -> object:
-        seen.append(len(engine.scheduler.running) + len(engine.scheduler.waiting))
-        return step()
-
-    engine.step = watched_step  # type: ignore[method-assign,assignment]
-    player.play(TURNS[0], 3)
-    assert max(seen) == 3
-    assert seen[0] == 3
-    assert engine.idle
-
-
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, EAGER_NUMBERS)
@@ -211,52 +135,6 @@ def test_the_thread_holds_still_until_its_turn(adaptive: Adaptive) -> None:
     learning.hold()
     assert learning.counts() == NOTHING
     learning.close()
-    assert not adaptive.worker.alive
-
-
-class Endless:
-    """Learning that is always amid an update."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_interrupted = 0
-
-    def observe(self, feedback: QueryFeedback) -> None:
-        raise AssertionError("nobody asks anything")
-
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        while not interrupted():
-            self.num_steps += 1
-            time.sleep(0.001)
-        self.num_interrupted += 1
-        return None
-
-    def recover(self, error: str) -> None:
-        raise AssertionError(error)
-
-    def save(self, *, training: bool) -> None:
-        assert training
-
-    def goes_on(self, within_seconds: float) -> bool:
-        """Whether a step begins in that time; nobody waits longer than it takes."""
-        before, deadline = self.num_steps, time.monotonic() + within_seconds
-        while self.num_steps == before and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return self.num_steps > before
-
-
-def test_it_holds_still_amid_an_update_and_goes_on_with_it(adaptive: Adaptive) -> None:
-    loop = Endless()
-    adaptive.worker.loop = loop
-    learning = Learning(adaptive)
-    for _ in range(3):
-        assert not loop.goes_on(within_seconds=0.1)
-        learning.go_on()
-        assert loop.goes_on(within_seconds=30)
-        learning.hold()
-    assert loop.num_interrupted == 0
-    learning.close()
-    assert loop.num_interrupted == 1
     assert not adaptive.worker.alive
 
 
@@ -316,12 +194,3 @@ def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
     assert (kinds.count("published"), kinds.count("refused")) == (mine.counts["publishes"], mine.counts["refusals"])
     assert len(kinds) >= mine.counts["publishes"] + mine.counts["refusals"] == mine.counts[f"updates_{policy[:4]}"]
     assert all(first <= one.query <= first + 4 for first, one in noted)
-
-
-def test_notes_know_after_how_many_queries_they_came() -> None:
-    notes, event = Notes(), Event("refused", 0, "no_gain")
-    notes.note(event)
-    notes.answered = 7
-    notes.note(event)
-    assert notes.take() == (Noted(0, event), Noted(7, event))
-    assert notes.take() == ()

@@ -1,11 +1,11 @@
-"""The stream of a shift benchmark in turns, and policies that take them, each learning in its own turns only."""
+"""A stream of queries in turns, and policies that answer them, each learning in its own turns only."""
 
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event as Signal
@@ -14,6 +14,7 @@ from typing import Final
 from adaptation.config import PolicyName
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
+from benchmarks.shared import Prompt, mixed
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
 from service.assembly import Assembly
@@ -26,50 +27,49 @@ from service.learning.adaptive import Adaptive, build_adaptive
 from service.prompts import PromptSet
 
 PLAIN: Final = "never"
-"""The policy all others are compared with."""
+"""The policy that all others are compared with."""
 
 _PATIENCE_SECONDS = 900.0
-_GLANCE_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 _WARM_UP_TOKENS = 16
-_WINDOWS = 24  # of the whole stream, about: enough to see a course, few enough that each says something
-
-Prompt = tuple[int, ...]
+_WINDOWS = 24  # of the whole stream, about
 
 Counts = Mapping[str, float]
-"""What learning has done, by name."""
+"""What learning did, by name."""
 
 NOTHING: Final[Counts] = {
     **{"training_seconds": 0.0, "updates_head": 0, "updates_full": 0, "publishes": 0, "refusals": 0, "rollbacks": 0},
-    **{"discards": 0, "over_share": 0},  # queries not learnt from because their client had had its quota
+    **{"discards": 0, "over_share": 0},  # queries beyond a client's quota, which are not learnt from
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """An event, and after how many of the policy's queries it came."""
+    """An event of learning, after so many of the policy's queries."""
 
     query: int
     event: Event
 
 
 class Notes:
-    """Takes down events, told by the thread that learns."""
+    """Collects events of the learning thread."""
 
     def __init__(self) -> None:
         self.answered = 0  # queries of the stream
         self._noted: list[Noted] = []
 
     def note(self, event: Event) -> None:
+        """Keep an event."""
         self._noted.append(Noted(self.answered, event))
 
     def take(self) -> tuple[Noted, ...]:
-        """What was noted since the last call."""
+        """Return the events since the last call."""
         noted, self._noted = self._noted, []
         return tuple(noted)
 
 
 class Learning:
-    """What the learning thread of an engine runs from now on: its learning, held still between turns."""
+    """Wraps the loop of an engine's learning thread, so that it stands still between turns."""
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
@@ -85,25 +85,25 @@ class Learning:
         self.hold()
 
     def go_on(self) -> None:
-        """A turn begins."""
+        """Let learning run."""
         self._standing.clear()
         self._free.set()
         if self._process is not None:
             self._process.thaw()
 
     def hold(self) -> None:
-        """Wait for the step under way; another process is stopped at once. Raises StartupError. Once per `go_on`."""
-        asked = self._adaptive.worker.ask(lambda: None)  # an idle thread looks for what is due twice a second only
+        """Stop learning after its present step, a training process at once. Raises StartupError if it goes on."""
+        asked = self._adaptive.worker.ask(lambda: None)  # wakes an idle thread
         self._free.clear()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (self._freezes_process() or self._standing.wait(_GLANCE_SECONDS)):
+        while not (self._freezes_process() or self._standing.wait(_POLL_SECONDS)):
             if time.monotonic() > deadline:
                 raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
 
     def counts(self) -> Counts:
-        """What was done so far; to be asked while it is held."""
-        status = self._adaptive.learner.status(self._adaptive.worker)  # not by the thread: it stands
+        """Return what was done so far. Only while held."""
+        status = self._adaptive.learner.status(self._adaptive.worker)  # the thread itself stands still
         return {
             **{name: getattr(status, name, 0) for name in NOTHING},
             "updates_head": status.updates.get("head", 0),
@@ -112,15 +112,17 @@ class Learning:
         }
 
     def close(self) -> None:
+        """End learning."""
         self.go_on()
         self._adaptive.stop()
 
     def observe(self, feedback: QueryFeedback) -> object:
+        """Learn from a query, once not held."""
         self.stand()
         return self._loop.observe(feedback)
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        """Stands still before it and between its steps."""
+        """Update, standing still before it and between its steps while held."""
         self.stand()
 
         def passed() -> bool:
@@ -130,13 +132,13 @@ class Learning:
         return self._loop.update(passed)
 
     def stand(self) -> None:
-        """Wait until nobody holds it."""
+        """Wait while held."""
         while not self._free.is_set():
             self._standing.set()
             self._free.wait()
 
     def _freezes_process(self) -> bool:
-        """Stop the process amid what it does; whether the thread waits for that."""
+        """Stop the training process; return whether the thread waits for one."""
         if self._process is None or not self._process.is_asked:
             return False
         self._process.freeze()
@@ -145,7 +147,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the stream over which traffic does not change."""
+    """A stretch of the stream without a change of traffic."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -153,19 +155,20 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """All phases, and the first query of the stretch in which there is something new to learn."""
+    """All phases, and the first query after which there is something new to learn."""
 
     phases: tuple[Phase, ...]
     new_from: int
 
     @property
     def num_queries(self) -> int:
+        """Queries of all phases."""
         return sum(len(phase.prompts) for phase in self.phases)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Queries that a policy answers in one go. Neither turns nor windows reach over the end of a phase."""
+    """Queries that a policy answers in one go. Turns and windows end with their phase."""
 
     phase: int
     window: int
@@ -174,27 +177,18 @@ class Turn:
 
 
 def shifted(before: Sequence[PromptSet], after: Sequence[PromptSet], queries: int, seed: int) -> Stream:
-    """One half of these, then the other half of those. Raises StartupError where there are too few prompts."""
+    """Return half the queries from `before`, then half from `after`. Raises StartupError for too few prompts."""
     first = Phase(_name(before), mixed(before, queries // 2, random.Random(seed)))
     second = Phase(_name(after), mixed(after, queries - queries // 2, random.Random(seed + 1)))
     return Stream((first, second), new_from=queries // 2)
 
 
 def repeated(sets: Sequence[PromptSet], queries: int, epochs: int, seed: int) -> Stream:
-    """One mix of all sets, so many times over, `queries` in all. Raises StartupError where prompts are missing."""
+    """Return one mix of all sets, repeated; `queries` counts all epochs. Raises StartupError for too few prompts."""
     if queries % epochs:
         raise StartupError(f"--queries {queries} cannot be cut into {epochs} equal epochs: give a multiple of --epochs")
     prompts = mixed(sets, queries // epochs, random.Random(seed))
     return Stream(tuple(Phase(f"epoch {epoch + 1}", prompts) for epoch in range(epochs)), new_from=0)
-
-
-def mixed(sets: Sequence[PromptSet], count: int, rng: random.Random) -> tuple[Prompt, ...]:
-    """So many prompts, equally many of each set while it lasts, in an order of chance. Raises StartupError."""
-    shuffled = [rng.sample(chosen.prompts, len(chosen.prompts)) for chosen in sets]
-    dealt = [prompt for prompt in chain.from_iterable(zip_longest(*shuffled)) if prompt is not None][:count]
-    if len(dealt) < count:
-        raise StartupError(f"{_name(sets)}: {count} prompts are needed and there are {len(dealt)}; lower --queries")
-    return tuple(rng.sample(dealt, count))
 
 
 def _name(sets: Sequence[PromptSet]) -> str:
@@ -202,7 +196,7 @@ def _name(sets: Sequence[PromptSet]) -> str:
 
 
 def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
-    """The whole stream in turns of up to `size` queries, whose answers may end by themselves, as in traffic."""
+    """Cut the stream into turns of up to `size` queries, whose answers end by themselves as in real traffic."""
     total = sum(-(-len(phase.prompts) // size) for phase in stream.phases)
     per_window = max(1, round(total / _WINDOWS))
     turns: list[Turn] = []
@@ -221,7 +215,7 @@ def turns_of(stream: Stream, size: int, measure: Measure) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one policy did in one turn, or in several in a row."""
+    """What one policy did in one turn, or in several consecutive ones."""
 
     turn: Turn
     run: Run
@@ -231,6 +225,7 @@ class Played:
 
     @property
     def tau(self) -> float:
+        """Mean emitted tokens per verify."""
         return tau([self.run])
 
     @property
@@ -245,7 +240,7 @@ class Played:
 
 
 def joined(turns: Sequence[Played]) -> Played:
-    """Turns in a row as one."""
+    """Join consecutive turns."""
     return Played(
         replace(turns[0].turn, requests=tuple(chain.from_iterable(one.turn.requests for one in turns))),
         Run(
@@ -260,12 +255,12 @@ def joined(turns: Sequence[Played]) -> Played:
 
 
 def windows_of(played: Sequence[Played]) -> list[Played]:
-    """A policy's turns, window by window."""
+    """Join a policy's turns by window."""
     return [joined(list(turns)) for _, turns in groupby(played, lambda one: one.turn.window)]
 
 
 class Player:
-    """One policy: its engine, and who learns beside it."""
+    """One policy: an engine, and its learning if it has any."""
 
     def __init__(self, name: str, engine: Engine, learning: Learning | None = None, notes: Notes | None = None) -> None:
         self.name = name
@@ -275,15 +270,14 @@ class Player:
         self._counts = NOTHING
 
     def warm_up(self, prompt: Sequence[int]) -> None:
-        """One answer that nobody measures or learns from: first calls allocate and choose code paths."""
+        """Answer once without measuring or learning: first calls allocate and choose code paths."""
         sampling = SamplingParams(seed=0, max_tokens=_WARM_UP_TOKENS, temperature=0.0)
         request = GenerationRequest(request_id="warm-up", prompt=prompt, sampling=sampling, store=False)
         self.play(Turn(0, 0, 0, (request,)), 1)
         self._notes.answered = 0
 
     def play(self, turn: Turn, concurrency: int, pause_seconds: float = 0.0) -> Played:
-        """Answer the turn's queries, so many at a time, and learn meanwhile and in the pause behind them, which is not
-        counted."""
+        """Answer a turn's queries while learning runs, also in the pause after them, which is not counted."""
         drive = Drive(self._engine, turn.requests, ClosedLoop(concurrency), after_step=self._count)
         began, before = time.perf_counter(), self._counts
         if self._learning is not None:
@@ -307,8 +301,8 @@ class Player:
 def players_of(
     assembly: Assembly, policies: Mapping[str, PolicyName], seed: int, keep: Path | None = None
 ) -> Iterator[list[Player]]:
-    """One engine for each name, with that policy, all starting from the same weights and from nothing learnt; what they
-    learn stays in the folder `keep`, by name."""
+    """Yield one player per name, with that policy; all start from the same weights. `keep` is the folder for what they
+    learn, by name."""
     plain = "memory" if assembly.loaded.unmade is not None else assembly.drafter_name
     with ExitStack() as closing:
         folder = keep or closing.enter_context(TemporaryDirectory(prefix="adaptree-bench-"))
@@ -330,7 +324,7 @@ def players_of(
 def play_all(
     players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure, pause_seconds: float = 0.0
 ) -> dict[str, list[Played]]:
-    """Every player's turns, by its name, equally many for all, after an answer that nobody measures."""
+    """Warm the players up and let them take their turns, in a random order each time; return the turns by name."""
     for player in players:
         player.warm_up(turns[player.name][0].requests[0].prompt)
     played: dict[str, list[Played]] = {player.name: [] for player in players}

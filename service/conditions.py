@@ -1,4 +1,4 @@
-"""Under which conditions a result was found, and the file it is written to."""
+"""The conditions of a measurement, and the report they are written to."""
 
 import json
 import os
@@ -21,26 +21,25 @@ from service.engine.costs.measuring import processor_name
 from service.errors import StartupError
 
 _SECRETS = ("--api-keys", "--admin-key")
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 Conditions = Mapping[str, str | int]
 
 
 def conditions_of(assembly: Assembly) -> Conditions:
-    """Everything that a run on this assembly depends on, now, beside its own parameters."""
-    device, dtype = assembly.target.device, assembly.loaded.dtype_name
-    made_up = ", random weights: costs only" if assembly.config.is_dummy else ""
+    """Return what a measurement on this assembly depends on, but for its own options."""
+    device = assembly.target.device
     return {
         **surroundings(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "model": f"{assembly.config.model} {dtype}{_widened(assembly)}{made_up}",
+        "model": f"{assembly.config.model} {assembly.loaded.dtype_name}",
         "drafter": assembly.drafter_name,
         "numerics": assembly.numerics,
     }
 
 
 def surroundings() -> Conditions:
-    """What every run depends on, now."""
+    """Return what every measurement depends on: command, commit, machine, versions, date."""
     return {
         "command": command_line(sys.argv),
         "commit": commit_of(CHECKOUT),
@@ -52,31 +51,23 @@ def surroundings() -> Conditions:
     }
 
 
-def _widened(assembly: Assembly) -> str:
-    copies = assembly.loaded.copies
-    if copies == 1:
-        return ""
-    millions = assembly.loaded.num_parameters / 1e6
-    return f", widened {copies} times: costs of {millions:,.0f}M parameters, texts of {assembly.config.model_source}"
-
-
 def write_report(
     file: Path | None, conditions: Conditions, rows: Sequence[object], summary: Mapping[str, object]
 ) -> None:
-    """Write the result, of records or of what JSON knows, as one JSON object; nothing without a file."""
+    """Write conditions, rows (JSON values or dataclasses) and summary as one JSON object; nothing without a file."""
     if file is not None:
         report = {"conditions": conditions, "rows": rows, "summary": summary}
         file.write_text(json.dumps(report, indent=2, default=asdict) + "\n")
 
 
 def refuse_unwritable(file: Path | None) -> None:
-    """Raise StartupError if a report could not be written there: better before an hour of measuring than after it."""
+    """Raise StartupError if a report cannot be written there, before anything is measured."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise StartupError(f"--out {file}: give a file in a folder that exists")
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it could be typed again, with secrets left out and paths cut down to their names."""
+    """Return the command line without secrets and without the folders of paths."""
     name, *rest = arguments
     program = Path(name)
     shown = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
@@ -90,18 +81,18 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _without_folders(argument: str) -> str:
-    """Of paths the last part, also of those in a list or behind a kind's name."""
+    """Return only the last part of each path, also in lists and after `=`."""
     return "".join(part if part in ",=" else _without_folder(part) for part in re.split("([,=])", argument))
 
 
 def _without_folder(part: str) -> str:
-    """Hub ids, which have one slash and no dot or root before it, stay."""
+    """Return the last part of a path. A hub id has one slash and no leading dot, and stays."""
     is_path = part.startswith(("/", ".", "~")) or part.count("/") > 1
     return Path(part).name if is_path else part
 
 
 def commit_of(folder: Path) -> str:
-    """The commit checked out there, with a mark when files differ from it; the version where there is no checkout."""
+    """Return the commit of a checkout, with `-modified` if files differ from it; elsewhere the version."""
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return f"v{__version__}"
     commit = _git(folder, "rev-parse", "HEAD")

@@ -8,13 +8,19 @@ import pytest
 
 from service import __version__
 from service.assembly import Assembly
-from service.bench.conditions import command_line, commit_of, conditions_of, refuse_unwritable, write_report
+from service.conditions import command_line, commit_of, conditions_of, refuse_unwritable, write_report
 from service.errors import StartupError
+from tests.service.bench.parts import assembled, save_two_layers
 
 KEYS = [
     *("command", "commit", "machine", "cpu_count", "torch", "transformers", "date"),
     *("device", "model", "drafter", "numerics"),
 ]
+
+
+@pytest.fixture
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    return assembled(save_two_layers(tmp_path_factory.mktemp("two-layers")))
 
 
 def test_a_report_has_conditions_rows_and_summary(assembly: Assembly, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
+from benchmarks.shift_play import NOTHING, Counts, Noted, Phase, Played, Stream, Turn
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import Measure
-from service.bench.shift_play import NOTHING, Counts, Noted, Phase, Played, Stream, Turn
 from service.engine.stats import StepStats
 from service.prompts import PromptSet
 
