@@ -97,7 +97,7 @@ class Recorder:
         return done
 
     def hear(self, lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
-        """As `Witness`."""
+        """As `Observer`."""
         self._heard.append(_Heard(lattice, logits.clone(), ids))
 
     def listen(self, drafter: Drafter) -> None:
@@ -225,7 +225,7 @@ def without_times(drafter: Drafter) -> Drafter:
 def observed(assembly: Assembly) -> tuple[Drafter, Recorder]:
     """The configured drafter, never captured and always asked, and what records it."""
     recorder = Recorder()
-    whole = assembly.drafter(witness=recorder.hear)
+    whole = assembly.drafter(observer=recorder.hear)
     network = whole.network if isinstance(whole, MemoryDrafter) else whole
     if isinstance(whole, MemoryDrafter):
         recorder.listen_to_source(MEMORY, whole, "recall")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.asking import AskGate
 from drafters.calibration import MIN_SURVIVAL
-from drafters.gating import AskGate
 from drafters.memory.counts import MemoryCounts
 from drafters.memory.shares import Shares
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
@@ -143,7 +143,7 @@ class MemoryDrafter(Drafter):
         assert self._gate is not None
         if contexts:  # of a text that it has not followed from its beginning the network knows too little
             warm = any(context.warm for context in contexts)
-            self._follows = self.network.ready and self._gate.affords_text(warm=warm)
+            self._follows = self.network.ready and self._gate.can_afford_text(warm=warm)
         self.network.start(contexts)
 
     def read(self, read: Read) -> None:
@@ -178,7 +178,7 @@ class MemoryDrafter(Drafter):
         if self.network is None:
             return
         assert self._gate is not None
-        self._follows = self._follows and self._gate.promises
+        self._follows = self._follows and self._gate.may_gain
         self.network.commit(_followed(committed, follow=self._follows))
 
     def finish(self, rows: Sequence[int]) -> list[int]:
@@ -237,11 +237,11 @@ class MemoryDrafter(Drafter):
             self._gate.took(times, followed=self._follows)
             self.network.timed(times)
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         if self._gate is not None and self.network is not None:
-            self._gate.renew()
+            self._gate.on_weights_changed()
             self._follows = self.network.ready
-            self.network.renew()
+            self.network.on_weights_changed()
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes() if self.network is None else self.network.rank_outcomes()

@@ -26,7 +26,7 @@ POLICY = FixedBudget(12)
 @pytest.fixture(autouse=True)
 def _every_block_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a further block pays is a matter of seconds, which are never the same twice."""
-    monkeypatch.setattr("drafters.regret.GainPosterior.promises", True)
+    monkeypatch.setattr("drafters.regret.GainPosterior.may_gain", True)
 
 
 def answers(engine: Engine, temperature: float, *, concurrency: int = 4) -> list[Run]:
@@ -99,7 +99,7 @@ def test_distances_are_those_of_a_run_of_target_and_drafter_by_themselves(traine
     steps, runs = watched(trained_assembly, "specblock", 0.0, concurrency=1)
     assembly = replace(trained_assembly, drafter_name="specblock")
     heard: list[torch.Tensor] = []
-    drafter = assembly.drafter(witness=lambda lattice, logits, ids: heard.append(logits[0, 0, 0].clone()))
+    drafter = assembly.drafter(observer=lambda lattice, logits, ids: heard.append(logits[0, 0, 0].clone()))
     vars(drafter)["timed"] = lambda times: None
     answers(assembly.engine(drafter=drafter, policy=POLICY), 0.0, concurrency=1)
     drafted = heard[::3]  # of three forwards the first

@@ -82,7 +82,7 @@ def test_a_new_version_is_soon_believed() -> None:
         generator, calibration = torch.Generator().manual_seed(2), SurvivalCalibration()
         play(calibration, 300, [0.8], [0.1], generator)
         if renewed:
-            calibration.renew()
+            calibration.on_weights_changed()
         return float(play(calibration, 15, [0.8], [0.8], generator).survival[0, 0])
 
     assert after(renewed=True) > after(renewed=False) + 0.1

@@ -69,8 +69,8 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
         ("memory+memory", "asks the same one twice"),
         ("memory+memory()", "asks the same one twice"),
         ("switch(specblock,draft_model)", "both need something"),
-        ("memory+", "'' is no name of a kind"),
-        ("early_exit(2", "is no name of a kind, nor one with an argument"),
+        ("memory+", "'' is not the name of a kind"),
+        ("early_exit(2", "is not the name of a kind, nor one with an argument"),
         ("specblock", "needs trained weights: set drafter_path"),
         ("draft_model", "set drafter_path"),
         ("none(3)", "none takes no argument: leave the parentheses out"),
@@ -136,7 +136,7 @@ def test_nobody_takes_the_place_of_a_kind_of_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("wrong", "is no drafters.kinds.Kind"),
+        ("wrong", "is not a drafters.kinds.Kind"),
         ("gone", "cannot be loaded"),
         ("broken", r"cannot be loaded: ZeroDivisionError"),
     ],

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from drafters.calibration import RankCalibration
 from drafters.language_model.drafter import DEPTH
 from drafters.language_model.texts import OwnKeys
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
-from drafters.ranks import RankCalibration
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import StartupError
 from tests.drafters.language_model.parts import (

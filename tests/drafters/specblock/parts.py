@@ -10,10 +10,11 @@ from torch.nn.functional import embedding
 
 from drafters.protocol import DraftingSizes
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.forwards import forward_of
-from drafters.specblock.model import SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.config import layers_for
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
+from drafters.specblock.serving import forward_of
 from kernels.rank_features import NUM_FEATURES
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
@@ -51,7 +52,7 @@ def computed(network: ServingNetwork) -> list[Tensor]:
     """What it makes of a text: states, logits, scores of ranks, and what is drafted."""
     config, drawn = network.config, torch.Generator().manual_seed(0)
     width, count = len(config.tap_layers) * config.hidden_size, 5
-    pool = EntryPool(network, count + 1, lines=1, live=config.forward_size)
+    pool = EntryPool(network, count + 1, sequences=1, live=config.forward_size)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=count, max_nodes=0), pool, width, network.dtype)
     rows, counts = torch.tensor([0]), torch.tensor([count])
     tokens = torch.randint(config.target_vocab_size, (1, count), generator=drawn)

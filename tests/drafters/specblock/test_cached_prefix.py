@@ -33,8 +33,8 @@ class Texts:
 
     def scrawl(self) -> None:
         """Make everything that is stored unusable."""
-        storage = self.drafter._pool.storage
-        storage[:, :, self.drafter._pool.entries :] = math.nan
+        storage = self.drafter._grower.pool.storage
+        storage[:, :, self.drafter._grower.pool.entries :] = math.nan
 
     def start(self, row: int, length: int, cached: int = 0) -> None:
         self.drafter.start([DraftContext(row, self.tokens[:length], cached=self.slots[:cached])])
@@ -112,7 +112,7 @@ def test_entries_that_were_never_run_are_not_read() -> None:
     tree = texts.grow(0, 30)
     assert tree.survival.isfinite().all()
     assert int(tree.num_nodes) > 0
-    seen = texts.drafter._pool.holds(texts.slots)
+    seen = texts.drafter._grower.pool.holds(texts.slots)
     assert seen[:30].tolist() == [True] * 20 + [False] * 4 + [True] * 6
 
 
@@ -142,7 +142,7 @@ def test_what_an_answer_left_waiting_hides_what_stood_there() -> None:
     for position in range(2, 7):
         texts.commit(1, position)
     texts.drafter.finish([1])
-    assert texts.drafter._pool.holds(texts.slots[2:7]).tolist() == [False] * 5
+    assert texts.drafter._grower.pool.holds(texts.slots[2:7]).tolist() == [False] * 5
 
 
 def test_without_an_anchor_nothing_is_drafted() -> None:

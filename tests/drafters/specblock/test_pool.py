@@ -113,7 +113,7 @@ def test_entries_of_a_slot_lie_side_by_side() -> None:
 
 
 def test_trees_lie_behind_all_slots() -> None:
-    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, lines=2, live=4)
+    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, sequences=2, live=4)
     assert pool.scratch(2, 1, 2).tolist() == [[6, 7], [10, 11]]
     assert pool.storage.shape[2] == 5 + 2 * 4
 

@@ -10,11 +10,11 @@ from torch import nn
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch, Example, TrainingError, load_examples
 from drafters.training.fit import (
+    FitLoop,
     FitSettings,
     Length,
     Position,
     SavedRun,
-    Trainer,
     make_optimizer,
     rate_factor,
     save_state,
@@ -41,8 +41,8 @@ def objective_of(model: SpecBlock) -> Objective:
 
 def trainer_of(
     model: SpecBlock, optimizer: torch.optim.Optimizer, position: Position, settings: FitSettings = SETTINGS
-) -> Trainer:
-    return Trainer(
+) -> FitLoop:
+    return FitLoop(
         model,
         objective_of(model),
         optimizer,
@@ -145,8 +145,8 @@ class Poisoned:
         return replace(scores, draft_loss=scores.draft_loss * factor)
 
 
-def poisoned_trainer(model: SpecBlock, bad: set[int]) -> Trainer:
-    return Trainer(
+def poisoned_trainer(model: SpecBlock, bad: set[int]) -> FitLoop:
+    return FitLoop(
         model,
         Poisoned(objective_of(model), bad),
         make_optimizer(model, SETTINGS),

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from drafters.gating import AskGate
+from drafters.asking import AskGate
 from kernels import ops
 from service.assembly import Assembly, assemble
 from service.bench.anatomy import PARTS, Clock, milliseconds, timed_ops
