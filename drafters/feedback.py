@@ -31,9 +31,9 @@ class DraftLabels:
     top_ids: Tensor  # [labels, top] int32
     top_logprobs: Tensor  # [labels, top] float16
 
-    def take(self, lines: Tensor) -> "DraftLabels":
-        """Return a selection. # lines [labels] bool or [picked] int64"""
-        return DraftLabels(*(value[lines] for value in self.fields))
+    def take(self, picked: Tensor) -> "DraftLabels":
+        """Return a selection. # picked [labels] bool or [picked] int64"""
+        return DraftLabels(*(value[picked] for value in self.fields))
 
     def to(self, device: torch.device | str) -> "DraftLabels":
         """Return a copy on a device."""
@@ -216,7 +216,7 @@ def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
     missing = -scores.shape[1] % _BLOCK
     blocks = (pad(scores, (0, missing), value=-torch.inf) if missing else scores).unflatten(1, (-1, _BLOCK))
     best = blocks.amax(-1).topk(top, dim=-1, sorted=False).indices  # [positions, top]
-    line = torch.arange(scores.shape[0], device=scores.device)[:, None]
-    within = blocks[line, best].flatten(1).topk(top, dim=-1)
+    row = torch.arange(scores.shape[0], device=scores.device)[:, None]
+    within = blocks[row, best].flatten(1).topk(top, dim=-1)
     place = best.gather(1, within.indices // _BLOCK) * _BLOCK + within.indices % _BLOCK
     return within.values, place

@@ -34,7 +34,7 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class HostMetadata:
-    """Rows and roots of a batch on the host, so that nobody has to wait for the device."""
+    """Rows and roots of a batch on the host, so that no caller has to wait for the device."""
 
     rows: tuple[int, ...]
     roots: tuple[int, ...]  # absolute positions

@@ -17,7 +17,7 @@ from torch import Tensor
 from drafters.kinds import Kind, Need, Parts
 from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.drafter import LanguageModelDrafter, scratch_places
-from drafters.language_model.texts import OwnKeys, TargetKeys
+from drafters.language_model.sequences import OwnKeys, TargetKeys
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
@@ -41,7 +41,7 @@ class NoDrafter(Drafter):
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Do nothing."""
 
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         return DraftTree.empty(rows.shape[0], rows.device)
 
     def commit(self, committed: Committed) -> None:

@@ -78,7 +78,7 @@ class SwitchDrafter(Drafter):
             if one.reads_prompts:
                 one.read(self._for(one, read, follow=kind == FIRST or self._follows))
 
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         first, second = self.parts
         if not first.ready:
             return second.grow(rows, noise)

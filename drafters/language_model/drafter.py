@@ -16,7 +16,7 @@ from drafters.asking import ForwardGates
 from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.language_model.forward import LanguageModel, TreeForward
-from drafters.language_model.texts import Keys, Texts
+from drafters.language_model.sequences import Keys, SequenceTable
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
@@ -56,18 +56,17 @@ class LanguageModelDrafter(Drafter):
         """`keys` decides which positions the model has to run itself. Raises ValueError if its pool has no room for
         trees of all sequences."""
         self._name, self._keys = name, keys
-        self._texts = Texts(sizes)
-        self._forward = TreeForward(model, self._texts, nodes=_ROWS)
+        self._table = SequenceTable(sizes)
+        self._forward = TreeForward(model, self._table, nodes=_ROWS)
         if self._forward.num_trees < sizes.max_sequences:
             raise ValueError(
                 f"drafter {name} has room for trees of {self._forward.num_trees} sequences, not {sizes.max_sequences}"
             )
         most = max(1, sizes.max_nodes)
-        self._beam, self._depth, self._max_nodes = min(BEAM, most), min(DEPTH, most), sizes.max_nodes
+        self._sizes, self._beam, self._depth = sizes, min(BEAM, most), min(DEPTH, most)
         # The head of a model with the target's tokenizer may have more padding, or less.
         self._ids = torch.arange(min(model.vocab_size, sizes.vocab_size), device=sizes.device)
         self._ops = ops.on(self._ids.device)
-        self._observer = sizes.observer
         self._calibration = RankCalibration(1, sizes)
         self._gates = ForwardGates(self._depth - 1, sizes)
         self._has_grown = False  # since the last commit
@@ -78,26 +77,26 @@ class LanguageModelDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
-            self._texts.start(context)
+            self._table.start(context)
             self._keys.start(context)
         self._calibration.forget([context.row for context in contexts])
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        self._texts.read(read)
+        self._table.read(read)
         self._keys.take(read.slots[None], torch.tensor([len(read.slots)], device=read.slots.device))
         if read.follow:
             self._follow(HostMetadata((read.row,), (read.start + len(read.slots),)))
 
     @torch.inference_mode()
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         self._has_grown = True
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
         self._follow(host, most=_MOST_MISSING)
         missing = self._keys.missing(host)
         for (row, root), span in zip(zip(host.rows, host.roots, strict=True), missing, strict=True):
-            self._keys.run(row, root, self._texts.slots[row, span.start : span.stop])
+            self._keys.run(row, root, self._table.slots[row, span.start : span.stop])
         logits, nodes = self._forward.root(rows, noise.positions, missing)
         levels = [self._level(logits, Origin.root(len(rows), rows.device), noise, 0)]
         first = 0  # row of the level before among those of its tree
@@ -113,7 +112,7 @@ class LanguageModelDrafter(Drafter):
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
-        self._texts.commit(committed)
+        self._table.commit(committed)
         self._keys.take(committed.slots, committed.counts)
         if self._has_grown:
             self._gates.end(self._calibration.learn(committed.rows, committed.tokens, committed.counts))
@@ -140,7 +139,7 @@ class LanguageModelDrafter(Drafter):
         predicted = features[..., :TOP].exp().clamp(max=CEILING)  # [batch, beam, 1, rank]
         trust, before = self._calibration.trust(number), 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
         lattice, picked = self._ops.grow_lattice(origin, tokens, predicted, trust, before, MIN_SURVIVAL, self._beam)
-        self._observer(lattice, known, self._ids)
+        self._sizes.observer(lattice, known, self._ids)
         return _Level(lattice, picked, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
@@ -148,7 +147,7 @@ class LanguageModelDrafter(Drafter):
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
         raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read
-        tree, chosen = self._ops.likeliest_nodes(raw, self._max_nodes)
+        tree, chosen = self._ops.likeliest_nodes(raw, self._sizes.max_nodes)
         predicted = torch.cat([level.predicted for level in levels], dim=1)
         buckets = torch.cat(
             [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.language_model.texts import Texts
+from drafters.language_model.sequences import SequenceTable
 from kernels.staging import send
 from kernels.tree_attention import AttentionRows
 
@@ -46,7 +46,7 @@ class LanguageModel(Protocol):
 class LevelNodes(NamedTuple):
     """The rows of each sequence's tree so far, the root first."""
 
-    rows: Tensor  # [batch] int64, of `Texts`
+    rows: Tensor  # [batch] int64, of `SequenceTable`
     roots: Tensor  # [batch] int64, absolute positions
     depths: Tensor  # [batch, nodes] int64, 1 for the root
     ancestors: Tensor  # [batch, nodes, nodes] bool, the node itself included
@@ -60,9 +60,9 @@ class LevelNodes(NamedTuple):
 class TreeForward:
     """Runs a model on sequences and on the trees that grow after them."""
 
-    def __init__(self, model: LanguageModel, texts: Texts, *, nodes: int) -> None:
+    def __init__(self, model: LanguageModel, table: SequenceTable, *, nodes: int) -> None:
         """`nodes`: most rows of a tree."""
-        self._model, self._texts = model, texts
+        self._model, self._table = model, table
         self._scratch = model.scratch[: len(model.scratch) // nodes * nodes].view(-1, nodes)  # [trees, nodes]
 
     @property
@@ -72,21 +72,21 @@ class TreeForward:
 
     def follow(self, row: int, positions: range) -> Tensor:
         """Run a range of a sequence's positions, and return their slots. # -> [positions] int64"""
-        device = self._texts.slots.device
+        device = self._table.slots.device
         table_rows = torch.tensor([row], device=device)
         for start in range(positions.start, positions.stop, _AT_ONCE):
             span = range(start, min(start + _AT_ONCE, positions.stop))
             end = torch.tensor([span.stop - 1], device=device)
             none = end.new_zeros(1, 0)
             self._run([span], LevelNodes(table_rows, end + 1, none, none[..., None].bool()), none)
-        return self._texts.slots[row, positions.start : positions.stop]
+        return self._table.slots[row, positions.start : positions.stop]
 
     def root(self, rows: Tensor, roots: Tensor, missing: Sequence[range]) -> tuple[Tensor, LevelNodes]:
         """Run the trees' roots, and before them the missing positions of each sequence. # rows, roots [batch] int64
         -> logits [batch, 1, vocab]"""
         depths = torch.ones_like(rows)[:, None]
         nodes = LevelNodes(rows, roots, depths, depths[..., None].bool())
-        return self._run(missing, nodes, self._texts.tokens[rows, roots][:, None]), nodes
+        return self._run(missing, nodes, self._table.tokens[rows, roots][:, None]), nodes
 
     def deeper(self, tokens: Tensor, parents: Tensor, nodes: LevelNodes) -> tuple[Tensor, LevelNodes]:
         """Run one more node below each parent. # tokens, parents [batch, beam] int64, parents as rows of their tree
@@ -109,7 +109,7 @@ class TreeForward:
             [number for number, span in enumerate(extends) for _ in span],
             [position for span in extends for position in span],
         )
-        table, known = self._texts, nodes.num_rows
+        table, known = self._table, nodes.num_rows
         place = torch.arange(known - beam, known, device=device).expand(batch, -1)
         depths = nodes.depths[:, known - beam :]
         slots = self._scratch[:batch, :known]

@@ -33,6 +33,7 @@ class TokenAndState(Input):
         self.feature_norms = feature_norms(len(normed_taps(config)), shape)
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        """Return [state; token] of the one entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
         token = self.token_norm(embedded.to(self.token_norm.weight.dtype))
         return torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :][..., entries, :]
 
@@ -81,6 +82,7 @@ class AutoregressiveStructure(Structure):
         return Decoder(self.shape, self.config.num_layers, self.config.hidden_size)
 
     def output(self, states: Tensor, hidden: Tensor) -> Tensor:
+        """Append the state before the output norm. # both [batch, rows, hidden] -> [batch, rows, 2 * hidden]"""
         return torch.cat([states, hidden], dim=-1)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
@@ -91,6 +93,7 @@ class AutoregressiveStructure(Structure):
         return [TokenAndStateLayer(layer) for layer in layers if isinstance(layer, DecoderLayer)]
 
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
+        """Return the plan of layers one by one, on pools [2, places, kv_heads, dim]."""
         return plan_layers
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:

@@ -92,7 +92,7 @@ class SpecBlockDrafter(Drafter):
         self._grower.ingest(rows, waiting)
 
     @torch.inference_mode()
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         self._has_grown = True
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)

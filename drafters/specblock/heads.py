@@ -72,8 +72,8 @@ Policy = Callable[[BlockChances], Tensor]
 
 
 def best_first(chances: BlockChances) -> Tensor:
-    """Give each rank its share of its class's probability, in proportion to draft probability. # -> [..., block,
-    rank]"""
+    """Give each rank its share of its class's probability, in proportion to draft probability.
+    # -> [..., block, rank]"""
     return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)
 
 

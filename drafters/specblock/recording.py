@@ -87,8 +87,8 @@ class BlockRecorder:
         assert scores is not None, "the engine was not asked for the target's scores"
         assert features is not None, "the target taps no features to learn from"
         width = committed.tokens.shape[1]
-        line, depth = scores.places // width, scores.places % width  # sequence, and distance from the root
-        rows, roots = committed.rows[line], committed.positions[line]
+        index, depth = scores.places // width, scores.places % width  # sequence, and distance from the root
+        rows, roots = committed.rows[index], committed.positions[index]
         tokens = committed.tokens.flatten()[scores.places]
         if grown:  # before the next step overwrites the blocks
             block = self._states.shape[1]
@@ -111,7 +111,7 @@ class BlockRecorder:
                 states=states,
                 tokens=tokens,
                 chances=chances,
-                rejected=(depth == committed.counts[line] - 1) & (committed.tree.num_nodes[line] > 0),
+                rejected=(depth == committed.counts[index] - 1) & (committed.tree.num_nodes[index] > 0),
                 logits=scores.logits,
             )
         )

@@ -24,6 +24,7 @@ class ResidualHeads(Input):
         self.feature_norms = feature_norms(len(normed_taps(config)), shape)
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        """Return the heads' states. # context [..., hidden] -> [..., entries, hidden]"""
         weight, bias = self.heads_weight[entries], self.heads_bias[entries]
         seen = context.to(weight.dtype)[..., None, :]
         return seen + silu(torch.einsum("...i,koi->...ko", context.to(weight.dtype), weight) + bias)
@@ -63,18 +64,22 @@ class OwnHeadsStructure(HeadsStructure):
     """Residual heads with an output layer each and no norm, as Medusa's authors publish them."""
 
     def decoder(self) -> Decoder:
+        """Make no layers and no norm."""
         return Decoder(self.shape, 0, normed=False)
 
     def head(self) -> nn.Linear | EntryHeads:
+        """Make an output layer for each entry."""
         return EntryHeads(self.config.block_size, self.config.hidden_size, self.config.draft_vocab_size)
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
+        """Return states as they are."""
         return lambda hidden, delta: hidden
 
     def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
+        """Plan each entry's output layer: states [..., entries, hidden] -> [..., entries, vocab]."""
         products = [planner.product(weight) for weight in planner.weights["lm_head.weight"]]
 
-        def logits(states: Tensor) -> Tensor:  # [..., entries, hidden] -> [..., entries, vocab]
+        def logits(states: Tensor) -> Tensor:
             by_entry = zip(products, states.unbind(-2), strict=True)
             return torch.stack([product(own.contiguous()) for product, own in by_entry], dim=-2)
 

@@ -105,8 +105,8 @@ class BlockForward:
         return states.view(batch, 1, before + size, -1)[:, :, before:], nodes
 
     def next(self, states: Tensor, picked: Picked, nodes: BlockNodes, roots: Tensor) -> tuple[Tensor, BlockNodes]:
-        """Run a block at each picked node. # shapes as of `Forward.next`: states [batch, starts before, block,
-        width]"""
+        """Run a block at each picked node of the last forward. # states [batch, starts before, block, width] of it,
+        roots [batch] -> [batch, starts, block, width]"""
         size, known = self._size, nodes.slots.shape[1]
         index = picked.start * size + picked.position  # [batch, starts], among the last forward's rows
         context = states.flatten(1, 2).gather(1, index[:, :, None].expand(-1, -1, states.shape[-1]))

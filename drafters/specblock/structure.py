@@ -186,7 +186,7 @@ class Structure:
         return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
 
     def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
-        """Plan `head` for serving."""
+        """Plan `head` for serving: states [..., hidden] -> logits [..., draft_vocab]."""
         return planner.product(planner.weights["lm_head.weight"])
 
     def served_path_head(self, planner: WeightPlanner) -> PathHeadOp | None:

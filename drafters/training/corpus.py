@@ -123,7 +123,7 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
     """Return the sequences of some shards, memory-mapped, each cut to `max_length` tokens."""
     examples = []
     for shard in map(Shard.load, paths):
-        token, label, said = 0, 0, 0
+        token, label, first = 0, 0, 0
         sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
         for length, prompt, temperature in sequences:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
@@ -131,11 +131,11 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
                 whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
                 if shard.branch_ids is not None and shard.branch_logprobs is not None:
-                    own = slice(said, said + length - prompt)
+                    own = slice(first, first + length - prompt)
                     ids, logprobs = shard.branch_ids[own], shard.branch_logprobs[own]
                     whole = replace(whole, branch_ids=ids, branch_logprobs=logprobs)
                 examples.append(whole.within(max_length))
-            token, label, said = mine.stop, labelled.stop, said + length - prompt
+            token, label, first = mine.stop, labelled.stop, first + length - prompt
     return examples
 
 
@@ -178,13 +178,13 @@ class Batch:
         label_index = torch.full((len(examples), longest + reach), -1)
         passed = torch.zeros(len(examples), longest + reach)
         base = 0
-        for line, example in enumerate(examples):
-            tokens[line, : example.length] = example.tokens
-            features[line, : example.length] = example.features
+        for index, example in enumerate(examples):
+            tokens[index, : example.length] = example.tokens
+            features[index, : example.length] = example.features
             labels = example.top_ids.shape[0]
-            label_index[line, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
+            label_index[index, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
             base += labels
-            passed[line, example.prompt : example.length] = _response_logprobs(example).cumsum(0)
+            passed[index, example.prompt : example.length] = _response_logprobs(example).cumsum(0)
         branched = [e for e in examples if e.num_branches]
         ids = [e.top_ids for e in examples] + [e.branch_ids.flatten(0, 1) for e in branched]
         logprobs = [e.top_logprobs for e in examples] + [e.branch_logprobs.flatten(0, 1) for e in branched]
@@ -213,12 +213,12 @@ def _branches(examples: Sequence[Example], longest: int, *, first_label: int) ->
     """Return the branches of a batch, with labels that count up from the first."""
     shape = len(examples), longest, examples[0].num_branches
     labels, tokens, odds = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for line, example in enumerate(examples):
-        response, said = slice(example.prompt, example.length), example.length - example.prompt
-        ranks = likeliest_others(example.top_ids[:said], example.response, example.num_branches)
-        labels[line, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
-        tokens[line, response] = example.top_ids[:said].long().gather(1, ranks)
-        odds[line, response] = example.top_logprobs[:said].float().gather(1, ranks).exp()
+    for index, example in enumerate(examples):
+        response, count = slice(example.prompt, example.length), example.length - example.prompt
+        ranks = likeliest_others(example.top_ids[:count], example.response, example.num_branches)
+        labels[index, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
+        tokens[index, response] = example.top_ids[:count].long().gather(1, ranks)
+        odds[index, response] = example.top_logprobs[:count].float().gather(1, ranks).exp()
         first_label += ranks.numel()
     return Branches(labels, tokens, odds)
 
@@ -253,14 +253,14 @@ def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) 
     int64"""
     frequency = torch.zeros(vocab_size, dtype=torch.float64)
     for example in examples:
-        said = example.tokens[example.prompt :]
+        response = example.tokens[example.prompt :]
         likely = example.top_ids[:, :_LABEL_RANKS].flatten().long()
-        largest = max(int(said.max()), int(likely.max()))
+        largest = max(int(response.max()), int(likely.max()))
         if largest >= vocab_size:
             raise TrainingError(
                 f"the features hold token {largest}, but the target has {vocab_size}: they were made for another target"
             )
-        frequency.index_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+        frequency.index_add_(0, response, torch.ones_like(response, dtype=torch.float64))
         odds = example.top_logprobs[:, :_LABEL_RANKS].double().exp().flatten()
         frequency.index_add_(0, likely, _LABEL_WEIGHT * odds)
     return frequency.topk(min(size, vocab_size)).indices.sort().values

@@ -157,7 +157,7 @@ def make_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optim
 
 def clipped_gradients(loss: Tensor, trained: Sequence[nn.Parameter], clip: float, ranks: Ranks | None = None) -> Tensor:
     """Backpropagate, average over processes, clip to this norm, and return the norm before clipping, which is not
-    finite if a gradient is not. # loss [] -> []"""
+    finite if a gradient is not. # scalars"""
     loss.backward()
     if ranks is not None:
         with torch.no_grad():

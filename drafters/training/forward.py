@@ -189,6 +189,8 @@ class InjectedTraining(TrainingForward):
         return context[:, :0], self._begin(at(context, anchors), _after(batch, anchors), anchors, path, held)
 
     def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
+        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
+        -> [batch, rows, hidden]"""
         context = self._model.input_layer.condition(at(batch.features, anchors))
         positions, known = batch.tokens.shape[1] - 1, first.seen.shape[3]
         path = pad(_up_to(positions, anchors), (0, known - positions))
@@ -208,6 +210,8 @@ class ConditionedTraining(InjectedTraining):
         return none, replace(layers, states=states[:, :, :1], onward=states[:, :, :1], ahead=states[:, :, 1:])
 
     def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
+        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
+        -> [batch, rows, hidden]"""
         assert self._model.path_head is not None
         states: Tensor = self._model.path_head(super().alternatives(batch, anchors, tokens, first), self._embed(tokens))
         return states

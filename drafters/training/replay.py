@@ -91,8 +91,10 @@ def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every:
     scores = TreeNoise.of(noise, states.shape[1], model.d2t).along(model.lm_head(states))
     logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
-    said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
-    accepted: Tensor = (said > _border(logprobs, nodes)[:, None]).sum(1)
+    continuation = (
+        logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
+    )
+    accepted: Tensor = (continuation > _border(logprobs, nodes)[:, None]).sum(1)
     return accepted
 
 
@@ -109,8 +111,8 @@ def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
     tree = drafter.grow(rows, Noise(zeros, zeros.float(), anchors + 1, warm=False))
     ahead = anchors[:, None] + 2 + torch.arange(MAX_DEPTH + 1)
     inside = ahead < example.length
-    said = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
-    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, inside.sum(1))
+    continuation = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
+    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, continuation, inside.sum(1))
     return fates.came_true.sum(1)
 
 
@@ -136,7 +138,7 @@ def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
     accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
     tokens = steps = 0
     while (left := len(accepted) - 1 - tokens) > 0:
-        tokens += min(accepted[tokens], left - 1) + 1  # a text's last token is the target's own
+        tokens += min(accepted[tokens], left - 1) + 1  # the last token is not drafted
         steps += 1
     return Replayed(tokens, steps)
 
@@ -176,10 +178,10 @@ def replay_trees(
     tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
     features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
     ends = torch.tensor([e.length for e in examples], device=device)
-    num_texts, longest = tokens.shape
-    slots = torch.arange(1, tokens.numel() + 1, device=device).view(num_texts, longest)  # slot 0 is for padding
+    batch, longest = tokens.shape
+    slots = torch.arange(1, tokens.numel() + 1, device=device).view(batch, longest)  # slot 0 is for padding
     sizes = DraftingSizes(
-        max_sequences=num_texts, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
+        max_sequences=batch, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
     )
     drafter = make(sizes)
     drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(examples)])
@@ -194,20 +196,20 @@ def replay_trees(
         at = roots[rows]
         ahead = at[:, None] + 1 + reach
         inside = ahead < ends[rows, None]
-        said = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
-        # A text's last token is the target's own.
+        continuation = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
+        # The last token of a sequence is not drafted.
         known = (inside.sum(1) - 1).clamp(min=0)
-        fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, known)
+        fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, continuation, known)
         accepted = fates.came_true.sum(1)
         places = (at[:, None] + reach).clamp(max=longest - 1)
         nothing = tokens.new_zeros(len(rows), 0)
         drafter.commit(
             Committed(
                 rows=rows,
-                tokens=said.masked_fill(reach > accepted[:, None], -1),
+                tokens=continuation.masked_fill(reach > accepted[:, None], -1),
                 counts=accepted + 1,
                 tree=tree,
-                result=VerifyResult(nothing, accepted, said.gather(1, accepted[:, None])[:, 0], nothing),
+                result=VerifyResult(nothing, accepted, continuation.gather(1, accepted[:, None])[:, 0], nothing),
                 features=features[rows[:, None], places],
                 positions=at,
                 slots=slots[rows[:, None], places],

@@ -16,8 +16,8 @@ from drafters.training.replay import Replayed, replay_chain, replay_trees, servi
 TREE_NODES = 16
 _SEED = 1
 _ANCHORED_ROWS = 2.1
-_TEXTS = 24
-_TEXT_TOKENS = 64
+_REPLAYED = 24
+_REPLAYED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ class HeldOutScores:
 
 @torch.no_grad()
 def examine(
-    model: SpecBlock, embed: Embed, texts: Sequence[Example], *, batch_tokens: int, autocast: bool
+    model: SpecBlock, embed: Embed, examples: Sequence[Example], *, batch_tokens: int, autocast: bool
 ) -> HeldOutScores:
     """Score a drafter on sequences that it is not trained on."""
     device, reach = model.d2t.device, model.config.reach
-    replayed = _to_replay(texts)
+    replayed = _to_replay(examples)
     objective = Objective(model, embed, ObjectiveSettings(anchored_rows=_ANCHORED_ROWS))
     drawn = torch.Generator().manual_seed(_SEED)
     losses, counts, groups = torch.zeros(3), torch.zeros(3, reach), 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-        chain = sum((replay_chain(model, embed, text) for text in replayed), Replayed())
-        for group in batches(list(texts), tokens=batch_tokens, generator=drawn):
+        chain = sum((replay_chain(model, embed, example) for example in replayed), Replayed())
+        for group in batches(list(examples), tokens=batch_tokens, generator=drawn):
             scores = objective(Batch.of(group, reach, device), drawn)
             losses += torch.stack([scores.draft_loss, scores.rank_loss, scores.distance]).float().cpu()
             counts += torch.stack([scores.hits, scores.covered, scores.seen])
@@ -66,12 +66,12 @@ def examine(
     )
 
 
-def _to_replay(texts: Sequence[Example]) -> list[Example]:
+def _to_replay(examples: Sequence[Example]) -> list[Example]:
     """Return the beginnings of a few sequences, of temperature 0 if there are any."""
-    long_enough = [text for text in texts if text.length >= text.prompt + 2]
-    greedy = [text for text in long_enough if text.temperature == 0.0]
-    chosen = sorted(greedy or long_enough, key=lambda text: text.prompt_digest)[:_TEXTS]
-    return [text.first(min(text.length, text.prompt + _TEXT_TOKENS)) for text in chosen]
+    long_enough = [example for example in examples if example.length >= example.prompt + 2]
+    greedy = [example for example in long_enough if example.temperature == 0.0]
+    chosen = sorted(greedy or long_enough, key=lambda example: example.prompt_digest)[:_REPLAYED]
+    return [example.first(min(example.length, example.prompt + _REPLAYED_TOKENS)) for example in chosen]
 
 
 def _shares(part: Tensor, whole: Tensor) -> tuple[float | None, ...]:

@@ -8,7 +8,7 @@ from drafters.protocol import Committed, DraftContext, DraftingSizes, HostMetada
 from drafters.slots import HeldSlots, taken_slots
 
 
-class Texts:
+class SequenceTable:
     """Tokens, and the target's slots of all positions before the last one: `tokens`, `slots` [rows, positions + 1]
     int64, whose last column takes padding."""
 
