@@ -16,8 +16,8 @@ Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> the target's embeddings of them [..., hidden]."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer, by its index, over a forward's rows and the keys before them: query [batch, heads, rows,
-dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
+"""Attention of one layer, by its index, over a forward's rows and the keys before them: query
+[batch, heads, rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, both [batch, kv_heads, rows, dim]."""

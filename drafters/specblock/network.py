@@ -132,9 +132,9 @@ class ServingNetwork:
         return self._planned.blocks(context, embedded)
 
     def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layers: return states after the output norm and write keys and values to the pool. # hidden [rows,
-        width], overwritten; previous [rows] int64, the row of the entry before in the block, or its own; pool as
-        `EntryPool.storage` -> [rows, width]"""
+        """Run the layers: return states after the output norm and write keys and values to the pool.
+        # hidden [rows, width], overwritten; previous [rows] int64, the row of the entry before in the block, or its
+        own; pool as `EntryPool.storage` -> [rows, width]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
         for run in self._planned.runs(pool)[-1:]:
             delta = run(hidden, delta, places)

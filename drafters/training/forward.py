@@ -27,10 +27,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
     """Compute softmax attention, causal where no mask `seen` [batch or 1, rows, all rows] bool is given.
     # query [batch, heads, rows, dim], key and value [batch, kv_heads, all rows, dim] -> like query"""
     group = query.shape[1] // key.shape[1]
-    key, value = (
-        key.repeat_interleave(group, dim=1),
-        value.repeat_interleave(group, dim=1),
-    )  # no kernel groups with masks
+    # No kernel does grouped attention with masks.
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     mask = None if seen is None else seen[:, None]
     with sdpa_kernel(_FOR_ANY_SHAPE):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=seen is None, scale=scale)
@@ -82,9 +80,9 @@ class TrainingForward:
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
     def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
-        """Return the states of every position's first entry, and the blocks of some positions. # anchors [batch,
-        anchors]; revealed [batch, anchors, block] bool, entries that see the true token at their position -> [batch,
-        length - 1, hidden]"""
+        """Return the states of every position's first entry, and the blocks of some positions.
+        # anchors [batch, anchors]; revealed [batch, anchors, block] bool, entries that see the true token at their
+        position -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])

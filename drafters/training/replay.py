@@ -117,8 +117,8 @@ def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:
-    """Return the log-probability of the likeliest path that is not among the first `nodes`. # logprobs [n, block,
-    vocab] -> [n]"""
+    """Return the log-probability of the likeliest path that is not among the first `nodes`.
+    # logprobs [n, block, vocab] -> [n]"""
     kept = nodes + 1
     tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values
     paths = [tops[:, 0]]

@@ -74,15 +74,6 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     assert calibration.trust(1)[0, 0] == 1.0  # a later block
 
 
-def test_untried_nodes_teach_nothing() -> None:
-    calibration = RankCalibration(2, SIZES)
-    nodes = torch.zeros(1, 8, dtype=torch.int64)
-    never = torch.zeros(1, 8, dtype=torch.bool)
-    for _ in range(100):
-        observe(calibration, nodes, torch.full((1, 8), 0.9), never, never)
-    assert calibration.trust(0).eq(1.0).all()
-
-
 def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
     calibration = RankCalibration(2, SIZES)
     ranks = torch.tensor([0, 1, 3, 4, 9])  # of classes 0, 1, 1, 2, 2

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
-from drafters.specblock.pool import WAITING, Backlog, EntryPool, EntryState
+from drafters.specblock.pool import Backlog, EntryPool, EntryState
 from kernels.tree_attention import NULL_SLOT
 from tests.drafters.specblock.parts import serving, tiny_drafter
 
@@ -67,12 +67,6 @@ def test_waiting_entries_come_right_aligned() -> None:
     assert waiting.slots.tolist() == [[NULL_SLOT, NULL_SLOT, 100], [100, 101, 102]]
     assert waiting.features[1, :, 0].tolist() == [0, 1, 2]
     assert entries.take(rows(0, 1), 1).positions.tolist() == [[-1], [-1]]
-
-
-def test_as_many_can_wait_as_one_step_commits() -> None:
-    entries = state()
-    commit(entries, 1, 0, WAITING)
-    assert entries.take(rows(1), WAITING).positions.tolist() == [list(range(WAITING))]
 
 
 def test_padding_reaches_nobody() -> None:

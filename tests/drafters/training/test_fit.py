@@ -121,15 +121,6 @@ def test_the_rank_head_rests_until_its_step(examples: list[Example]) -> None:
         assert rests is (report.position.step <= 4)
 
 
-def test_without_rank_training_it_rests_for_good(examples: list[Example]) -> None:
-    model = trainable_drafter()
-    before = weights_of(model)
-    settings = replace(SETTINGS, rank_from_step=None)
-    for _ in trainer_of(model, make_optimizer(model, settings), Position(), settings).run(examples, Length(steps=6)):
-        pass
-    assert torch.equal(before["rank_head.0.weight"], model.state_dict()["rank_head.0.weight"])
-
-
 class Poisoned:
     """An objective whose loss is no number at some steps."""
 
