@@ -15,8 +15,9 @@ from math import exp, log
 
 from torch import Tensor
 
+from drafters import readback
 from drafters.protocol import DraftingSizes, StepTimes
-from drafters.readback import Observe, readback_of
+from drafters.readback import Observe
 from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 
 FIRST, SECOND = 0, 1
@@ -167,9 +168,9 @@ class ForwardGates:
     def __init__(self, further: int, sizes: DraftingSizes) -> None:
         """`further`: most forwards after the first."""
         self._gate = AskGate("blocks", sizes.ledger)
-        self._survivals = [readback_of(sizes.device) for _ in range(further)]
+        self._survivals = [readback.readback_of(sizes.device) for _ in range(further)]
         self._expected = [1.0] * further  # per sequence, as last read back
-        self._outcomes = readback_of(sizes.device)
+        self._outcomes = readback.readback_of(sizes.device)
         self.begin, self.on_weights_changed = self._gate.begin, self._gate.on_weights_changed
 
     def ask(self, number: int, survival: Tensor) -> bool:

@@ -10,10 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from drafters import readback
 from drafters.asking import FIRST, SwitchPolicy
 from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
-from drafters.readback import Observe, readback_of
+from drafters.readback import Observe
 from drafters.tree import Candidates
 
 _Event = TypeVar("_Event", Read, Committed)
@@ -32,7 +33,7 @@ class SwitchDrafter(Drafter):
         self.tap_layers = (*first.tap_layers, *others)
         self.reads_prompts = first.reads_prompts or second.reads_prompts
         self._policy = SwitchPolicy(f"switch to {second.name}", sizes.ledger)
-        self._outcomes = readback_of(sizes.device)
+        self._outcomes = readback.readback_of(sizes.device)
         self._asked: int | None = None  # since the last commit
         self._follows = True  # whether the second takes in what is read and committed
         self._names = first.name, second.name  # as long as both are ready
