@@ -1,6 +1,6 @@
 """Whether to ask a drafter, or a further forward of one, in this step. Two rules of one policy:
 
-- `AskGate` asks for tokens on top of what is proposed anyway: a network besides the memory, or further blocks of it.
+- `AskGate` asks for more than is proposed anyway: a network in addition to the memory, or further blocks of it.
 - `SwitchPolicy` picks one of two drafters for the step.
 
 Both hold posteriors of the gain by batch size and situation (drafters/regret.py), act where the gain may be positive
@@ -33,12 +33,12 @@ _PACE_MEMORY = 128.0  # steps
 
 @dataclass(slots=True)
 class Step:
-    """One step: what was asked in it, what it took and what came of it, in whichever order that becomes known."""
+    """One step: what was asked for, its seconds and its outcome; the last two become known in any order."""
 
     batch: int = 1
-    account: Hashable = None  # that pays for a loss
+    account: Hashable = None  # the account that a loss is recorded in
     situation: Hashable = None  # in which it was first decided whether to ask; None: it was not decided
-    asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # with the tokens expected of each
+    asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # each with its expected tokens
     seconds: float | None = None
     outcome: Sequence[float] | None = None  # as the rule's `end` says
 
@@ -59,7 +59,7 @@ class AskPolicy(ABC):
         asked. Its numbers are those of the rule's `conclude`."""
         return partial(self._observe, self._step) if self._step.asked else None
 
-    def took(self, times: StepTimes, *, followed: bool = True) -> None:
+    def timed(self, times: StepTimes, *, followed: bool = True) -> None:
         """Take in the times of the step. `followed`: whether its `follow_seconds` were spent for what is decided
         here."""
         step, self._step = self._step, Step(self._step.batch, self._step.account)
@@ -92,11 +92,11 @@ class AskPolicy(ABC):
 
 
 class AskGate(AskPolicy):
-    """Asks for further tokens while that may gain: tokens that only those asked had right, against the seconds that
-    steps take longer. A situation is a range of expected tokens and whether a temperature is above 0.
+    """Asks for further tokens while that may gain: the accepted tokens that nothing else proposed, against the seconds
+    by which asking lengthens a step. A situation is a range of expected tokens and whether a temperature is above 0.
 
-    Seconds without asking are observed in steps that do not ask: one is left out where their uncertainty is the larger
-    part of the uncertainty of a gain whose sign is not known."""
+    Seconds without asking are observed in steps that do not ask. Such a step is taken when their uncertainty is the
+    larger part of the uncertainty of a gain whose sign is not known."""
 
     def __init__(self, account: str, ledger: RegretLedger) -> None:
         # What sequences at temperature 0 gain must not pay for what sampled ones lose.
@@ -109,7 +109,7 @@ class AskGate(AskPolicy):
         """Whether asking may gain for batches like the last one, whatever is expected."""
         return self._may_gain(warm=bool(self._step.account))
 
-    def can_afford_text(self, *, warm: bool) -> bool:
+    def can_afford_sequence(self, *, warm: bool) -> bool:
         """Whether asking may gain, and the ledger covers a trial, for a sequence that begins."""
         return self._may_gain(warm=warm) and self.can_afford(TRIAL_STEPS, warm)
 
@@ -133,8 +133,8 @@ class AskGate(AskPolicy):
         return True
 
     def conclude(self, step: Step) -> None:
-        """Record what the step gained. Its outcome is (emitted tokens that only those asked had right, emitted tokens).
-        Each of several that were asked took as long, and had tokens right in proportion to what was expected of it."""
+        """Record what the step gained. Its outcome is (accepted tokens that nothing else proposed, emitted tokens). If
+        several forwards were asked for, time is shared equally and tokens by what was expected of each."""
         key = _size_and_situation(step)
         if step.seconds is not None and not step.asked:
             self._without.setdefault(key, _log_seconds()).observe(log(step.seconds))
@@ -185,9 +185,9 @@ class ForwardGates:
         if observe is not None and outcome is not None:
             self._outcomes.read(outcome, observe)
 
-    def took(self, times: StepTimes) -> None:
+    def timed(self, times: StepTimes) -> None:
         """Take in the times of the step."""
-        self._gate.took(times, followed=False)
+        self._gate.timed(times, followed=False)
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
@@ -221,7 +221,7 @@ class SwitchPolicy(AskPolicy):
         self._entropy_range = 0
 
     @property
-    def can_afford_text(self) -> bool:
+    def can_afford_sequence(self) -> bool:
         """Whether the ledger covers a trial of the second drafter for a sequence that begins."""
         return self.can_afford(TRIAL_STEPS, None)
 

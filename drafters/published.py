@@ -26,7 +26,7 @@ Described = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
 
-class Form(NamedTuple):
+class PublishedForm(NamedTuple):
     """One published form. `config` and `weights` raise KeyError for what is missing and ValueError for what cannot
     be."""
 
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """By the names of `checkpoint.weights_of`, without a rank head."""
 
 
-def form_of(folder: Path) -> Form | None:
+def form_of(folder: Path) -> PublishedForm | None:
     """Return the published form of a folder's drafter; None if it has our own form or an unknown one."""
     try:
         described = json.loads((folder / CONFIG_FILE).read_text())
@@ -82,7 +82,7 @@ def weights_bytes(folder: Path) -> bytes:
     return b"".join(name.encode() + value.flatten().view(torch.uint8).numpy().tobytes() for name, value in tensors)
 
 
-def read_tensors(folder: Path, form: Form) -> dict[str, Tensor]:
+def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
     """Read the drafter's tensors from one file or several. Raises DrafterError. # -> [...] each"""
     found = dict[str, Tensor]()
     with checkpoint.refusing(folder, "its weights cannot be read", OSError, SafetensorError):
@@ -261,7 +261,11 @@ def _mtp_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: Ta
 
 
 FORMS = (
-    Form("mtp", _is_mtp, lambda name: name.startswith(_MTP_MODULE) or name == _HEAD, _mtp_config, _mtp_weights),
-    Form("eagle3", _is_eagle3, lambda name: True, _eagle3_config, _eagle3_weights),
-    Form("medusa", lambda described: _MEDUSA_KEY in described, lambda name: True, _medusa_config, _medusa_weights),
+    PublishedForm(
+        "mtp", _is_mtp, lambda name: name.startswith(_MTP_MODULE) or name == _HEAD, _mtp_config, _mtp_weights
+    ),
+    PublishedForm("eagle3", _is_eagle3, lambda name: True, _eagle3_config, _eagle3_weights),
+    PublishedForm(
+        "medusa", lambda described: _MEDUSA_KEY in described, lambda name: True, _medusa_config, _medusa_weights
+    ),
 )

@@ -90,7 +90,7 @@ _BY_COST: tuple[Need, ...] = ("nothing", "layers", "weights", "model")
 """Needs of drafters in the order of what a step of theirs costs."""
 
 
-class _Named(NamedTuple):
+class _NamedDrafter(NamedTuple):
     """One of the drafters in a name."""
 
     name: str  # the kind's
@@ -146,11 +146,11 @@ def memory_of(drafter: Drafter) -> MemoryDrafter | None:
     return next((part for part in parts if isinstance(part, MemoryDrafter) and part.share_buckets), None)
 
 
-def _built(one: _Named, parts: Parts) -> Drafter:
+def _built(one: _NamedDrafter, parts: Parts) -> Drafter:
     return one.kind.build(replace(parts, argument=one.argument))
 
 
-def _resolved(name: str) -> list[_Named]:
+def _resolved(name: str) -> list[_NamedDrafter]:
     """Return the drafters of a name, the cheaper one first."""
     found = [_named(part) for part in _parts_of(name)]
     if len(found) > 2:
@@ -170,7 +170,7 @@ def _parts_of(name: str) -> tuple[str, ...]:
     return tuple(name.split("+")) if two is None else two.groups()
 
 
-def _named(name: str) -> _Named:
+def _named(name: str) -> _NamedDrafter:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"drafter {name!r} is not the name of a kind, nor one with an argument, as in early_exit(4)")
@@ -178,7 +178,7 @@ def _named(name: str) -> _Named:
     kind = _kind(name)
     if argument and not kind.takes_argument:
         raise ValueError(f"drafter {name}({argument}): {name} takes no argument: leave the parentheses out")
-    return _Named(name, kind, argument)
+    return _NamedDrafter(name, kind, argument)
 
 
 def _kind(name: str) -> Kind:

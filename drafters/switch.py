@@ -70,7 +70,7 @@ class SwitchDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         if contexts:  # a drafter knows too little of a sequence that it has not followed from the beginning
-            self._follows = self._policy.can_afford_text
+            self._follows = self._policy.can_afford_sequence
         for one in self.parts:
             one.start(contexts)
 
@@ -96,7 +96,7 @@ class SwitchDrafter(Drafter):
             one.commit(self._for(one, committed, follow=kind == FIRST or self._follows))
 
     def timed(self, times: StepTimes) -> None:
-        self._policy.took(times, followed=self._follows)
+        self._policy.timed(times, followed=self._follows)
         for one in self.parts:
             one.timed(times)
 

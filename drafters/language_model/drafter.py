@@ -119,7 +119,7 @@ class LanguageModelDrafter(Drafter):
         self._has_grown = False
 
     def timed(self, times: StepTimes) -> None:
-        self._gates.took(times)
+        self._gates.timed(times)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._calibration.forget(rows)

@@ -143,7 +143,7 @@ class MemoryDrafter(Drafter):
         assert self._gate is not None
         if contexts:  # of a text that it has not followed from its beginning the network knows too little
             warm = any(context.warm for context in contexts)
-            self._follows = self.network.ready and self._gate.can_afford_text(warm=warm)
+            self._follows = self.network.ready and self._gate.can_afford_sequence(warm=warm)
         self.network.start(contexts)
 
     def read(self, read: Read) -> None:
@@ -234,7 +234,7 @@ class MemoryDrafter(Drafter):
 
     def timed(self, times: StepTimes) -> None:
         if self._gate is not None and self.network is not None:
-            self._gate.took(times, followed=self._follows)
+            self._gate.timed(times, followed=self._follows)
             self.network.timed(times)
 
     def on_weights_changed(self) -> None:

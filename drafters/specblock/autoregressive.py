@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Decoder, Input, LayerShape, feature_norms
+from drafters.specblock.layers import DrafterDecoder, Input, LayerShape, feature_norms
 from drafters.specblock.structure import (
     ServedInput,
     ServedLayer,
@@ -78,8 +78,8 @@ class AutoregressiveStructure(Structure):
     def input_layer(self) -> Input:
         return TokenAndState(self.config, self.shape)
 
-    def decoder(self) -> Decoder:
-        return Decoder(self.shape, self.config.num_layers, self.config.hidden_size)
+    def decoder(self) -> DrafterDecoder:
+        return DrafterDecoder(self.shape, self.config.num_layers, self.config.hidden_size)
 
     def output(self, states: Tensor, hidden: Tensor) -> Tensor:
         """Append the state before the output norm. # both [batch, rows, hidden] -> [batch, rows, 2 * hidden]"""

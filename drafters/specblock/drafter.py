@@ -138,7 +138,7 @@ class SpecBlockDrafter(Drafter):
         return [0] * len(rows)
 
     def timed(self, times: StepTimes) -> None:
-        self._gates.took(times)
+        self._gates.timed(times)
 
     def on_weights_changed(self) -> None:
         self._gates.on_weights_changed()

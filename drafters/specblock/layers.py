@@ -130,7 +130,7 @@ class FeedForward(nn.Module):
         return output
 
 
-class Layer(nn.Module):
+class DrafterLayer(nn.Module):
     """A standard pre-norm decoder layer, the differentiable form of `kernels.decoder_layer`."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
@@ -156,13 +156,13 @@ class Layer(nn.Module):
         return output
 
 
-class Decoder(nn.Module):
+class DrafterDecoder(nn.Module):
     """Layers and the output norm, if there is one; `extra` is the width that the first layer reads before the state."""
 
     def __init__(self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed: bool = True) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(Layer(shape, 0 if number else extra) for number in range(num_layers))
+        self.layers = nn.ModuleList(DrafterLayer(shape, 0 if number else extra) for number in range(num_layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
 
 

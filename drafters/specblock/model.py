@@ -19,7 +19,7 @@ from drafters.calibration import class_logits
 from drafters.specblock.autoregressive import AutoregressiveStructure
 from drafters.specblock.conditioning import ConditionedStructure
 from drafters.specblock.config import SpecBlockConfig as SpecBlockConfig
-from drafters.specblock.layers import Attend, KeysValues, Layer
+from drafters.specblock.layers import Attend, DrafterLayer, KeysValues
 from drafters.specblock.layers import Embed as Embed
 from drafters.specblock.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.specblock.structure import Structure
@@ -111,7 +111,7 @@ class SpecBlock(nn.Module):
         """Return each layer's keys and values of committed positions, made of their condition without running them.
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
-        layers = (layer for layer in self.decoder.layers if isinstance(layer, Layer))
+        layers = (layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer))
         return [layer.self_attn.keys_values(layer.input_layernorm(context), rotary) for layer in layers]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:

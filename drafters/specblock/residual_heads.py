@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Decoder, EntryHeads, Input, LayerShape, feature_norms
+from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape, feature_norms
 from drafters.specblock.structure import ServedInput, ServedOutput, Structure, WeightPlanner, normed_taps
 
 
@@ -63,9 +63,9 @@ class HeadsStructure(Structure):
 class OwnHeadsStructure(HeadsStructure):
     """Residual heads with an output layer each and no norm, as Medusa's authors publish them."""
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DrafterDecoder:
         """Make no layers and no norm."""
-        return Decoder(self.shape, 0, normed=False)
+        return DrafterDecoder(self.shape, 0, normed=False)
 
     def head(self) -> nn.Linear | EntryHeads:
         """Make an output layer for each entry."""

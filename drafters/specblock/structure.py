@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Decoder, EntryHeads, Input, LayerShape, feature_norms
+from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape, feature_norms
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers
 from kernels.linear import Product
@@ -150,9 +150,9 @@ class Structure:
         """Make what computes the first inputs of blocks."""
         return InputLayer(self.config, self.shape)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DrafterDecoder:
         """Make the layers and the output norm."""
-        return Decoder(self.shape, self.config.num_layers)
+        return DrafterDecoder(self.shape, self.config.num_layers)
 
     def head(self) -> nn.Linear | EntryHeads:
         """Make the output layer over the draft vocabulary."""

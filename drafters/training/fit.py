@@ -136,7 +136,7 @@ class FitSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class FitReport:
     """One training step."""
 
     position: Position
@@ -189,7 +189,7 @@ class FitLoop:
         self._device = self._trained[0].device
         ranks.spread([parameter.detach() for parameter in model.parameters()])
 
-    def run(self, examples: list[Example], length: Length) -> Iterator[StepReport]:
+    def run(self, examples: list[Example], length: Length) -> Iterator[FitReport]:
         """Train until the end of the run, and yield a report after each step."""
         began = time.perf_counter() - self.position.seconds
         while True:
@@ -224,7 +224,7 @@ class FitLoop:
             )
         return groups[:even][self._ranks.rank :: self._ranks.size]
 
-    def _step(self, batch: Batch, fraction: float) -> StepReport:
+    def _step(self, batch: Batch, fraction: float) -> FitReport:
         step, settings = self.position.step, self._settings
         number = step * self._ranks.size + self._ranks.rank
         drawn = torch.Generator(self._device).manual_seed(settings.seed + _STEPS_APART * (number + 1))
@@ -256,4 +256,4 @@ class FitLoop:
             skipped=before.skipped + (not is_finite),
             skipped_in_a_row=in_a_row,
         )
-        return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)
+        return FitReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)

@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=seen is None, scale=scale)
 
 
-class MaskedAttention:
+class StreamAttention:
     """Attention by a mask over all earlier forwards' rows and this one's; keeps keys and values for the next
     forward."""
 
@@ -101,7 +101,7 @@ class TrainingForward:
         ends = torch.where(row < num_stream, row, last)  # last row of the stream that each row attends to
         inside = pad(_blocks(number, self._own, device).tril(), (0, 0, num_stream, 0))
         seen = torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2)
-        attention = MaskedAttention(seen)
+        attention = StreamAttention(seen)
         rows = BlockRows(
             inputs=torch.cat([stream, rest], dim=1),
             positions=anchor + 1 + entry,
@@ -139,7 +139,7 @@ class TrainingForward:
             positions=anchors + 1,
             previous=row.expand_as(anchors),
         )
-        states = self._model(rows, MaskedAttention(torch.cat([seen, own], dim=2), first.held))
+        states = self._model(rows, StreamAttention(torch.cat([seen, own], dim=2), first.held))
         return self._model.heads_and_context(states)[0]
 
     def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
@@ -160,7 +160,7 @@ class TrainingForward:
         own = _blocks(number, self._size, anchors.device)
         own = own if self._model.config.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
-        attention = MaskedAttention(seen, held)
+        attention = StreamAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
         rows = BlockRows(
             inputs=inputs.flatten(1, 2),

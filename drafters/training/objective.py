@@ -78,7 +78,7 @@ class StepScores:
     seen: Tensor  # [reach], entries with a label and a valid prefix
 
 
-class _Entries(NamedTuple):
+class _LabelledEntries(NamedTuple):
     """Entries with a label."""
 
     states: Tensor  # [flat, hidden]
@@ -115,7 +115,7 @@ class Objective:
             seen=self._count(entries.place, ranks >= 0),
         )
 
-    def _entries(self, batch: Batch, generator: torch.Generator) -> _Entries:
+    def _entries(self, batch: Batch, generator: torch.Generator) -> _LabelledEntries:
         anchors = self._draw_anchors(batch, generator)
         stream, grown = self._forward.first(batch, anchors, self._revealed(batch, anchors, generator))
         positions = torch.arange(stream.shape[1], device=anchors.device)
@@ -140,7 +140,7 @@ class Objective:
             found.append(
                 self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
             )
-        return _Entries(*map(torch.cat, zip(*found, strict=True)))
+        return _LabelledEntries(*map(torch.cat, zip(*found, strict=True)))
 
     @torch.no_grad()
     def _revealed(self, batch: Batch, anchors: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -174,7 +174,7 @@ class Objective:
         ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
-    def _branched(self, batch: Batch, anchors: Tensor, grown: TrainedBlocks, drawn: Tensor) -> _Entries:
+    def _branched(self, batch: Batch, anchors: Tensor, grown: TrainedBlocks, drawn: Tensor) -> _LabelledEntries:
         """Return first entries at these anchors on the target's alternative tokens. # anchors [batch, anchors]; drawn
         [batch], positions per anchor"""
         labels, tokens, odds = (at(values, anchors + 1).flatten(1) for values in batch.branches)
@@ -182,11 +182,13 @@ class Objective:
         known = labels >= 0
         states = self._forward.alternatives(batch, anchors, tokens, grown)[known]
         place = torch.zeros_like(labels[known])
-        return _Entries(states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known])
+        return _LabelledEntries(
+            states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known]
+        )
 
     def _labelled(
         self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
-    ) -> _Entries:
+    ) -> _LabelledEntries:
         """Return the entries whose predicted position, -1 for none, has a label. # states [..., hidden], predicted
         [...]; drawn [batch], positions per anchor"""
         width = batch.label_index.shape[1]
@@ -198,9 +200,9 @@ class Objective:
         passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
         before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
         reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
-        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
+        return _LabelledEntries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
 
-    def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
+    def _rank_loss(self, entries: _LabelledEntries, batch: Batch, generator: torch.Generator) -> Tensor:
         """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
         noise selects."""
         flat = entries.labels.shape[0]
@@ -229,7 +231,7 @@ class Objective:
         return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
-def _distributions(entries: _Entries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
+def _distributions(entries: _LabelledEntries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
     """Return p and log q of the target's likeliest tokens, as `Loss` has them. # -> both [flat, top]"""
     drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
     p = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)

@@ -18,11 +18,11 @@ from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
     FitLoop,
+    FitReport,
     FitSettings,
     Length,
     Position,
     SavedRun,
-    StepReport,
     make_optimizer,
     save_state,
 )
@@ -202,7 +202,7 @@ def _watched(
 ) -> list[CurvePoint]:
     """The run with a bar, evaluations, a curve and a saved state."""
     curve = Curve(plan.out, up_to_step=start.position.step)
-    reports: list[StepReport] = []
+    reports: list[FitReport] = []
 
     def save() -> None:
         state, described = plan.out / STATE_FILE, start.described

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from drafters.specblock import checkpoint
-from drafters.training.fit import Position, StepReport
+from drafters.training.fit import FitReport, Position
 from drafters.training.scores import HeldOutScores
 from service import __version__
 from service.bench.conditions import CHECKOUT, command_line, commit_of
@@ -44,7 +44,7 @@ class CurvePoint:
     scores: HeldOutScores
 
     @staticmethod
-    def of(reports: Sequence[StepReport], scores: HeldOutScores) -> "CurvePoint":
+    def of(reports: Sequence[FitReport], scores: HeldOutScores) -> "CurvePoint":
         """After these steps."""
         last = reports[-1]
         return CurvePoint(

@@ -40,7 +40,7 @@ class Steps:
         if observe is not None and not late:
             observe(counts)
         seconds = 1.0 + 0.2 * asked
-        self.gate.took(StepTimes(seconds, 0.0, reads_prompts=False))
+        self.gate.timed(StepTimes(seconds, 0.0, reads_prompts=False))
         if observe is not None and late:
             observe(counts)
         self.ledger.accrue(seconds)
@@ -120,20 +120,20 @@ def test_drawn_texts_that_lose_do_not_speak_for_others() -> None:
     assert share(asked[False][100:]) > 0.95
     assert share(asked[True][100:]) < 0.1
     assert not steps.gate.may_gain
-    assert steps.gate.can_afford_text(warm=False)
-    assert not steps.gate.can_afford_text(warm=True)
+    assert steps.gate.can_afford_sequence(warm=False)
+    assert not steps.gate.can_afford_sequence(warm=True)
 
 
 def test_prompts_that_are_taken_in_are_charged_and_texts_begin_where_enough_is_left() -> None:
     steps = Steps()
     steps.play(4, extra=0.3)
-    assert steps.gate.can_afford_text(warm=False)
+    assert steps.gate.can_afford_sequence(warm=False)
     for followed in (False, True):
         before = steps.ledger.balances["network greedy"]
-        steps.gate.took(StepTimes(50.0, 40.0, reads_prompts=True), followed=followed)
+        steps.gate.timed(StepTimes(50.0, 40.0, reads_prompts=True), followed=followed)
         assert before - steps.ledger.balances["network greedy"] == 40.0 * followed
     assert steps.gate.may_gain
-    assert not steps.gate.can_afford_text(warm=False)
+    assert not steps.gate.can_afford_sequence(warm=False)
 
 
 def test_of_several_that_answer_each_has_the_tokens_it_was_expected_to_bring() -> None:

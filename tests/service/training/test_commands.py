@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
 from drafters.training.corpus import Example
-from drafters.training.fit import FitLoop, Length, StepReport
+from drafters.training.fit import FitLoop, FitReport, Length
 from service.assembly import assemble
 from service.cli import app
 from service.engine.weights import load_model
@@ -115,7 +115,7 @@ def test_fit_goes_on_where_it_was_killed(
     run(*common, "--out", tmp_path / "whole")
     true_run = FitLoop.run
 
-    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[StepReport]:
+    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[FitReport]:
         for report in true_run(self, examples, length):
             if report.position.step == 3:
                 raise Killed
@@ -139,7 +139,7 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
 ) -> None:
     lengths, true_run = list[Length](), FitLoop.run
 
-    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[StepReport]:
+    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[FitReport]:
         lengths.append(length)
         yield from islice(true_run(self, examples, length), 2)
         raise Killed
