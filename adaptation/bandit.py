@@ -142,12 +142,12 @@ class Bandit:
         if published:  # of many candidates the lucky ones are: what is sure of the arm counts
             gained = max(0.0, min(judgement.gain - judgement.needed, self._posterior(arm).worst_case * signal))
         self._ledger.raise_cap(LEARNING, seconds)
-        self._ledger.settle(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
+        self._ledger.record(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
 
     def spent(self, seconds: float) -> None:
         if self._is_warm:
             self._ledger.raise_cap(LEARNING, seconds)
-            self._ledger.settle(LEARNING, -seconds)
+            self._ledger.record(LEARNING, -seconds)
 
     def traffic_changed(self) -> None:
         for arm, posterior in self._posteriors.items():
@@ -178,7 +178,7 @@ class Bandit:
         if query.signal:
             now.signal += (query.signal - now.signal) * (rules.alpha if now.signal else 1.0)
         if self._is_warm:
-            self._ledger.settle(LEARNING, -_RECORDING_SHARE * query.seconds * query.recorded)
+            self._ledger.record(LEARNING, -_RECORDING_SHARE * query.seconds * query.recorded)
         elif now.num_queries > rules.warm_up_queries:
             self._open()
 
@@ -211,7 +211,7 @@ class Bandit:
         return self._now.arms[arm].cost + _RECORDING_SHARE * self._rules.batch_queries[arm]
 
     def _is_covered(self, arm: Arm) -> bool:
-        return self._ledger.covers(LEARNING, self._cost(arm) * fmean(self._now.seconds))
+        return self._ledger.can_afford(LEARNING, self._cost(arm) * fmean(self._now.seconds))
 
     def _posterior(self, arm: Arm) -> GainPosterior:
         """Of the gain per unit of signal; its memory is that of `alpha`, once measured at the presumed error."""
@@ -221,7 +221,7 @@ class Bandit:
                 mean=belief.mean, sd=presumed, noise=presumed, drift=(self._rules.alpha * presumed) ** 2
             )
             if belief.sd is not None:
-                made.believe(belief.sd)
+                made.restore_sd(belief.sd)
             self._posteriors[arm] = made
         return self._posteriors[arm]
 

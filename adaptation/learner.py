@@ -129,7 +129,7 @@ class Learner:
         """One finished query."""
         feedback = received(feedback, self.weights.train_device)
         if not self._serves:
-            self._ledger.elapse(feedback.query.seconds)
+            self._ledger.accrue(feedback.query.seconds)
         filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
         if filtered.validates and filtered.text is not None:
             self._evaluator.probe(filtered.text)

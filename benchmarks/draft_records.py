@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from drafters.lattice import Witness
-from drafters.protocol import Committed, DraftContext, Drafter, Noise, StepTimes
+from drafters.protocol import Committed, DraftContext, Drafter, Noise, Observer, StepTimes
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels.lattice import Lattice
 from service.assembly import Assembly
@@ -110,7 +109,7 @@ class SteeredDrafter(DrafterProxy):
 
 
 class _Forward(NamedTuple):
-    """One drafter forward, as a witness is given it."""
+    """One drafter forward, as an observer is given it."""
 
     lattice: Lattice
     logits: Tensor  # [batch, starts, block, draft_vocab]
@@ -131,9 +130,9 @@ class Recorder(SteeredDrafter):
     wants_scores = True
     hides_times = True
 
-    def __init__(self, make: Callable[[Witness], Drafter]) -> None:
-        """`make` returns the drafter that reports its forwards to the given witness."""
-        super().__init__(make(self.witness))
+    def __init__(self, make: Callable[[Observer], Drafter]) -> None:
+        """`make` returns the drafter that reports its forwards to the given observer."""
+        super().__init__(make(self.observe))
         self._texts: dict[int, list[int]] = {}  # by row
         self._open: defaultdict[int, StepRecord] = defaultdict(StepRecord)  # drafted, not verified
         self._forwards: list[_Forward] = []  # of the tree that grows now
@@ -146,7 +145,7 @@ class Recorder(SteeredDrafter):
         complete, self._complete = self._complete, []
         return complete
 
-    def witness(self, lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
+    def observe(self, lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
         """Keep one forward. logits [batch, starts, block, draft_vocab], ids [draft_vocab] int64"""
         self._forwards.append(_Forward(lattice, logits.clone(), ids))
 
@@ -220,4 +219,4 @@ def _predicted(forwards: Sequence[_Forward], index: int) -> Iterator[_Pending]:
 
 def observed(assembly: Assembly) -> Recorder:
     """Return the configured drafter with a recorder in front of it. Its forwards are never captured."""
-    return Recorder(lambda witness: assembly.drafter(witness=witness))
+    return Recorder(lambda observer: assembly.drafter(observer=observer))

@@ -1,1 +1,1 @@
-"""What a drafter, a draft tree and a verify result are, and the drafters themselves, one folder per kind."""
+"""The drafter protocol and its records, and the drafters."""

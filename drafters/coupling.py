@@ -1,5 +1,5 @@
-"""Coupled drafting: at T > 0 tokens are ranked by log q / T + g, with the noise g of the very position that the target
-will sample with, so that a drafter close to the target proposes the token that the noise will select.
+"""Coupled drafting: at T > 0 tokens are ranked by log q / T + g, with the Gumbel noise g that the target will sample
+the position with, so that a drafter close to the target proposes the token that the noise will select.
 Legend: batch, starts, block as in kernels/lattice.py; draft_vocab = tokens that can be drafted."""
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ class TreeNoise(NamedTuple):
     """The sampling noise of the next positions of each sequence, restricted to tokens that can be drafted."""
 
     temperatures: Tensor  # [batch] float32
-    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 where the temperature is; of depth 0 where nobody samples
+    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 where the temperature is 0; depth 0 if all are
 
     @staticmethod
     def of(noise: Noise, depth: int, d2t: Tensor) -> "TreeNoise":
-        """The noise of so many positions behind the roots."""
+        """Return the noise of so many positions after the roots. # d2t [draft_vocab] int64, target ids"""
         if not noise.warm:
             return TreeNoise(noise.temperatures, noise.temperatures.new_zeros(len(noise.temperatures), 0, len(d2t)))
         positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
@@ -28,16 +28,16 @@ class TreeNoise(NamedTuple):
         return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
 
     def along(self, logits: Tensor) -> Tensor:
-        """`scores` of positions that follow each root one by one. # logits [batch, block, draft_vocab]"""
+        """Return `scores` of consecutive positions after each root. # logits [batch, block, draft_vocab] -> the same"""
         depths = torch.arange(1, logits.shape[1] + 1, device=logits.device).expand(logits.shape[0], 1, -1)
         return self.scores(logits[:, None], depths)[:, 0]
 
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
+        """Return log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
         [batch, starts, block]"""
         known = self.gumbel.shape[1]
         if not known:
             return logits
-        lines = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
+        batch = torch.arange(depths.shape[0], device=depths.device)[:, None, None]
         scores = logits.float() / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None, None, None]
-        return scores + self.gumbel[lines, (depths - 1).clamp(max=known - 1)]
+        return scores + self.gumbel[batch, (depths - 1).clamp(max=known - 1)]

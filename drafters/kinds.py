@@ -1,10 +1,11 @@
-"""What a kind of drafter is: how one is built, and what a server must have for it."""
+"""The record of a drafter kind: how to build one, and what the server must provide. Other distributions add kinds by
+it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from drafters.language_model.model import LanguageModel
+from drafters.language_model.forward import LanguageModel
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.specblock.blocks import TrainedWeights as TrainedWeights
 
@@ -14,23 +15,23 @@ Need = Literal["nothing", "weights", "model", "layers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a server has for its drafter; of what the kind does not need there may be nothing."""
+    """What a server provides to build a drafter; parts that the kind does not need may be missing."""
 
     sizes: DraftingSizes
-    argument: str = ""  # what stands in parentheses behind the kind's name
+    argument: str = ""  # the text in parentheses after the kind's name
     weights: TrainedWeights | None = None
     draft_model: Callable[[int, int], LanguageModel] | None = None
-    """On keys and values of its own, in so many slots and places for trees."""
+    """Builds a model with its own keys and values, in so many slots and so many entries for trees."""
     first_layers: Callable[[int], LanguageModel] | None = None
-    """So many layers of the target, on the target's keys and values."""
+    """Builds a model of so many first layers of the target, on the target's keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to draft. `build` raises ValueError for an argument that it cannot take."""
+    """A drafter kind. `build` raises ValueError for an argument it cannot read and for missing parts."""
 
     build: Callable[[Parts], Drafter]
     needs: Need = "nothing"
     takes_argument: bool = True
     tap_layers: Callable[[int], tuple[int, ...]] = lambda num_layers: ()
-    """Which of so many layers of the target it is told the outputs of; trained weights say so themselves."""
+    """Layers to tap of a target with so many; for kinds with trained weights the weights' config decides."""

@@ -1,4 +1,8 @@
-"""What the engine asks of a drafter. docs/drafters.md says how to add a kind."""
+"""The contract between the engine and drafters. docs/drafters.md says how to add a kind.
+
+A step of decoding is, for a drafter: `grow` proposes trees, the engine verifies them, `commit` reports which tokens
+became permanent, `timed` what the step took. A sequence begins with `start` under a row number and ends with `finish`;
+a step that reads prompts calls `read` for each piece."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,54 +11,54 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafters.lattice import Witness, unwitnessed
 from drafters.memory.counts import MemoryCounts
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
+from kernels.lattice import Lattice
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The text a drafter starts from when a sequence joins (or rejoins after preemption)."""
+    """A sequence that joins the batch, or rejoins it after preemption."""
 
-    row: int  # names the sequence for as long as it runs: drafters keep their state in tables addressed by it
+    row: int  # identifies the sequence while it runs: drafters keep their state in tables indexed by it
     tokens: Sequence[int]  # prompt and everything generated so far
     prediction: Sequence[int] = ()  # the answer the client expects, when it sent one
     num_generated: int = 0  # how many of `tokens`, at their end, were generated
-    cached: Tensor | None = None  # [cached] int64, target slots of the prefix that is in the pool already
+    cached: Tensor | None = None  # [cached] int64, target slots of a prefix that is in the KV pool already
     store: bool = True  # False: nothing of it may be kept or learnt from
-    scope: str | None = ""  # whose past answers it reads and adds to: that of an owner, or OWNER/NAME; None: no one's
-    warm: bool = False  # whether its tokens are drawn, at a temperature above 0
+    scope: str | None = ""  # past answers it reads and adds to: of an owner, or OWNER/NAME; None: of none
+    warm: bool = False  # whether its temperature is above 0
 
 
 @dataclass(frozen=True, slots=True)
 class HostMetadata:
-    """What the host knows of a batch without asking the device."""
+    """Rows and roots of a batch on the host, so that no caller has to wait for the device."""
 
     rows: tuple[int, ...]
     roots: tuple[int, ...]  # absolute positions
 
     @staticmethod
     def of(rows: Tensor, roots: Tensor) -> "HostMetadata":
-        """Ask the device, for those who keep their books there. # both [batch] int64"""
+        """Copy them from the device, for callers that have them only there. # rows, roots [batch] int64"""
         both: list[list[int]] = torch.stack([rows, roots]).tolist()  # planned transfer: not while serving
         return HostMetadata(tuple(both[0]), tuple(both[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The key of the sampling noise per sequence, so that a drafter can rank by the scores the target will use."""
+    """The keys of each sequence's sampling noise, with which a drafter can rank tokens by the target's own scores."""
 
     seeds: Tensor  # [batch] int64
     temperatures: Tensor  # [batch] float32
-    positions: Tensor  # [batch] int64, absolute position of the root; its children sit one further
+    positions: Tensor  # [batch] int64, absolute position of the root; its children are at the next one
     warm: bool = True  # False: no temperature is above 0
-    host: HostMetadata | None = None  # of rows and roots
+    host: HostMetadata | None = None  # rows and roots on the host
 
     @staticmethod
     def of_text(seed: int, temperature: float, roots: Tensor) -> "Noise":
-        """Of one text that was sampled with this seed, behind each of some roots. # roots [batch] int64, absolute"""
+        """Return the noise of one sequence at several roots. # roots [batch] int64, absolute positions"""
         temperatures = torch.full_like(roots, temperature, dtype=torch.float32)
         return Noise(torch.full_like(roots, seed), temperatures, roots, warm=temperature > 0)
 
@@ -64,19 +68,19 @@ class Read:
     """A piece of one sequence's prompt that a step has read."""
 
     row: int
-    start: int  # absolute position of the first
+    start: int  # absolute position of the first token
     tokens: Tensor  # [count] int64, the token after each position
     slots: Tensor  # [count] int64, target slots
-    features: Tensor  # [count, taps * hidden], of no width where nothing is tapped
-    follow: bool = True  # False: a drafter that runs a network on it shall do without
+    features: Tensor  # [count, taps * hidden]; of width 0 where no layers are tapped
+    follow: bool = True  # False: do not run a network on it, but note that its slots hold nothing of yours
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the target made of the tokens that a step committed, before anybody's sampling."""
+    """The target's logits for the tokens that a step committed, before temperature and filters."""
 
-    places: Tensor  # [positions] int64, of the valid entries in the flattened [batch, depth + 1]
-    logits: Tensor  # [positions, vocab], of each of them the row that chose it; the reader's own
+    places: Tensor  # [positions] int64, indices of the valid entries in the flattened [batch, depth + 1]
+    logits: Tensor  # [positions, vocab], the row that each token was chosen from; the receiver may overwrite it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +90,30 @@ class Committed:
     rows: Tensor  # [batch] int64
     tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
     counts: Tensor  # [batch] int64: valid entries of `tokens`
-    tree: DraftTree  # what was verified
+    tree: DraftTree  # as it was verified
     result: VerifyResult
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
     positions: Tensor  # [batch] int64, absolute position of the root
-    slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes, padded with any
-    scores: Scores | None = None  # there if the drafter wants them
-    last_logits: Callable[[], Tensor] | None = (
-        None  # -> [batch, vocab], what chose each last token; before the next step
-    )
-    follow: bool = True  # as for `Read`
-    host: HostMetadata | None = None  # of rows and roots
+    slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes; padding is arbitrary
+    scores: Scores | None = None  # present if `wants_scores`
+    last_logits: Callable[[], Tensor] | None = None
+    """-> [batch, vocab], the logits that each last token was chosen from; call it before the next step."""
+    follow: bool = True  # as of `Read`
+    host: HostMetadata | None = None  # rows and roots on the host
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step took as it is served, by when the device got there."""
+    """Seconds of a step, by the device's clock."""
 
-    seconds: float  # all of it
-    follow_seconds: float  # of them, for taking in what was read and committed
+    seconds: float  # of the whole step
+    follow_seconds: float  # of them, in the drafter's `read` and `commit`
     reads_prompts: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcomes:
-    """By class of a rank head: recent tokens that candidates of its ranks were to have right, and those they had."""
+    """Recent tokens by class of a rank head: how many candidates were predicted to be right, and how many were."""
 
     predicted: Mapping[str, float] = field(default_factory=dict)
     right: Mapping[str, float] = field(default_factory=dict)
@@ -123,59 +126,73 @@ class MemorySizes:
     num_bytes: int = 0  # of all shares; 0: no past answers are remembered
     owners: int = 1
     scopes: int = 1  # of an owner
-    has_keys: bool = False  # whether owners are API keys: what comes without one, the server's own, has no share then
+    has_keys: bool = False  # whether owners are API keys: requests without one, the server's own, then have no share
+
+
+Observer = Callable[[Lattice, Tensor, Tensor], None]
+"""Receives each forward's nodes with the distributions they were chosen from, before the sampling noise; not called
+from captured graphs. # logits [batch, starts, block, draft_vocab], their target ids [draft_vocab] int64"""
+
+
+def ignore(lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
+    """Observe nothing. # logits [batch, starts, block, draft_vocab], ids [draft_vocab]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingSizes:
-    """Room that a drafter needs, and what it may lose."""
+    """Sizes a drafter allocates for, and what of the server it shares."""
 
     max_sequences: int
-    max_length: int
-    max_nodes: int
+    max_length: int  # tokens of a sequence
+    max_nodes: int  # of a tree
     vocab_size: int = 0
-    num_slots: int = 0
+    num_slots: int = 0  # of the target's KV pool
     memory: MemorySizes = field(default_factory=MemorySizes)
     device: torch.device | str = "cpu"
-    capture: Capture | None = None  # makes what it computes repeatable; None: it runs as it is
-    ledger: RegretLedger = field(default_factory=RegretLedger)  # of the server; by default nobody else's
-    witness: Witness = unwitnessed  # of what a drafter says that has distributions
+    capture: Capture | None = None  # turns a computation into a repeatable graph; None: run eagerly
+    ledger: RegretLedger = field(default_factory=RegretLedger)  # the server's; by default one of its own
+    observer: Observer = ignore  # of drafters that have distributions
 
 
 class Drafter(Protocol):
-    """Proposes draft trees and observes what became of them. All calls come from the engine thread. What is answered
-    here suits a drafter without a network, which reads texts from `start` alone."""
+    """Proposes draft trees and learns from what was accepted. A subclass implements `name`, `start`, `grow` and
+    `commit`; the other members have defaults that suit a drafter without a network, which sees tokens only.
+
+    All calls come from the engine thread. A row may be started again as soon as it is finished."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name under which metrics and results report it, as in the setting `drafter`."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Everyone whom accepted tokens may ever be credited to."""
+        """All names that `credits` may ever hold."""
         return (self.name,)
 
     @property
     def version(self) -> int:
+        """Version of the weights that draft now; 0 without weights that are published while serving."""
         return 0
 
     @property
     def ready(self) -> bool:
-        """Whether it has anything to say: a network whose weights are yet to be made has not."""
+        """False while its weights are not initialised: other drafters then draft in its place, while it goes on
+        receiving all other calls."""
         return True
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs `commit` wants as features; empty when it wants none."""
+        """Target layers whose outputs `read` and `commit` get as features, in this order."""
         return ()
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it is to be told of prompts as they are read."""
+        """Whether `read` is called for prompts."""
         return bool(self.tap_layers)
 
     @property
     def wants_scores(self) -> bool:
-        """Whether `commit` wants the target's logits behind root and accepted nodes."""
+        """Whether `commit` gets the target's logits after root and accepted nodes."""
         return False
 
     @property
@@ -184,42 +201,45 @@ class Drafter(Protocol):
         return 0
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin (or begin again) drafting for these sequences."""
+        """Begin these sequences; what a row held before is void."""
 
-    def renew(self) -> None:
-        """Other weights draft from now on: what the old ones gained says little of them."""
+    def read(self, read: Read) -> None:
+        """Take in a piece of a prompt; called only if `reads_prompts`."""
         return
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
-        """Candidates for each sequence, named by row; the next call may overwrite them. # rows [batch] int64"""
-
-    def read(self, read: Read) -> None:
-        """Take in a piece of a prompt; called only where `reads_prompts` asks for it."""
-        return
+        """Return a candidate tree for each row, with an estimate of each node's survival: the probability that the
+        target accepts it and all nodes above it. Estimates are corrected later by what comes true, and the budget keeps
+        the likeliest nodes. The next call may overwrite the result. # rows [batch] int64 -> trees [batch, nodes]"""
 
     def commit(self, committed: Committed) -> None:
-        """Extend the state by what was committed, and learn how far the proposals were right."""
+        """Append the committed tokens to the state, and learn how far the proposals were right. Called in each step,
+        also for rows and in steps without a tree."""
 
     def timed(self, times: StepTimes) -> None:
-        """What the step took whose tokens were committed last; not called where that says nothing of serving."""
+        """Take in the times of the step committed last; not called for steps that are unlike those of serving."""
         return
 
     def finish(self, rows: Sequence[int]) -> list[int]:
-        """Forget these sequences; says how many committed tokens of each its prediction had predicted since `start`."""
+        """End these sequences. Return for each how many of its committed tokens its `prediction` had right."""
         return [0] * len(rows)
 
+    def on_weights_changed(self) -> None:
+        """Called between steps after other weights were published: what was measured of the old ones says little."""
+        return
+
     def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all; what keeps none has nothing to forget."""
+        """Delete past answers of this scope, or of all scopes."""
         return
 
     def credits(self) -> Mapping[str, int]:
-        """Accepted tokens so far by who proposed them, where several drafters make one tree; else empty."""
+        """Return accepted tokens so far by source, where several drafters make one tree; else nothing."""
         return {}
 
     def rank_outcomes(self) -> RankOutcomes:
-        """How its rank head has done lately; waits for the device. Empty without such a head."""
+        """Return how right its rank head was lately; empty without one. Waits for the device."""
         return RankOutcomes()
 
     def memory_counts(self) -> MemoryCounts | None:
-        """What its memory of past answers holds and has been good for; None where it has none."""
+        """Return the size and use of its memory of past answers; None without one."""
         return None

@@ -1,4 +1,4 @@
-"""Proposes random trees that follow a known answer, the sequence's `prediction`, here and there. For exactness checks.
+"""A drafter for exactness checks: random trees that in part follow a known answer, the sequence's `prediction`.
 Legend: batch, nodes as in drafters/tree.py."""
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class RandomTreeDrafter(Drafter):
             self._answers[context.row, : len(answer)] = answer.to(self._answers.device)
             self._generated[context.row] = context.num_generated
 
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         batch = rows.shape[0]
         depths = random_depths(batch, self._max_nodes, self._generator)
         parents = random_parents(depths, self._generator)
@@ -68,10 +68,10 @@ class RandomTreeDrafter(Drafter):
 
 
 def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
-    """Depths that rise by at most one from node to node, each tree with its own taste between bush and chain.
+    """Depths that rise by at most one from node to node, with a random share between bush and chain for each tree.
     # -> [batch, nodes] int64 in 1..MAX_DEPTH"""
-    taste = torch.rand(batch, 1, generator=generator, device=generator.device)
-    deeper = torch.rand(batch, nodes, generator=generator, device=generator.device) < taste
+    share = torch.rand(batch, 1, generator=generator, device=generator.device)
+    deeper = torch.rand(batch, nodes, generator=generator, device=generator.device) < share
     deeper[:, :1] = True
     return deeper.long().cumsum(1).clamp(max=MAX_DEPTH)
 
@@ -79,20 +79,21 @@ def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
 def random_parents(depths: Tensor, generator: torch.Generator) -> Tensor:
     """For each node a random one of the level above. # depths [batch, nodes] rising -> [batch, nodes]"""
     first = torch.searchsorted(depths, depths - 1)
-    behind = torch.searchsorted(depths, depths)
+    after = torch.searchsorted(depths, depths)
     draw = torch.rand(depths.shape, generator=generator, device=generator.device)
-    parents = first + (draw * (behind - first)).long()
+    parents = first + (draw * (after - first)).long()
     return torch.where(depths == 1, ROOT, parents)
 
 
 def sibling_ranks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Each node's place among the children of its parent, and how many they are. # two [batch, nodes]"""
+    """Return each node's index among its siblings, and their number. # parents [batch, nodes]"""
     same = parents[:, :, None] == parents[:, None, :]  # [batch, nodes, nodes]
     return same.tril(-1).sum(-1), same.sum(-1)
 
 
 def random_tokens(parents: Tensor, ranks: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Random tokens, different for all children of one parent (given no more children than tokens)."""
+    """Draw tokens that differ among the children of one parent, as long as there are enough tokens.
+    # parents, ranks [batch, nodes] -> the same"""
     batch, nodes = parents.shape
     bases = torch.randint(vocab_size, (batch, nodes + 1), generator=generator, device=generator.device)
     return (bases.gather(1, parents + 1) + ranks * (_STRIDE % vocab_size)) % vocab_size

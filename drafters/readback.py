@@ -1,4 +1,4 @@
-"""Numbers and times of a device for books that must not make the host wait: known one step late, at once on a CPU."""
+"""Reads numbers and times of a device without making the host wait: one step late, at once on a CPU."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -8,28 +8,29 @@ import torch
 from torch import Tensor
 
 Observe = Callable[[Sequence[float]], None]
+"""Callback for numbers that were read back."""
 
 
 class Timestamp(Protocol):
-    """A point in time; those before it may be subtracted once it is known."""
+    """A point in time; an earlier one can be subtracted from it."""
 
     def __sub__(self, earlier: Any, /) -> float:
-        """Seconds since."""
+        """Return the seconds since `earlier`."""
 
 
 Clock = Callable[[], Timestamp]
 
 
 class Readback:
-    """Numbers that somebody is to be told, one request per step: of a CPU at once, of a device what the request before
-    asked for. A step waits for its tokens, so by then it is here."""
+    """Passes numbers to callbacks, one request per step: at once on a CPU; on a device each request delivers the one
+    before, whose copy has arrived because a step waits for its tokens."""
 
     def __init__(self, *, late: bool) -> None:
         self._late = late
         self._asked: tuple[Tensor, torch.cuda.Event | None, Observe] | None = None
 
     def read(self, values: Tensor, observe: Observe) -> None:
-        """Have `observe` told these values, now or at the next request. # values [count]"""
+        """Call `observe` with these values, now or at the next request. # values [count]"""
         if not self._late:
             observe(values.tolist())  # planned transfer: none, it is here
             return
@@ -43,7 +44,7 @@ class Readback:
 
 
 class DeviceTimestamp:
-    """When the device gets to what this stream is asked for next."""
+    """The time at which the device reaches this point of the current stream."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -56,17 +57,17 @@ class DeviceTimestamp:
 
 
 def readback_of(device: torch.device | str) -> Readback:
-    """Readback of tensors on this device."""
+    """Return a readback for tensors on this device."""
     return Readback(late=torch.device(device).type != "cpu")
 
 
 def clock_of(device: torch.device | str) -> Clock:
-    """The time at which this device does what it is asked for."""
+    """Return a clock that tells when this device does what is asked of it."""
     return perf_counter if torch.device(device).type == "cpu" else DeviceTimestamp
 
 
 def reached(values: Tensor) -> torch.cuda.Event | None:
-    """When everything that a device has been asked for up to here is done; None where there is none."""
+    """Return an event for all work queued so far on the tensor's device, None on a CPU. # values [...]"""
     if not values.is_cuda:
         return None
     event = torch.cuda.Event()

@@ -1,8 +1,8 @@
-"""Builds a drafter by name. The only place that knows every kind; others may be installed beside it.
+"""Builds a drafter by name. The only module that knows every kind.
 
-A name is that of a kind, with an argument in parentheses where it takes one; or `memory+A`, one tree of what is
-remembered and of what A proposes, which is asked where that pays; or `switch(A,B)`, one of two in each step.
-Distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
+A name is that of a kind, with an argument in parentheses where it takes one; or `memory+A`, one tree of the memory's
+candidates and of A's, which is asked while that pays; or `switch(A,B)`, one of two in each step.
+Other distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
 """
 
 import re
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from drafters.kinds import Kind, Need, Parts
 from drafters.kinds import TrainedWeights as TrainedWeights
-from drafters.language_model.kinds import DRAFT_MODEL, EARLY_EXIT
+from drafters.language_model.drafter import LanguageModelDrafter, scratch_places
+from drafters.language_model.sequences import OwnKeys, TargetKeys
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.growth import POLICIES
+from drafters.specblock.heads import POLICIES
 from drafters.switch import SwitchDrafter
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree
@@ -33,22 +34,22 @@ _SWITCH = re.compile(r"switch\((.+),(.+)\)")
 
 
 class NoDrafter(Drafter):
-    """Grows the empty tree for everyone: plain decoding through the very same step."""
+    """Proposes empty trees: plain decoding through the same step."""
 
     name = "none"
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Nothing to begin."""
+        """Do nothing."""
 
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         return DraftTree.empty(rows.shape[0], rows.device)
 
     def commit(self, committed: Committed) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
 
 def _trained(kind: str, parts: Parts) -> Drafter:
-    """The argument is a policy of growth."""
+    """Build a trained kind; the argument names a growth policy."""
     if parts.weights is None:
         raise ValueError(f"drafter {kind!r} needs trained weights: set drafter_path")
     policy = parts.argument or parts.weights.policy
@@ -57,48 +58,66 @@ def _trained(kind: str, parts: Parts) -> Drafter:
     return SpecBlockDrafter(parts.sizes, replace(parts.weights, policy=policy))
 
 
+def _early_exit(parts: Parts) -> Drafter:
+    """Build a drafter of the target's first layers; the argument is their number."""
+    if not parts.argument.isdecimal():
+        raise ValueError("say after how many layers to leave the target, as in early_exit(4)")
+    assert parts.first_layers is not None, "a target has layers"
+    model = parts.first_layers(int(parts.argument))
+    return LanguageModelDrafter(f"early_exit({parts.argument})", model, TargetKeys(), parts.sizes)
+
+
+def _draft_model(parts: Parts) -> Drafter:
+    """Build a drafter of another language model."""
+    sizes = parts.sizes
+    if parts.draft_model is None:
+        raise ValueError("draft_model needs a model: set drafter_path to a folder, a .gguf file or a hub id")
+    model = parts.draft_model(sizes.num_slots, scratch_places(sizes.max_sequences))
+    return LanguageModelDrafter("draft_model", model, OwnKeys(sizes), sizes)
+
+
 _KINDS = {
     MEMORY: Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
     "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
     "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
-    "draft_model": DRAFT_MODEL,
-    "early_exit": EARLY_EXIT,
+    "draft_model": Kind(_draft_model, needs="model", takes_argument=False),
+    "early_exit": Kind(_early_exit, needs="layers"),
 }
 
 
 _BY_COST: tuple[Need, ...] = ("nothing", "layers", "weights", "model")
-"""What the drafters need whose steps cost least, and so on."""
+"""Needs of drafters in the order of what a step of theirs costs."""
 
 
-class _Named(NamedTuple):
-    """One of the drafters of a name."""
+class _NamedDrafter(NamedTuple):
+    """One of the drafters in a name."""
 
-    name: str  # of the kind
+    name: str  # the kind's
     kind: Kind
     argument: str
 
     @property
-    def place(self) -> tuple[int, int, int, str]:
-        """Among all there can be, cheaper ones first."""
-        order = kind_names().index(self.name), len(self.argument), self.argument  # numbers by their size
-        return _BY_COST.index(self.kind.needs), *order
+    def order(self) -> tuple[int, int, int, str]:
+        """Sort key: cheaper drafters first."""
+        by_name = kind_names().index(self.name), len(self.argument), self.argument  # shorter numbers first
+        return _BY_COST.index(self.kind.needs), *by_name
 
 
 def kind_names() -> tuple[str, ...]:
-    """Every kind there is, those of this package first."""
+    """Return all kinds, those of this package first."""
     installed = {entry.name for entry in entry_points(group=GROUP)}
     return (*_KINDS, *sorted(installed - _KINDS.keys()))
 
 
 def needs_of(name: str) -> frozenset[Need]:
-    """What the drafter of that name needs. Raises ValueError as `build_drafter`."""
+    """Return what the drafter of that name needs. Raises ValueError as `build_drafter`."""
     return frozenset(one.kind.needs for one in _resolved(name))
 
 
 def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ...]:
-    """Which of so many layers the drafter of that name taps, in the order in which it is told; `trained`: those of the
-    trained weights. Raises ValueError as `build_drafter`."""
+    """Return the layers that the drafter of that name taps of so many, in the order of its features; `trained`: those
+    of the trained weights. Raises ValueError as `build_drafter`."""
     layers: tuple[int, ...] = ()
     for one in _resolved(name):
         own = trained if one.kind.needs == "weights" else one.kind.tap_layers(num_layers)
@@ -107,14 +126,13 @@ def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ..
 
 
 def trained_kind_of(name: str) -> str | None:
-    """Which of the drafters of that name is served from a folder of this package's form, if one is."""
+    """Return the trained kind in that name, if there is one."""
     kinds = (part.partition("(")[0] for part in _parts_of(name))
     return next((kind for kind in kinds if kind in TRAINED_KINDS), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
-    """The drafter of that name. Raises ValueError for one that there is not, or where something is missing that it
-    needs."""
+    """Build the drafter of that name. Raises ValueError if there is none, or if it needs something that is missing."""
     named = _resolved(name)
     if "+" in name:  # the memory stands first
         return MemoryDrafter(parts.sizes, _built(named[1], parts))
@@ -123,17 +141,17 @@ def build_drafter(name: str, parts: Parts) -> Drafter:
 
 
 def memory_of(drafter: Drafter) -> MemoryDrafter | None:
-    """The memory of past answers in a drafter, if it has one."""
+    """Return the drafter's memory of past answers, if it has one."""
     parts = drafter.parts if isinstance(drafter, SwitchDrafter) else (drafter,)
     return next((part for part in parts if isinstance(part, MemoryDrafter) and part.past.share_buckets), None)
 
 
-def _built(one: _Named, parts: Parts) -> Drafter:
+def _built(one: _NamedDrafter, parts: Parts) -> Drafter:
     return one.kind.build(replace(parts, argument=one.argument))
 
 
-def _resolved(name: str) -> list[_Named]:
-    """The cheaper one first: the other is asked where that pays."""
+def _resolved(name: str) -> list[_NamedDrafter]:
+    """Return the drafters of a name, the cheaper one first."""
     found = [_named(part) for part in _parts_of(name)]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
@@ -143,24 +161,24 @@ def _resolved(name: str) -> list[_Named]:
         raise ValueError(f"drafter {name!r}: only the memory joins another in one tree, as in memory+specblock")
     if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
         raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
-    return sorted(found, key=lambda one: one.place)
+    return sorted(found, key=lambda one: one.order)
 
 
 def _parts_of(name: str) -> tuple[str, ...]:
-    """The names of the drafters that stand in a name."""
+    """Return the names of the single drafters in a name."""
     two = _SWITCH.fullmatch(name)
     return tuple(name.split("+")) if two is None else two.groups()
 
 
-def _named(name: str) -> _Named:
+def _named(name: str) -> _NamedDrafter:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"drafter {name!r} is no name of a kind, nor one with an argument, as in early_exit(4)")
+        raise ValueError(f"drafter {name!r} is not the name of a kind, nor one with an argument, as in early_exit(4)")
     name, argument = match.groups(default="")
     kind = _kind(name)
     if argument and not kind.takes_argument:
         raise ValueError(f"drafter {name}({argument}): {name} takes no argument: leave the parentheses out")
-    return _Named(name, kind, argument)
+    return _NamedDrafter(name, kind, argument)
 
 
 def _kind(name: str) -> Kind:
@@ -174,11 +192,11 @@ def _kind(name: str) -> Kind:
 
 
 def _loaded(entry: EntryPoint) -> Kind:
-    """A kind that another distribution brings."""
+    """Return a kind of another distribution."""
     try:
         kind = entry.load()
-    except Exception as error:  # whatever a module of others does when it is imported
+    except Exception as error:  # importing foreign code may raise anything
         raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not isinstance(kind, Kind):
-        raise ValueError(f"drafter {entry.name!r} ({entry.value}) is no drafters.kinds.Kind")
+        raise ValueError(f"drafter {entry.name!r} ({entry.value}) is not a drafters.kinds.Kind")
     return kind

@@ -1,148 +1,47 @@
-"""One of two drafters, chosen anew in every step by what steps like it have gained: with so many sequences, and where
-the target was as sure of the last token.
+"""Two drafters of which one drafts in each step: the one whose steps gained more lately, for such a size of batch and
+with the target as sure of the last token.
 Legend: batch, nodes as in drafters/tree.py; rows = sequences of the engine's table."""
 
-from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.asking import FIRST, SwitchPolicy
 from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
-from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
-from drafters.taps import SharedTaps
+from drafters.readback import Observe
 from drafters.tree import Candidates
 
-FIRST, SECOND = 0, 1
-
-_MEMORY = 128.0  # steps, of the pace
-_EDGES = (0.3, 1.5)  # nats, of the entropy of the target's last distribution: sure, one of few, one of many
-
-
-@dataclass(slots=True)
-class _Step:
-    """One step: who drafted, what it took, and what came of it, in whichever order that becomes known."""
-
-    batch: int
-    kind: int | None = None  # None: nobody was asked
-    doubt: int = 0  # the range of the entropy it began with
-    seconds: float | None = None
-    emitted: float | None = None  # tokens per sequence
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Means over recent steps of one size of batch."""
-
-    seconds: float  # of a step
-    emitted: float  # tokens per sequence
-
-    def observe(self, seconds: float, emitted: float) -> None:
-        self.seconds += (seconds - self.seconds) / _MEMORY
-        self.emitted += (emitted - self.emitted) / _MEMORY
-
-    def gain(self, seconds: float, emitted: float) -> float:
-        """Steps that such a one gains: what its tokens would have taken at this pace, less what it took."""
-        return emitted / self.emitted - seconds / self.seconds
-
-
-class Choice:
-    """Who drafts. Of two kinds of steps the one that makes more tokens per second is the one with the larger mean of
-    n * p - s, n its tokens, s its seconds and p the seconds per token of what is done at present. Each kind has a
-    posterior of it for every range of the entropy that the target's last distribution can have (of a batch, their
-    mean): the one that may be better is asked, and what is not asked becomes uncertain again (drafters/regret.py). What
-    asking the second may lose against the first is the ledger's to say."""
-
-    def __init__(self, account: str, ledger: RegretLedger) -> None:
-        self._account = StepAccount(account, ledger)
-        self._gains = PosteriorsBySize()  # in steps, by kind and range of entropy
-        self._paces: dict[int, _Pace] = {}  # by size of batch
-        self._step = _Step(1)
-        self._doubt = 0
-
-    @property
-    def affords_text(self) -> bool:
-        """Whether enough may be lost for the second to follow a text from its beginning."""
-        return self._account.covers(TRIAL_STEPS, self._seconds_of(self._step.batch))
-
-    def choose(self, batch: int, *, second: bool) -> int:
-        """FIRST or SECOND, for so many sequences; `second`: whether that can answer."""
-        gains = self._posteriors(batch, self._doubt)
-        acts = second and gains[SECOND].best_case > gains[FIRST].best_case
-        acts = acts and self._account.covers(1.0, self._seconds_of(self._step.batch))
-        kind = SECOND if acts else FIRST
-        gains[1 - kind].elapse()
-        self._step = _Step(batch, kind, self._doubt)
-        return kind
-
-    def end(self) -> partial[None] | None:
-        """Of the step's trees it is known what was accepted. What is returned is to be told, sooner or later, how many
-        tokens were emitted, and in which doubt the target is now; None where nobody was asked."""
-        return partial(self._observe, self._step) if self._step.kind is not None else None
-
-    def took(self, times: StepTimes, *, followed: bool) -> None:
-        """What the step took; `followed`: with taking in of prompts for the second."""
-        step, self._step = self._step, _Step(self._step.batch)
-        if times.reads_prompts:
-            if followed:
-                self._account.settle(-times.follow_seconds, self._seconds_of(step.batch))
-        elif step.kind is not None:
-            step.seconds = times.seconds
-            self._conclude(step)
-
-    def renew(self) -> None:
-        """Other weights answer from now on."""
-        self._gains.widen()
-
-    def _posteriors(self, batch: int, doubt: int) -> tuple[GainPosterior, GainPosterior]:
-        return self._gains.of(batch, (FIRST, doubt)), self._gains.of(batch, (SECOND, doubt))
-
-    def _observe(self, step: _Step, emitted: Sequence[float]) -> None:
-        step.emitted, entropy = emitted[0] / step.batch, emitted[1]
-        self._doubt = bisect(_EDGES, entropy)
-        self._conclude(step)
-
-    def _conclude(self, step: _Step) -> None:
-        if step.seconds is None or step.emitted is None or step.kind is None:
-            return
-        pace = self._paces.setdefault(step.batch.bit_length(), _Pace(step.seconds, step.emitted))
-        gains, gain = self._posteriors(step.batch, step.doubt), pace.gain(step.seconds, step.emitted)
-        if step.kind == SECOND:
-            self._account.settle((gain - gains[FIRST].mean) * pace.seconds, pace.seconds)
-        gains[step.kind].observe(gain)
-        pace.observe(step.seconds, step.emitted)
-
-    def _seconds_of(self, batch: int) -> float:
-        """What a step of so many takes, 0 where nothing is known."""
-        pace = self._paces.get(batch.bit_length())
-        return 0.0 if pace is None else pace.seconds
+_Event = TypeVar("_Event", Read, Committed)
 
 
 class SwitchDrafter(Drafter):
-    """Two drafters that both follow the text, of which one is asked in a step."""
+    """Feeds two drafters and asks one of them per step. It taps the layers of the first, then those only the second
+    taps."""
 
     tap_layers: tuple[int, ...] = ()
     reads_prompts = False
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
         self.parts = first, second
-        self._taps = SharedTaps(first, second)
-        self.tap_layers = self._taps.layers
+        others = (layer for layer in second.tap_layers if layer not in first.tap_layers)
+        self.tap_layers = (*first.tap_layers, *others)
         self.reads_prompts = first.reads_prompts or second.reads_prompts
-        self._choice = Choice(f"switch to {second.name}", sizes.ledger)
+        self._policy = SwitchPolicy(f"switch to {second.name}", sizes.ledger)
         self._outcomes = readback.readback_of(sizes.device)
         self._asked: int | None = None  # since the last commit
-        self._follows = True  # texts, for the second
-        self._names = first.name, second.name  # which change where one is yet to be made
+        self._follows = True  # whether the second takes in what is read and committed
+        self._names = first.name, second.name  # as long as both are ready
         self._credits = dict.fromkeys(self._names, 0)
 
     @property
     def name(self) -> str:
-        """Of those who draft: one that is yet to be made leaves the other alone."""
+        """The names of the drafters that are ready."""
         ready = [one.name for one in self.parts if one.ready]
         return f"switch({','.join(ready)})" if len(ready) == 2 else (ready or [self.parts[FIRST].name])[0]
 
@@ -170,23 +69,23 @@ class SwitchDrafter(Drafter):
         return self._credits if all(one.ready for one in self.parts) else {}
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        if contexts:  # of a text that it has not followed from its beginning it knows too little
-            self._follows = self._choice.affords_text
+        if contexts:  # a drafter knows too little of a sequence that it has not followed from the beginning
+            self._follows = self._policy.can_afford_sequence
         for one in self.parts:
             one.start(contexts)
 
     def read(self, read: Read) -> None:
         for kind, one in enumerate(self.parts):
             if one.reads_prompts:
-                one.read(self._taps.told(one, read, follow=kind == FIRST or self._follows))
+                one.read(self._for(one, read, follow=kind == FIRST or self._follows))
 
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         first, second = self.parts
         if not first.ready:
             return second.grow(rows, noise)
         if not second.ready:
             return first.grow(rows, noise)
-        self._asked = self._choice.choose(rows.shape[0], second=self._follows)
+        self._asked = self._policy.choose(rows.shape[0], second=self._follows)
         return self.parts[self._asked].grow(rows, noise)
 
     def commit(self, committed: Committed) -> None:
@@ -194,10 +93,10 @@ class SwitchDrafter(Drafter):
             self._learn(self._asked, committed)
         self._asked = None
         for kind, one in enumerate(self.parts):
-            one.commit(self._taps.told(one, committed, follow=kind == FIRST or self._follows))
+            one.commit(self._for(one, committed, follow=kind == FIRST or self._follows))
 
     def timed(self, times: StepTimes) -> None:
-        self._choice.took(times, followed=self._follows)
+        self._policy.timed(times, followed=self._follows)
         for one in self.parts:
             one.timed(times)
 
@@ -209,11 +108,11 @@ class SwitchDrafter(Drafter):
         for one in self.parts:
             one.forget(scope)
 
-    def renew(self) -> None:
-        self._choice.renew()
+    def on_weights_changed(self) -> None:
+        self._policy.on_weights_changed()
         self._follows = True
         for one in self.parts:
-            one.renew()
+            one.on_weights_changed()
 
     def rank_outcomes(self) -> RankOutcomes:
         first, second = (one.rank_outcomes() for one in self.parts)
@@ -223,13 +122,21 @@ class SwitchDrafter(Drafter):
         first, second = (one.memory_counts() for one in self.parts)
         return first or second
 
+    def _for(self, one: Drafter, event: _Event, *, follow: bool) -> _Event:
+        """Return what one of the drafters is to be given of an event: the features of its own layers."""
+        features = event.features
+        if features is not None and one.tap_layers and one.tap_layers != self.tap_layers:
+            parts = dict(zip(self.tap_layers, features.chunk(len(self.tap_layers), dim=-1), strict=True))
+            features = torch.cat([parts[layer] for layer in one.tap_layers], dim=-1)  # [..., taps * hidden]
+        return replace(event, features=features, follow=event.follow and follow)
+
     def _learn(self, asked: int, committed: Committed) -> None:
-        observe = self._choice.end()
+        observe = self._policy.end()
         counts = committed.counts.sum(), committed.result.num_accepted.sum()
         totals = torch.stack([*counts, _entropy(committed)])
         self._outcomes.read(totals, partial(self._observe, self._names[asked], observe))
 
-    def _observe(self, name: str, observe: readback.Observe | None, totals: Sequence[float]) -> None:
+    def _observe(self, name: str, observe: Observe | None, totals: Sequence[float]) -> None:
         emitted, accepted, entropy = totals
         self._credits[name] += int(accepted)
         if observe is not None:
@@ -237,7 +144,8 @@ class SwitchDrafter(Drafter):
 
 
 def _entropy(committed: Committed) -> Tensor:
-    """Of what the target said last, in nats, before anybody's sampling, a mean over the batch; 0: nobody knows."""
+    """Return the entropy of the target's last distribution in nats, before temperature, as a mean over the batch; 0
+    where unknown. # -> scalar"""
     if committed.last_logits is None:
         return torch.zeros((), device=committed.counts.device)
     entropies: Tensor = torch.special.entr(committed.last_logits().float().softmax(-1)).sum(-1)

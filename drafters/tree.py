@@ -1,4 +1,4 @@
-"""Draft trees and what verification says about them: plain tensor records that every drafter and the engine share.
+"""Draft trees and the results of their verification: plain tensor records that drafters and the engine share.
 Legend: batch = sequences in the step, nodes = padded node count, depth = longest accepted path."""
 
 from dataclasses import dataclass
@@ -16,17 +16,16 @@ Candidates = DraftTree
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What the target said of one step's trees."""
+    """What verification found for one step's trees."""
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus
     bonus: Tensor  # [batch] int64, the target's own token after the accepted path
-    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node; those
-    # behind padding mean nothing
+    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after root and nodes; arbitrary at padding
 
 
 def path_tokens(tokens: Tensor, ancestors: Tensor, depth: int) -> Tensor:
-    """The tokens from the root's child down to each row's node, as far as `depth`; row 0 is the root, which has none.
+    """Return the tokens from the root's child down to each node, cut at `depth`; index 0 is the root, which has none.
     # tokens [batch, nodes], ancestors [batch, nodes, nodes] -> [batch, nodes + 1, depth] int64, -1 padded"""
     batch, nodes = tokens.shape
     level = ancestors.sum(-1) - 1  # [batch, nodes]

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from adaptation.config import Tuning
 from drafters.kinds import Need
 from drafters.language_model.drafter import scratch_places
-from drafters.lattice import Witness
-from drafters.protocol import Drafter, MemorySizes
+from drafters.protocol import Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, needs_of, taps_of, trained_kind_of
 from drafters.regret import RegretLedger
 from drafters.specblock.model import SpecBlock
@@ -90,13 +89,13 @@ class Assembly:
         limits: EngineLimits | None = None,
         weights: TrainedWeights | None = None,
         ledger: RegretLedger | None = None,
-        witness: Witness | None = None,
+        observer: Observer | None = None,
     ) -> Drafter:
         """The configured drafter, or the one of that name, or with other weights; with the ledger of its engine, if
-        that has one that others enter their losses in; before a witness of what it says."""
+        that has one that others enter their losses in; with an observer of its forwards."""
         name, limits = name or self.drafter_name, limits or self.limits
         weights = weights or self.weights
-        return build.make_drafter(name, self.target, limits, weights, ledger, self.draft_model, witness)
+        return build.make_drafter(name, self.target, limits, weights, ledger, self.draft_model, observer)
 
     def engine(
         self,

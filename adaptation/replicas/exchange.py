@@ -222,6 +222,6 @@ def join_replicas(
 
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
     """Whatever queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed weights."""
-    digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.to_json()}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.as_json}".encode())
     digest.update(weights_to_bytes(drafter.weights))
     return digest.hexdigest()

@@ -1,1 +1,1 @@
-"""Drafters that are language models: another one, or the target's own first layers."""
+"""Drafters that are language models: another model, or the target's first layers."""

@@ -1,8 +1,7 @@
-"""A language model behind the drafter protocol: trees grow by depth, as a beam.
+"""A drafter that is a language model: trees grow by depth, as a beam.
 
-At each depth the likeliest nodes by the probability of their whole path go on, each to its likeliest tokens; what is
-proposed are the likeliest of all nodes, by the same measure. Whether one more depth is worth its forward is decided by
-what such forwards have gained.
+At each depth the nodes with the likeliest paths are continued, each to its likeliest tokens; the tree is the likeliest
+of all nodes by path probability. One more depth is run while such forwards gain.
 Legend: batch, rows = sequences of the engine's table, beam = nodes of a level that are continued, nodes = of one level.
 """
 
@@ -13,14 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.calibration import MIN_SURVIVAL
+from drafters.asking import ForwardGates
+from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
-from drafters.gating import ForwardGates
-from drafters.language_model.forward import TreeForward
-from drafters.language_model.model import LanguageModel
-from drafters.language_model.texts import Keys, Texts
+from drafters.language_model.forward import LanguageModel, TreeForward
+from drafters.language_model.sequences import Keys, SequenceTable
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
-from drafters.ranks import RankCalibration
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
 from kernels.hit_rates import CEILING
@@ -29,48 +26,47 @@ from kernels.rank_features import TOP
 from kernels.tree_attention import MAX_DEPTH
 
 BEAM = 8
-"""Nodes of a level that go on."""
+"""Nodes of a level that are continued."""
 DEPTH = 8
 """Levels: forwards of a tree."""
-_ROWS = 1 + (DEPTH - 1) * BEAM  # of a tree: its root, and all nodes that go on
+_ROWS = 1 + (DEPTH - 1) * BEAM  # of a tree: its root, and all nodes that are continued
 _MOST_MISSING = MAX_DEPTH + 1
-"""Positions of a text that are run beside the roots: as many as one step can commit."""
+"""Positions of a sequence that are run together with the roots: as many as one step can commit."""
 
 
 class _Level(NamedTuple):
-    """What one forward proposes: tokens below the nodes that went on."""
+    """What one forward proposes: tokens below the nodes that were continued."""
 
     lattice: Lattice
-    picked: Picked  # nodes that go on
+    picked: Picked  # nodes to continue
     predicted: Tensor  # [batch, nodes], conditional probabilities before correction
 
 
 def scratch_places(max_sequences: int) -> int:
-    """Places that trees of so many sequences need behind the slots of the model's pool."""
+    """Return the pool entries that trees of so many sequences need after the slots."""
     return max_sequences * _ROWS
 
 
 class LanguageModelDrafter(Drafter):
-    """Drafts what a language model would say."""
+    """Drafts with a language model."""
 
     reads_prompts = True
 
     def __init__(self, name: str, model: LanguageModel, keys: Keys, sizes: DraftingSizes) -> None:
-        """`keys` says which positions the model has to run itself. Raises ValueError where its pool has no room for
+        """`keys` decides which positions the model has to run itself. Raises ValueError if its pool has no room for
         trees of all sequences."""
         self._name, self._keys = name, keys
-        self._texts = Texts(sizes)
-        self._forward = TreeForward(model, self._texts, nodes=_ROWS)
-        if self._forward.num_lines < sizes.max_sequences:
+        self._table = SequenceTable(sizes)
+        self._forward = TreeForward(model, self._table, nodes=_ROWS)
+        if self._forward.num_trees < sizes.max_sequences:
             raise ValueError(
-                f"drafter {name} has room for trees of {self._forward.num_lines} sequences, not {sizes.max_sequences}"
+                f"drafter {name} has room for trees of {self._forward.num_trees} sequences, not {sizes.max_sequences}"
             )
         most = max(1, sizes.max_nodes)
-        self._beam, self._depth, self._max_nodes = min(BEAM, most), min(DEPTH, most), sizes.max_nodes
-        # A model that shares the target's tokenizer may have more rows of padding in its head, or fewer.
+        self._sizes, self._beam, self._depth = sizes, min(BEAM, most), min(DEPTH, most)
+        # The head of a model with the target's tokenizer may have more padding, or less.
         self._ids = torch.arange(min(model.vocab_size, sizes.vocab_size), device=sizes.device)
         self._ops = ops.on(self._ids.device)
-        self._witness = sizes.witness
         self._calibration = RankCalibration(1, sizes)
         self._gates = ForwardGates(self._depth - 1, sizes)
         self._has_grown = False  # since the last commit
@@ -81,26 +77,26 @@ class LanguageModelDrafter(Drafter):
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
-            self._texts.start(context)
+            self._table.start(context)
             self._keys.start(context)
         self._calibration.forget([context.row for context in contexts])
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        self._texts.read(read)
+        self._table.read(read)
         self._keys.take(read.slots[None], torch.tensor([len(read.slots)], device=read.slots.device))
         if read.follow:
             self._follow(HostMetadata((read.row,), (read.start + len(read.slots),)))
 
     @torch.inference_mode()
-    def grow(self, rows: Tensor, noise: Noise) -> Candidates:
+    def grow(self, rows: Tensor, noise: Noise) -> Candidates:  # rows [batch]
         self._has_grown = True
         self._gates.begin(len(rows), warm=noise.warm)
         host = noise.host or HostMetadata.of(rows, noise.positions)
         self._follow(host, most=_MOST_MISSING)
         missing = self._keys.missing(host)
         for (row, root), span in zip(zip(host.rows, host.roots, strict=True), missing, strict=True):
-            self._keys.run(row, root, self._texts.slots[row, span.start : span.stop])
+            self._keys.run(row, root, self._table.slots[row, span.start : span.stop])
         logits, nodes = self._forward.root(rows, noise.positions, missing)
         levels = [self._level(logits, Origin.root(len(rows), rows.device), noise, 0)]
         first = 0  # row of the level before among those of its tree
@@ -116,42 +112,42 @@ class LanguageModelDrafter(Drafter):
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
-        self._texts.commit(committed)
+        self._table.commit(committed)
         self._keys.take(committed.slots, committed.counts)
         if self._has_grown:
             self._gates.end(self._calibration.learn(committed.rows, committed.tokens, committed.counts))
         self._has_grown = False
 
     def timed(self, times: StepTimes) -> None:
-        self._gates.took(times)
+        self._gates.timed(times)
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._calibration.forget(rows)
         return [0] * len(rows)
 
     def _follow(self, host: HostMetadata, most: int = 0) -> None:
-        """Run what is missing of those texts of which more than this is."""
+        """Run the missing positions of sequences that miss more than `most`."""
         for row, span in zip(host.rows, self._keys.missing(host), strict=True):
             if len(span) > most:
                 self._keys.run(row, span.stop, self._forward.follow(row, span))
 
     def _level(self, logits: Tensor, origin: Origin, noise: Noise, number: int) -> _Level:
-        """Tokens below nodes of one depth. # logits [batch, beam, vocab]"""
+        """Propose tokens below nodes of one depth. # logits [batch, beam, vocab]"""
         here = TreeNoise.of(replace(noise, positions=noise.positions + number), 1, self._ids)
         known = logits[:, :, None, : len(self._ids)]  # [batch, beam, 1, vocab]
         features, tokens = self._ops.rank_features(here.scores(known, torch.ones_like(origin.depth)[..., None]))
         predicted = features[..., :TOP].exp().clamp(max=CEILING)  # [batch, beam, 1, rank]
         trust, before = self._calibration.trust(number), 0 if number == 0 else TOP * (1 + (number - 1) * self._beam)
         lattice, picked = self._ops.grow_lattice(origin, tokens, predicted, trust, before, MIN_SURVIVAL, self._beam)
-        self._witness(lattice, known, self._ids)
+        self._sizes.observer(lattice, known, self._ids)
         return _Level(lattice, picked, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
-        """The likeliest nodes of all levels; keeps what is needed to learn from them."""
+        """Return the likeliest nodes of all levels; keep what is needed to learn from them."""
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
-        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # of a raw tree it is not read
-        tree, chosen = self._ops.likeliest_nodes(raw, self._max_nodes)
+        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read
+        tree, chosen = self._ops.likeliest_nodes(raw, self._sizes.max_nodes)
         predicted = torch.cat([level.predicted for level in levels], dim=1)
         buckets = torch.cat(
             [

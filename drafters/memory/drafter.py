@@ -146,9 +146,9 @@ class MemoryDrafter(Drafter):
         if self._network is not None:
             self._network.timed(times)
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         if self._network is not None:
-            self._network.renew()
+            self._network.on_weights_changed()
 
     def rank_outcomes(self) -> RankOutcomes:
         return RankOutcomes() if self.network is None else self.network.rank_outcomes()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from drafters import readback
-from drafters.gating import AskGate
+from drafters.asking import AskGate
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import Candidates
@@ -29,7 +29,7 @@ class GatedNetwork:
         """Begin to read these sequences, if the ledger covers the time for a whole text."""
         if contexts:  # a text that it has not read from its beginning tells it too little
             warm = any(context.warm for context in contexts)
-            self._follows = self.drafter.ready and self._gate.affords_text(warm=warm)
+            self._follows = self.drafter.ready and self._gate.can_afford_sequence(warm=warm)
         self.drafter.start(contexts)
 
     def read(self, read: Read) -> None:
@@ -55,7 +55,7 @@ class GatedNetwork:
 
     def commit(self, committed: Committed) -> None:
         """Take in a step's committed tokens."""
-        self._follows = self._follows and self._gate.promises
+        self._follows = self._follows and self._gate.may_gain
         self.drafter.commit(committed if self._follows else replace(committed, follow=False))
 
     def credit(self, alone: int, accepted: int, committed: int, observe: Observe | None) -> None:
@@ -69,14 +69,14 @@ class GatedNetwork:
 
     def timed(self, times: StepTimes) -> None:
         """Take in what the step took."""
-        self._gate.took(times, followed=self._follows)
+        self._gate.timed(times, followed=self._follows)
         self.drafter.timed(times)
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         """The network's weights have changed."""
-        self._gate.renew()
+        self._gate.on_weights_changed()
         self._follows = self.drafter.ready
-        self.drafter.renew()
+        self.drafter.on_weights_changed()
 
     def _observe_expected(self, expected: Sequence[float]) -> None:
         (self._expected,) = expected

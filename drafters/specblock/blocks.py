@@ -1,6 +1,7 @@
-"""A draft tree block by block, as functions of tensors: beside their arguments they read and write only what stays
-where it is, so that they can be called or captured. Legend: batch, rows = sequences of the engine's table, starts,
-block = K, rank = features.TOP, nodes (of one forward) = starts * block * rank, live as in serving.py."""
+"""Grows a draft tree block by block. The steps are functions of tensors that, besides their arguments, read and write
+only tensors that stay where they are, so that they can run eagerly or as captured graphs.
+Legend: batch, rows = sequences of the engine's table, starts = blocks begun at once, block = K, rank = features.TOP,
+nodes (of one forward) = starts * block * rank, live as in serving.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,52 +10,51 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from drafters.calibration import MIN_SURVIVAL
+from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
-from drafters.lattice import Chain
+from drafters.feedback import NOWHERE
 from drafters.protocol import DraftingSizes, Noise
-from drafters.ranks import RankCalibration
 from drafters.slots import taken_slots
-from drafters.specblock.forwards import Live, forward_of
-from drafters.specblock.growth import POLICIES
-from drafters.specblock.heads import propose
-from drafters.specblock.model import Embed
+from drafters.specblock.heads import POLICIES, propose
+from drafters.specblock.layers import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
-from drafters.tree import DraftTree
+from drafters.specblock.serving import Live, forward_of
+from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
+from kernels.hit_rates import CEILING
 from kernels.lattice import Origin, Picked
 
-NOWHERE = -1
 COUNTS = (4, 16, WAITING)
-"""Waiting entries that are captured."""
+"""Numbers of waiting entries for which graphs are captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
-    """A trained drafter network, the target's embedding it reads tokens with, and how its trees grow."""
+    """A trained drafter network, the target's embedding of tokens, and how trees grow."""
 
     network: ServingNetwork
     embed: Embed
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks begun at once after the first forward
     policy: str = "best_first"  # of POLICIES
-    recorder: BlockRecorder | None = None  # of what may be learnt
+    recorder: BlockRecorder | None = None  # collects what may be learnt from
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
-    ready: Callable[[], bool] = lambda: True  # whether they have anything to say
+    ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
 
 
-class Sizes(NamedTuple):
-    """What the host knows of a batch of trees before they grow."""
+class HostSizes(NamedTuple):
+    """Sizes of a batch that the host knows before trees grow."""
 
-    waiting: int  # most entries that wait for any of its sequences
-    warm: bool  # whether any of its temperatures may be above 0
+    waiting: int  # most waiting entries of any sequence
+    warm: bool  # whether any temperature may be above 0
 
 
 class Keys(NamedTuple):
-    """Whose trees grow, and the keys of their sampling noise; all [batch]."""
+    """The batch's rows and the keys of its sampling noise; all [batch]."""
 
     rows: Tensor  # int64
     seeds: Tensor  # int64
@@ -62,15 +62,15 @@ class Keys(NamedTuple):
     roots: Tensor  # int64, absolute positions
 
 
-class Ground(NamedTuple):
-    """What all blocks of a tree stand on."""
+class TreeStart(NamedTuple):
+    """What all blocks of a tree share."""
 
     keys: Keys
     noise: TreeNoise
 
 
-class Nodes(NamedTuple):
-    """One forward's nodes, [batch, nodes]; parents count across forwards."""
+class ForwardNodes(NamedTuple):
+    """The nodes of one forward, [batch, nodes]; parents are indices among all forwards' nodes."""
 
     tokens: Tensor
     parents: Tensor
@@ -80,97 +80,94 @@ class Nodes(NamedTuple):
     buckets: Tensor  # [nodes] int64, of the calibration
 
 
-class Further(NamedTuple):
-    """What blocks that start at a forward's nodes need of it."""
+class NextStarts(NamedTuple):
+    """What the next forward's blocks, which start at this one's nodes, need."""
 
     picked: Picked
-    states: Tensor  # [batch, starts, block, hidden]
+    states: Tensor  # [batch, starts, block, width]
     live: Live
 
 
-class Block(NamedTuple):
+class GrownBlock(NamedTuple):
     """What one forward adds to a tree."""
 
-    nodes: Nodes
-    further: tuple[Further, ...]  # none behind the last forward that a tree may have
+    nodes: ForwardNodes
+    next_starts: tuple[NextStarts, ...]  # one, or none after the last forward that a tree may have
 
 
-class Blocks:
-    """Grows blocks from committed entries, makes one tree of them, and learns what became of it: `begin`, `follow` (one
-    for each further block), `tree`, `take_in` and `pass_by` are runners of the functions below, eager or captured in a
-    few shapes, whose batches are padded with rows of nobody's and whose waiting entries with what nobody sees."""
+class TreeGrower:
+    """Grows blocks from committed entries, merges them into one tree, and learns from what was accepted. `begin`,
+    `follow` (one for each further block), `tree`, `take_in` and `pass_by` run the methods below, eagerly or captured in
+    a few shapes: batches are padded with a dummy row, waiting entries with entries that no attention reads."""
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
-        self._weights, self._network = weights, weights.network
-        config = weights.network.config
-        self._policy = POLICIES[weights.policy]
-        self._max_nodes = sizes.max_nodes
-        self._ops = weights.network.ops
-        live = config.live(weights.blocks, weights.starts)
-        self._witness = sizes.witness
-        self.pool = EntryPool(weights.network, sizes.num_slots, lines=sizes.max_sequences, live=live)
-        width = len(config.tap_layers) * config.hidden_size
-        self.state = EntryState(sizes, self.pool, width, weights.network.dtype)
-        self._forward = forward_of(weights.network, weights.embed, self.pool, self.state)
+        network, config = weights.network, weights.network.config
+        self._weights, self._max_nodes, self._observer = weights, sizes.max_nodes, sizes.observer
+        further = 0 if config.traits.conditioned else (weights.blocks - 1) * weights.starts * config.block_size
+        live = config.forward_size - config.cached_entries + further
+        self.pool = EntryPool(network, sizes.num_slots, sequences=sizes.max_sequences, live=live)
+        self.state = EntryState(sizes, self.pool, config.features_size, network.dtype)
+        self._forward = forward_of(network, weights.embed, self.pool, self.state)
         self.calibration = RankCalibration(config.block_size, sizes)
         capture, most = sizes.capture, sizes.max_sequences
         padding = self.state.padding(most)
         self.take_in = by_batch(self._take_in, capture, most, padding)
-        nobody, _, counts, slots, _, tokens = padding
-        passing = (nobody, counts, slots, tokens)
-        self.pass_by = by_batch(self._pass_by, capture, most, passing)
-        none = torch.zeros_like(nobody)
-        keys = Keys(nobody, none, none.float(), none)
-        begun = [(keys, Sizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
+        rows, _, counts, slots, _, tokens = padding
+        self.pass_by = by_batch(self._pass_by, capture, most, (rows, counts, slots, tokens))
+        zeros = torch.zeros_like(rows)
+        keys = Keys(rows, zeros, zeros.float(), zeros)
+        begun = [(keys, HostSizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
         self.begin = by_batch(self._begin, capture, most, *begun)
         # How many entries wait changes nothing in the shapes of what follows.
-        grown: list[tuple[Ground, tuple[Block, ...]]] = [
-            (ground, (first,)) for ground, first in self.begin.results[:: len(COUNTS)]
+        grown: list[tuple[TreeStart, tuple[GrownBlock, ...]]] = [
+            (start, (first,)) for start, first in self.begin.results[:: len(COUNTS)]
         ]
-        self.follow: list[GraphRunner[Block]] = []
+        self.follow: list[GraphRunner[GrownBlock]] = []
         for _ in range(1, weights.blocks):
             runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
-            grown = [(ground, (*blocks, last)) for (ground, blocks), last in zip(grown, runner.results, strict=True)]
-        of_batches = grown[::2]  # a tree does not depend on warmth
+            grown = [(start, (*blocks, last)) for (start, blocks), last in zip(grown, runner.results, strict=True)]
+        of_batches = grown[::2]  # a tree does not depend on temperatures
         numbers = range(weights.blocks, 0, -1)
-        trees = (((), of_tree(ground, blocks[:number])) for number, (ground, blocks) in product(numbers, of_batches))
+        trees = (((), tree_inputs(start, blocks[:number])) for number, (start, blocks) in product(numbers, of_batches))
         self.tree = GraphRunner(self._tree, capture, trees)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Run entries without drafting."""
+        """Run entries without drafting. # rows [batch]"""
         self._forward.ingest(rows, waiting)
 
-    def _begin(self, keys: Keys, sizes: Sizes) -> tuple[Ground, Block]:
+    def _begin(self, keys: Keys, sizes: HostSizes) -> tuple[TreeStart, GrownBlock]:
         """Run what waits, and the block at the newest entry."""
         waiting = self.state.take(keys.rows, sizes.waiting)
-        anchored = waiting.positions[:, -1] >= 0  # not a text whose last token alone is still to be read
+        anchored = waiting.positions[:, -1] >= 0  # False: only the last token is committed, and it has not been read
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
-        depth = self._weights.blocks * self._network.config.block_size
-        ground = Ground(keys, TreeNoise.of(noise, depth, self._network.d2t))
-        states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, hidden]
+        network = self._weights.network
+        depth = self._weights.blocks * network.config.block_size
+        start = TreeStart(keys, TreeNoise.of(noise, depth, network.d2t))
+        states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, width]
         root = Origin.root(keys.rows.shape[0], keys.rows.device)
         root = root._replace(survival=root.survival * anchored[:, None])
-        block, logits = self._block(states, live, root, ground, [])
+        block, logits = self._block(states, live, root, start, [])
         if self._weights.recorder is not None:
             roots = keys.roots.where(anchored, NOWHERE)
-            self._weights.recorder.grown(keys.rows, roots, self._read(states)[:, 0], logits[:, 0])
-        return ground, block
+            self._weights.recorder.grown(keys.rows, roots, self._for_heads(states)[:, 0], logits[:, 0])
+        return start, block
 
-    def _follow(self, ground: Ground, before: Sequence[Block]) -> Block:
-        """Run the blocks that start at nodes of the last one."""
-        picked, states, live = before[-1].further[0]
-        states, live = self._forward.next(states, picked, live, ground.keys.roots)
-        return self._block(states, live, picked.origin, ground, before)[0]
+    def _follow(self, start: TreeStart, before: Sequence[GrownBlock]) -> GrownBlock:
+        """Run the blocks that start at nodes of the last forward."""
+        picked, states, live = before[-1].next_starts[0]
+        states, live = self._forward.next(states, picked, live, start.keys.roots)
+        return self._block(states, live, picked.origin, start, before)[0]
 
-    def _tree(self, rows: Tensor, grown: Sequence[Nodes]) -> DraftTree:
-        """One tree of all blocks' nodes; keeps what is needed to learn from it."""
+    def _tree(self, rows: Tensor, grown: Sequence[ForwardNodes]) -> DraftTree:
+        """Merge all forwards' nodes into one tree; keep what is needed to learn from it."""
         tokens, parents, depths, survival, predicted, buckets = grown[0]
         if len(grown) > 1:
             values = (torch.cat(part, dim=-1) for part in zip(*grown, strict=True))
             tokens, parents, depths, survival, predicted, buckets = values
-        merge = self._ops.merge_trees if len(grown) > 1 else self._ops.likeliest_nodes  # of one block all paths differ
-        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # of a raw tree it is not read
+        ops = self._weights.network.ops
+        merge = ops.merge_trees if len(grown) > 1 else ops.likeliest_nodes  # within one forward all paths differ
+        raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read
         tree, chosen = merge(raw, self._max_nodes)
         self.calibration.keep(rows, tree, chosen, predicted, buckets)
         return tree
@@ -178,43 +175,70 @@ class Blocks:
     def _take_in(
         self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Learn from what was committed, and let it wait for the next forward; arguments as of `EntryState.wait`.
-        # -> [2] as of `learn`"""
+        """Learn from what was committed, and queue it for the next forward; arguments as of `EntryState.wait`.
+        # -> [2] as of `RankCalibration.learn`"""
         self.state.wait(rows, positions, counts, slots, features, tokens)
         return self.calibration.learn(rows, tokens, counts)
 
     def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """The same of what no block will see. # -> [2] as of `learn`"""
+        """Learn from what was committed, and mark it as never run. # -> [2] as of `RankCalibration.learn`"""
         self.pool.forget(taken_slots(slots, counts))
         return self.calibration.learn(rows, tokens, counts)
 
     def _block(
-        self, states: Tensor, live: Live, origin: Origin, ground: Ground, before: Sequence[Block]
-    ) -> tuple[Block, Tensor]:
-        """The nodes of one forward's blocks, and its logits. # states [batch, starts, block, hidden]"""
-        number = len(before)
+        self, states: Tensor, live: Live, origin: Origin, start: TreeStart, before: Sequence[GrownBlock]
+    ) -> tuple[GrownBlock, Tensor]:
+        """Return the nodes of one forward's blocks, and its logits. # states [batch, starts, block, width]"""
+        number, network = len(before), self._weights.network
         ahead = torch.arange(states.shape[2], device=states.device)
-        proposal = propose(self._network, self._read(states), origin.depth[..., None] + 1 + ahead, ground.noise)
-        predicted = self._policy(proposal.chances)
-        is_last, paths = number + 1 == self._weights.blocks, self._network.config.traits.paths
+        proposal = propose(network, self._for_heads(states), origin.depth[..., None] + 1 + ahead, start.noise)
+        predicted = POLICIES[self._weights.policy](proposal.chances)
+        is_last, paths = number + 1 == self._weights.blocks, network.config.traits.paths
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
         starts = 0 if is_last else self._weights.starts
-        lattice, picked = self._ops.grow_lattice(*offered, first_number, MIN_SURVIVAL, starts)
-        self._witness(lattice, proposal.logits, self._network.d2t)
+        lattice, picked = network.ops.grow_lattice(*offered, first_number, MIN_SURVIVAL, starts)
+        self._observer(lattice, proposal.logits, network.d2t)
         buckets = self.calibration.buckets(number).flatten()
         if paths > 1:
-            grown = Chain(*offered, MIN_SURVIVAL, paths=paths).nodes()
-            nodes = Nodes(*grown, predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
-            return Block(nodes, ()), proposal.logits
-        nodes = Nodes(*lattice.nodes(), predicted.flatten(1), buckets.repeat(states.shape[1]))
-        return Block(nodes, () if is_last else (Further(picked, states, live),)), proposal.logits
+            grown = path_nodes(*offered, MIN_SURVIVAL, paths=paths)
+            nodes = ForwardNodes(*grown, predicted.expand(-1, paths, -1, -1).flatten(1), buckets.repeat(paths))
+            return GrownBlock(nodes, ()), proposal.logits
+        nodes = ForwardNodes(*lattice.nodes(), predicted.flatten(1), buckets.repeat(states.shape[1]))
+        return GrownBlock(nodes, () if is_last else (NextStarts(picked, states, live),)), proposal.logits
 
-    def _read(self, states: Tensor) -> Tensor:
-        """What the heads read of them. # [..., hidden and more] -> [..., hidden]"""
-        return states[..., : self._network.config.hidden_size].contiguous()
+    def _for_heads(self, states: Tensor) -> Tensor:
+        """Return what the heads read. # states [..., width] -> [..., hidden]"""
+        return states[..., : self._weights.network.config.hidden_size].contiguous()
 
 
-def of_tree(ground: Ground, grown: Sequence[Block]) -> tuple[Tensor, tuple[Nodes, ...]]:
-    """What `Blocks.tree` asks for."""
-    return ground.keys.rows, tuple(block.nodes for block in grown)
+def tree_inputs(start: TreeStart, grown: Sequence[GrownBlock]) -> tuple[Tensor, tuple[ForwardNodes, ...]]:
+    """Return the arguments of `TreeGrower.tree`. # -> rows [batch], and each forward's nodes"""
+    return start.keys.rows, tuple(block.nodes for block in grown)
+
+
+def path_nodes(
+    origin: Origin, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, parents, depths and survival of a block at the root whose distributions do not depend on the path:
+    at each position the likeliest `paths` paths go on, each to all ranks. `least`: smaller survival becomes 0.
+    # tokens, predicted [batch, 1, block, rank], trust [block, rank] -> four [batch, paths * block * rank], in the order
+    path, position, rank"""
+    block, ranks = tokens.shape[2:]
+    numbers = torch.arange(paths * block * ranks, device=tokens.device).view(paths, block, ranks)
+    depths = origin.depth[..., None] + 1 + torch.arange(block, device=tokens.device)  # [batch, 1, block]
+    conditional = (predicted * trust).clamp(max=CEILING) * (depths <= MAX_DEPTH)[..., None]
+    above, parent = pad(origin.survival, (0, paths - 1)), origin.node.expand(-1, paths)  # both [batch, paths]
+    surviving, parents = list[Tensor](), list[Tensor]()
+    for position in range(block):
+        parents.append(parent)
+        surviving.append(above[:, :, None] * conditional[:, :, position])  # [batch, paths, rank]
+        above, best = surviving[-1].flatten(1).topk(paths, dim=1)
+        parent = numbers[:, position].flatten()[best]
+    wide, survival = (-1, paths, -1, ranks), torch.stack(surviving, dim=2)
+    return (
+        tokens.expand(wide).flatten(1),
+        torch.stack(parents, dim=2)[..., None].expand(wide).flatten(1),
+        depths.clamp(max=MAX_DEPTH)[..., None].expand(wide).flatten(1),
+        (survival * (survival >= least)).flatten(1),
+    )

@@ -1,7 +1,7 @@
 """Drafter files: a folder with `config.json` and `model.safetensors`, whose parameter names are those of the published
 SpecBlock weights (`input_layer.*`, `layers.N.*`, `shift_proj.N`, `norm`, `lm_head`, `rank_head.0 / .2`, `t2d`, `d2t`).
-A head that is the target's own, row by row, is not stored again. Whatever does not fit the target is refused with
-what to do, and nothing loaded in part. Also the weights of a drafter by name, to be compared, sent and written back."""
+A head that equals the target's rows is not stored. Files that do not fit the target are refused as a whole, with what
+to do. Also: the weights of a drafter by name, to compare, send and write them."""
 
 import hashlib
 import json
@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.specblock.config import SpecBlockConfig, config_from
+from drafters.specblock.model import SpecBlock
 from kernels.linear import Weight, dense, even_sample
 
 CONFIG_FILE = "config.json"
@@ -25,39 +26,39 @@ WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 ARCHITECTURE = "SpecBlock"
 VOCABULARY = "d2t"
-"""The name of the one that is no parameter: [draft_vocab] int64, target ids."""
+"""Name of the draft vocabulary among the weights, [draft_vocab] int64 target ids; the only one that is no parameter."""
 _HEAD = "lm_head.weight"
 _FORMAT = 1
 
 
 class DrafterError(ValueError):
-    """A drafter file that cannot be used, and what to do about it."""
+    """A drafter file that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a drafter borrows from its target, and how it knows that it is the right one."""
+    """What a drafter shares with its target, and the target's identity."""
 
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
     table: Weight  # [vocab, hidden], the embedding
-    output: Weight | None  # [vocab, hidden], the head; None where it is no longer held in this form
-    norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is no plain one
-    config: Mapping[str, Any] = field(default_factory=dict)  # transformers', of its decoder
+    output: Weight | None  # [vocab, hidden], the head; None where it was repacked
+    norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is not a plain RMSNorm
+    config: Mapping[str, Any] = field(default_factory=dict)  # transformers config of its decoder
 
     @cached_property
     def embedding(self) -> Tensor:
-        """# [vocab, hidden]"""
+        """The embedding, dense. # [vocab, hidden]"""
         return dense(self.table)
 
     @cached_property
     def head(self) -> Tensor | None:
-        """# [vocab, hidden]"""
+        """The head, dense, if it is available. # [vocab, hidden]"""
         return self.embedding if self.output is self.table else None if self.output is None else dense(self.output)
 
 
 def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
-    """A hash of the target that does not depend on the type its weights are held in: shapes of its decoder and the sign
-    pattern of an even sample of its embedding. # embedding [vocab, hidden]"""
+    """Return a hash of the target that does not depend on the type of its weights: of its decoder's shapes and the
+    signs of an even sample of its embedding. # embedding [vocab, hidden]"""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     signs = (even_sample(embedding, 4096).float() > 0).to(torch.uint8).cpu().numpy().tobytes()
     shapes = json.dumps({name: config.get(name) for name in (*names, "model_type")}, sort_keys=True)
@@ -66,16 +67,16 @@ def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a drafter's `config.json` says of it."""
+    """The content of a drafter's `config.json`."""
 
     config: SpecBlockConfig
-    target_identity: str | None  # None: it does not say
+    target_identity: str | None  # None: not stated
     facts: Mapping[str, Any]
-    weights_sha256: str | None  # of `model.safetensors`; None: it does not say
+    weights_sha256: str | None  # of `model.safetensors`; None: not stated
 
 
 def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping[str, Any], own_head: bool) -> None:
-    """Write weights in bf16 and the config beside them. `facts` are kept as they are: data, cost, scores."""
+    """Write weights in bf16, and the config. `facts` (data, cost, scores) are stored as they are."""
     weights = weights_of(model)
     save_weights(folder, model.config, weights, target_identity=target_identity, facts=facts, own_head=own_head)
 
@@ -89,7 +90,7 @@ def save_weights(
     facts: Mapping[str, Any],
     own_head: bool = True,
 ) -> None:
-    """What `save` does, of weights by the names of `weights_of`."""
+    """Do as `save` with weights by the names of `weights_of`. # weights [...] each"""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_published(name): value.to(torch.bfloat16) for name, value in weights.items() if name != VOCABULARY}
     if not own_head:
@@ -102,7 +103,7 @@ def save_weights(
         "format": _FORMAT,
         "architecture": ARCHITECTURE,
         "target_identity": target_identity,
-        "drafter": config.described(),
+        "drafter": config.described,
         "facts": dict(facts),
         "weights_sha256": weights_sha256(folder),
     }
@@ -110,18 +111,18 @@ def save_weights(
 
 
 def weights_sha256(folder: Path) -> str:
-    """Of the file of weights, as hexadecimal digits. Raises OSError."""
+    """Return the digest of the weights file, in hexadecimal. Raises OSError."""
     with (folder / WEIGHTS_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_config(folder: Path) -> SpecBlockConfig:
-    """The drafter's shapes alone, to know which target layers to tap before anything is loaded."""
+    """Return the config alone, which says which target layers to tap. Raises DrafterError."""
     return describe(folder).config
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
-    """A drafter for this target."""
+    """Load a drafter for this target. Raises DrafterError."""
     described = describe(folder)
     if described.target_identity != target.identity:
         raise DrafterError(
@@ -129,7 +130,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
             "train a drafter for it with `adaptree train drafter`, or set drafter to memory"
         )
     weights = read_weights(folder, described.config)
-    if _HEAD not in weights:  # it is the target's output rows of the draft tokens
+    if _HEAD not in weights:  # it equals the target's rows of the draft tokens
         if target.head is None:
             raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
         weights[_HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
@@ -139,7 +140,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 
 
 def describe(folder: Path) -> Description:
-    """What the folder's config says. Raises DrafterError."""
+    """Read the folder's config. Raises DrafterError."""
     with refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict) or described.get("format") != _FORMAT:
@@ -147,7 +148,7 @@ def describe(folder: Path) -> Description:
         raise DrafterError(f"drafter {folder}: format {found!r}, this version reads {_FORMAT}")
     with refusing(folder, f"{CONFIG_FILE} is not a drafter's", KeyError, TypeError, ValueError):
         return Description(
-            SpecBlockConfig.from_mapping(described["drafter"]),
+            config_from(described["drafter"]),
             described.get("target_identity"),
             dict(described.get("facts") or {}),
             described.get("weights_sha256"),
@@ -155,8 +156,8 @@ def describe(folder: Path) -> Description:
 
 
 def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
-    """The stored tensors by the names of `weights_of`, in the types they are stored in; without a head where it is the
-    target's. Raises DrafterError for names or shapes that are not the config's."""
+    """Read the stored tensors by the names of `weights_of`, in their stored types, without the head if it is the
+    target's. Raises DrafterError for names or shapes [...] that do not fit the config."""
     with refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
         tensors = load_file(folder / WEIGHTS_FILE)
     vocabulary = _vocabulary(tensors, config, folder)
@@ -170,7 +171,8 @@ def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
 def refuse_misfits(
     folder: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, may_lack: tuple[str, ...]
 ) -> None:
-    """Raise DrafterError unless these are the tensors by name and shape; `may_lack`: beginnings of names."""
+    """Raise DrafterError unless the tensors have these names and shapes; `may_lack`: prefixes of optional names.
+    # tensors [...] each"""
     missing = sorted(name for name in shapes.keys() - tensors.keys() if not name.startswith(may_lack))
     extra = sorted(tensors.keys() - shapes.keys())
     if missing or extra:
@@ -182,7 +184,7 @@ def refuse_misfits(
 
 
 def shapes_of(config: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a drafter's tensors by the names of `weights_of`; no memory is taken for any."""
+    """Return the shapes of a drafter's tensors by the names of `weights_of`, without allocating any."""
     with torch.device("meta"):
         model = SpecBlock(config)
     return {name: tuple(value.shape) for name, value in weights_of(model).items()}
@@ -198,7 +200,7 @@ def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None
 
 
 def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Path) -> Tensor:
-    """Target ids of the draft tokens; the file holds their distances. # -> [draft_vocab] int64"""
+    """Return the target ids of the draft tokens; the file has them minus their index. # -> [draft_vocab] int64"""
     distances = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     if distances is None or distances.shape != (config.draft_vocab_size,):
@@ -210,24 +212,24 @@ def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Pat
 
 
 def _published(name: str) -> str:
-    """The published name of one of our parameters."""
+    """Return the published name of a parameter."""
     return name.removeprefix("decoder.")
 
 
 def weights_of(model: SpecBlock) -> dict[str, Tensor]:
-    """The tensors themselves, by name."""
+    """Return all parameters and the vocabulary by name, not copied. # [...] each"""
     return {name: value.detach() for name, value in model.named_parameters()} | {VOCABULARY: model.d2t}
 
 
 def names_tokens(vocabulary: Tensor, target_vocab: int) -> bool:
-    """Whether every entry is one of the target's tokens, and none is there twice."""
+    """Whether all are tokens of the target, and none is repeated. # vocabulary [draft_vocab] int64"""
     inside = (vocabulary >= 0) & (vocabulary < target_vocab)
     return bool(inside.all()) and vocabulary.unique().shape == vocabulary.shape
 
 
 @torch.no_grad()
 def write_weights(model: SpecBlock, weights: Mapping[str, Tensor]) -> None:
-    """In place, all of them, whatever type and device they come in."""
+    """Copy all weights into the model, from any type and device. # weights [...] each, by the names of `weights_of`"""
     for name, value in model.named_parameters():
         value.copy_(weights[name])
     model.set_vocabulary(weights[VOCABULARY].to(model.d2t.device))

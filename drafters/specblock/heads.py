@@ -1,10 +1,13 @@
-"""From a block's states to candidate tokens and their chances: draft head, sampling noise, rank head.
+"""From a block's states to candidate tokens and their conditional probabilities: draft head, sampling noise, rank head,
+growth policy.
 
 The rank head sees features of the scores by which tokens are ranked (drafters/coupling.py), and predicts the class of
 the target's token among them (SpecBlock appendix B).
 Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab] as they are ranked."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,13 +15,16 @@ from torch import Tensor
 from drafters.coupling import TreeNoise
 from drafters.specblock.network import ServingNetwork
 from kernels import ops
+from kernels.hit_rates import CEILING
 from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
+
+_UNIFORM_WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChances:
-    """What the heads say of each position of a block."""
+    """What the heads predict for each position of a block."""
 
     features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
     classes: Tensor  # [..., block, 4] logits of the rank classes
@@ -39,7 +45,8 @@ class Proposal:
 
 
 def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
-    """states [batch, starts, block, hidden], depths [batch, starts, block] of the proposed tokens, from 1"""
+    """Rank tokens at each position. # states [batch, starts, block, hidden]; depths [batch, starts, block] of the
+    proposed tokens, from 1"""
     logits = network.head(states)
     features, ids = rank_features(noise.scores(logits, depths))
     chances = BlockChances(features, network.rank_logits(states, features))
@@ -47,13 +54,52 @@ def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: Tree
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The 15 features (top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the
+    """Return 15 features (top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the
     entropy) and the draft ids of ranks 1..10. # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
     return ops.on(scores.device).rank_features(scores)
 
 
 def rank_class(ids: Tensor, token: Tensor) -> Tensor:
-    """Class of a token by its rank. # ids [..., 10] draft ids by rank, token [...] draft id or -1 -> [...] int64"""
+    """Return a token's class by its rank, 3 where it is none of the ten.
+    # ids [..., 10] draft ids by rank, token [...] draft id or -1 -> [...] int64"""
     found = ids == token[..., None]
     classes = torch.tensor(CLASS_OF_RANK, device=ids.device)
     return torch.where(found.any(-1), (found * classes).sum(-1), 3)
+
+
+Policy = Callable[[BlockChances], Tensor]
+"""Growth policy: conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
+
+
+def best_first(chances: BlockChances) -> Tensor:
+    """Give each rank its share of its class's probability, in proportion to draft probability.
+    # -> [..., block, rank]"""
+    return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)
+
+
+def ranked(widths: tuple[int, ...]) -> Policy:
+    """Return a policy that keeps as many ranks as the likeliest class has in `widths` (the paper's maps, appendix B); a
+    width of 0 ends the block there."""
+
+    @cache
+    def table(device: torch.device) -> Tensor:
+        return torch.tensor(widths, device=device)
+
+    def policy(chances: BlockChances) -> Tensor:
+        width = table(chances.classes.device)[chances.classes.argmax(-1)]
+        return best_first(chances) * (torch.arange(TOP, device=chances.classes.device) < width[..., None])
+
+    return policy
+
+
+def uniform(chances: BlockChances) -> Tensor:
+    """Keep the first few ranks everywhere, with their draft probability. # -> [..., block, rank]"""
+    return chances.draft.clamp(max=CEILING) * (torch.arange(TOP, device=chances.classes.device) < _UNIFORM_WIDTH)
+
+
+POLICIES: dict[str, Policy] = {
+    "best_first": best_first,
+    "rank": ranked((2, 4, 10, 0)),
+    "rank_narrow": ranked((2, 4, 6, 4)),
+    "uniform": uniform,
+}

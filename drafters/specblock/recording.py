@@ -1,6 +1,6 @@
-"""What a SpecBlock drafter said of the positions that came to be committed, for whoever learns from it: a tree's first
-block, which speaks of the positions behind the root whatever path is accepted.
-Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = those made permanent."""
+"""Records a drafter's states and probabilities for positions that get committed, for learning. They are taken from a
+tree's first block, which covers the positions after the root whatever path is accepted.
+Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = committed ones."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, target_top
 from drafters.protocol import Committed, DraftContext, Read
 
 _TOGETHER = 16
-"""Positions that are worked up together, at least: that costs a CPU less than half of what it does one by one. Not more
-than the shortest window, so that no two of a sequence have the same place in the tables."""
+"""Positions that are processed together, at least: on a CPU less than half the cost of one by one. At most the shortest
+window, so that no two of a sequence have the same index in the tables."""
 
 
 class _Committed(NamedTuple):
-    """What one step made permanent of recorded sequences and others; of each field [positions, ...]."""
+    """What one step committed, of recorded sequences and others; each field [positions, ...]."""
 
     rows: Tensor
-    roots: Tensor  # int64, absolute; the token stands one further
+    roots: Tensor  # int64, absolute; the token is at the next position
     features: Tensor
-    known: Tensor  # bool, some block had a state for the position
+    known: Tensor  # bool, a block had a state for the position
     states: Tensor
     tokens: Tensor
     chances: Tensor
@@ -31,14 +31,14 @@ class _Committed(NamedTuple):
 
 
 class BlockRecorder:
-    """Keeps each row's last first block until the next step says what became of its positions. Behind the rows of
-    sequences stands one of nobody's, which pads batches."""
+    """Keeps each row's last first block until the next commit shows which tokens its positions got. The last row is a
+    dummy that pads batches."""
 
     def __init__(
         self, tables: FeedbackRecorder, t2d: Tensor, *, block_size: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """`t2d` [target_vocab] int64, draft id of a target token, -1 where it cannot be drafted; `wanted` says of each
-        sequence that begins, and may be stored, whether it is recorded."""
+        """`t2d` [target_vocab] int64, draft id of a target token, -1 if it cannot be drafted; `wanted` decides for each
+        sequence that begins, and may be stored, whether to record it."""
         self._tables = tables
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
@@ -52,10 +52,12 @@ class BlockRecorder:
 
     @property
     def wants_scores(self) -> bool:
+        """Whether any running sequence is recorded."""
         return bool(self._recorded)
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        self._work_up()  # what waits may be of a sequence, perhaps a private one, that had one of these rows
+        """Begin these sequences, and decide which to record."""
+        self._process()  # steps that wait may be of a sequence, perhaps a private one, that had one of these rows
         rows = [context.row for context in contexts]
         wanted = [context for context in contexts if context.store and self._wanted()]
         self._recorded.difference_update(rows)
@@ -65,11 +67,12 @@ class BlockRecorder:
         self._tables.start(wanted)
 
     def read(self, read: Read) -> None:
+        """Record a piece of a prompt."""
         if read.row in self._recorded:
             self._tables.read(read)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logits: Tensor) -> None:
-        """The first block of a tree. # rows, roots [batch]; states [batch, block, hidden];
+        """Keep the first blocks of trees. # rows, roots [batch]; states [batch, block, hidden];
         logits [batch, block, draft_vocab]"""
         self._roots.index_copy_(0, rows, roots)
         self._states.index_copy_(0, rows, states.to(self._states.dtype))
@@ -77,17 +80,17 @@ class BlockRecorder:
 
     @torch.inference_mode()
     def commit(self, committed: Committed, *, grown: bool) -> None:
-        """`grown` says whether blocks were drafted since the last call."""
+        """Record a step; `grown`: whether blocks were drafted since the last call."""
         if not self._recorded:
             return
         scores, features = committed.scores, committed.features
         assert scores is not None, "the engine was not asked for the target's scores"
         assert features is not None, "the target taps no features to learn from"
         width = committed.tokens.shape[1]
-        line, depth = scores.places // width, scores.places % width  # whose, and how far behind the root
-        rows, roots = committed.rows[line], committed.positions[line]
+        index, depth = scores.places // width, scores.places % width  # sequence, and distance from the root
+        rows, roots = committed.rows[index], committed.positions[index]
         tokens = committed.tokens.flatten()[scores.places]
-        if grown:  # before the blocks of other steps take the places of this one's
+        if grown:  # before the next step overwrites the blocks
             block = self._states.shape[1]
             entry, drafted = depth.clamp(max=block - 1), self._t2d[tokens]
             known = (self._roots[rows] == roots) & (depth < block)
@@ -108,22 +111,22 @@ class BlockRecorder:
                 states=states,
                 tokens=tokens,
                 chances=chances,
-                rejected=(depth == committed.counts[line] - 1) & (committed.tree.num_nodes[line] > 0),
+                rejected=(depth == committed.counts[index] - 1) & (committed.tree.num_nodes[index] > 0),
                 logits=scores.logits,
             )
         )
         if sum(len(step.rows) for step in self._waiting) >= _TOGETHER:
-            self._work_up()
+            self._process()
 
     def finish(self, rows: Sequence[int]) -> None:
-        """Nothing more comes of these; what was kept of them lies in the tables until it is taken out."""
+        """End these sequences; what was recorded stays in the tables until `FeedbackRecorder.finish`."""
         if not self._recorded.isdisjoint(rows):
-            self._work_up()
+            self._process()
         self._recorded.difference_update(rows)
 
     @torch.inference_mode()
-    def _work_up(self) -> None:
-        """Put what waits into the tables."""
+    def _process(self) -> None:
+        """Write waiting steps to the tables."""
         if not self._waiting:
             return
         of = _Committed(*map(torch.cat, zip(*self._waiting, strict=True)))

@@ -1,19 +1,19 @@
 """Forwards while serving: committed entries into the pool, and blocks for several sequences at once.
 
-To attention a block's rows are nodes of a tree below the entries that are committed before its anchor: the anchor's own
-block first, though the first of its entries stay in the pool, then blocks that start at nodes.
+For attention a block's rows are nodes of a tree below the entries that are committed before its anchor: first the
+anchor's own block, although the first of its entries stay in the pool, then blocks that start at nodes.
 Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in
-one forward, count = entries that wait, nodes = of all forwards of a tree so far.
+one forward, count = entries that wait, nodes = of all forwards of a tree so far, width as in `model.py`.
 """
 
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.specblock.model import Embed
+from drafters.specblock.layers import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState, Waiting
 from kernels.decoder_layer import RotaryTable, RowPlaces
@@ -21,120 +21,141 @@ from kernels.lattice import Picked
 from kernels.tree_attention import AttentionRows
 
 
-class Nodes(NamedTuple):
-    """The rows of a tree's blocks so far, and what they hang below."""
+class BlockNodes(NamedTuple):
+    """The rows of a tree's blocks so far, and the committed entries they stand below."""
 
-    lines: Tensor  # [batch] int64, of the table of entries
-    end: Tensor  # [batch] int64, place in its line of the last entry before the anchor's
+    table_rows: Tensor  # [batch] int64, of the table of entries
+    end: Tensor  # [batch] int64, index in its table row of the last entry before the anchor's
     slots: Tensor  # [batch, nodes] int64, where keys and values are
     depths: Tensor  # [batch, nodes] int64, from 1
     ancestors: Tensor  # [batch, nodes, nodes] bool
 
 
+Live = BlockNodes | Tensor
+"""What further blocks of a tree need of the blocks before, besides their states."""
+
+Own = TypeVar("Own", bound=Live)
+
+
+class Forward(Protocol[Own]):
+    """Computes blocks from committed positions, and further blocks after nodes of those."""
+
+    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
+        """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
+
+    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Own]:
+        """Do the same, and compute the block at the newest entry. # rows [batch] -> states [batch, 1, block, width]"""
+
+    def next(self, states: Tensor, picked: Picked, live: Own, roots: Tensor) -> tuple[Tensor, Own]:
+        """Compute a block at each picked node of the last forward. # states [batch, starts before, block, width] of
+        that forward; roots [batch], absolute positions of the trees' roots -> [batch, starts, block, width]"""
+
+
 class Path(NamedTuple):
-    """What stands before blocks that begin at nodes, or at the root."""
+    """The ancestors of blocks that begin at nodes, or at the root."""
 
     above: Tensor  # [batch, starts, nodes] bool
     depths: Tensor  # [batch, starts] int64, 0 for the root
 
 
 class _Layout(NamedTuple):
-    """What follows from the sizes of a forward alone."""
+    """Tensors that depend only on the sizes of a forward."""
 
     sequence: Tensor  # [rows] int64
-    node: Tensor  # [rows] int64, whose path a row sees
+    node: Tensor  # [rows] int64, node whose path a row attends to
     previous: Tensor  # [rows] int64
     ahead: Tensor  # [block] int64
     depths: Tensor  # [batch, nodes begun] int64
-    reach: Tensor  # [batch, nodes begun] int64, depth of the last node that each sees
-    inside: Tensor  # [batch, nodes begun, nodes begun] bool, who is on whose path
+    reach: Tensor  # [batch, nodes begun] int64, depth of the last node that each attends to
+    inside: Tensor  # [batch, nodes begun, nodes begun] bool, ancestors within the forward
 
 
 class BlockForward:
-    """Runs blocks on what is stored of their texts."""
+    """Runs committed positions through the layers as entries, and blocks on their stored keys and values."""
 
     def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
-        self._size, self._held = network.config.forward_size, network.config.held
+        self._size, self._cached = network.config.forward_size, network.config.cached_entries
         rotary = partial(network.shape.rotary, dtype=network.dtype)
-        # Blocks go on behind the deepest node.
+        # Blocks continue after the deepest node.
         self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Run waiting entries without drafting. # rows [batch]"""
-        if not self._network.config.num_layers:  # nothing is kept of them
-            return
         (batch, count), entries = waiting.tokens.shape, self._pool.entries
-        layout = _layout(batch, count * entries, entries, 0, 0, 0, waiting.tokens.device)
+        layout = _layout(_Sizes(batch, count * entries, entries, 0, 0), waiting.tokens.device)
         placed = self._state.placed(rows, waiting, 0)
-        nodes = Nodes(rows, placed.end, placed.live, placed.live, placed.live[..., None].bool())
+        nodes = BlockNodes(rows, placed.end, placed.live, placed.live, placed.live[..., None].bool())
         inputs = self._inputs(waiting)[:, :, :entries].flatten(0, 2).contiguous()
         row_places = self._row_places(layout, nodes, placed.at, placed.positions, placed.slots)
         self._network.store(inputs, layout.previous, row_places, self._pool.storage)
 
-    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Nodes]:
-        """Run waiting entries and the block at the newest of them. # rows [batch] -> [batch, 1, block, hidden]"""
+    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, BlockNodes]:
+        """Run waiting entries and the block at the newest of them. # rows [batch] -> [batch, 1, block, width]"""
         (batch, count), entries, size = waiting.tokens.shape, self._pool.entries, self._size
         before = (count - 1) * entries
-        layout = _layout(batch, before, entries, size, 1, 0, waiting.tokens.device)
+        layout = _layout(_Sizes(batch, before, entries, size, 1), waiting.tokens.device)
         placed = self._state.placed(rows, waiting, size)
-        nodes = Nodes(rows, placed.end, placed.live, layout.depths, layout.inside)
+        nodes = BlockNodes(rows, placed.end, placed.live, layout.depths, layout.inside)
         row_places = self._row_places(layout, nodes, placed.at, placed.positions, placed.slots)
         blocks = self._inputs(waiting)
         inputs = torch.cat([blocks[:, :-1, :entries].flatten(1, 2), blocks[:, -1]], dim=1).flatten(0, 1)
         states = self._network.states(inputs, layout.previous, row_places, self._pool.storage)
         return states.view(batch, 1, before + size, -1)[:, :, before:], nodes
 
-    def next(self, states: Tensor, picked: Picked, nodes: Nodes, roots: Tensor) -> tuple[Tensor, Nodes]:
-        """Run a block at each picked node of the last forward. # states [batch, starts before, block, hidden] of that;
-        roots [batch], the root's absolute position -> [batch, starts, block, hidden]"""
+    def next(self, states: Tensor, picked: Picked, nodes: BlockNodes, roots: Tensor) -> tuple[Tensor, BlockNodes]:
+        """Run a block at each picked node of the last forward. # states [batch, starts before, block, width] of it,
+        roots [batch] -> [batch, starts, block, width]"""
         size, known = self._size, nodes.slots.shape[1]
-        place = picked.start * size + picked.position  # [batch, starts], among the last forward's rows
-        context = states.flatten(1, 2).gather(1, place[:, :, None].expand(-1, -1, states.shape[-1]))
-        begun = place + known - states.shape[1] * size  # among all nodes
+        index = picked.start * size + picked.position  # [batch, starts], among the last forward's rows
+        context = states.flatten(1, 2).gather(1, index[:, :, None].expand(-1, -1, states.shape[-1]))
+        begun = index + known - states.shape[1] * size  # among all nodes
         above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
         path = Path(above, nodes.depths.gather(1, begun))
         return self._begin(context, picked.tokens, path, roots[:, None] + picked.origin.depth, nodes)
 
     def _begin(
-        self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: Nodes
-    ) -> tuple[Tensor, Nodes]:
-        """Run blocks behind such paths, whose entries are all a tree's own. # context [batch, starts, hidden]; tokens,
-        and positions of first entries, both [batch, starts] -> [batch, starts, block, hidden]"""
+        self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: BlockNodes
+    ) -> tuple[Tensor, BlockNodes]:
+        """Run blocks after these paths; no entry of theirs is committed. # context [batch, starts, width]; tokens, and
+        positions of first entries, both [batch, starts] -> [batch, starts, block, width]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
-        layout = _layout(batch, 0, 1, size, number, known, tokens.device, two_way=self._network.config.traits.two_way)
+        sizes = _Sizes(batch, 0, 1, size, number, known, self._network.config.traits.two_way)
+        layout = _layout(sizes, tokens.device)
         inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
         own = torch.cat([path.above.repeat_interleave(size, dim=1), layout.inside], dim=2)
         before = nodes.end[:, None] + path.depths.repeat_interleave(size, dim=1)
-        slots = self._pool.scratch(batch, known - self._held, number * size)
-        grown = Nodes(
-            nodes.lines,
+        slots = self._pool.scratch(batch, known - self._cached, number * size)
+        grown = BlockNodes(
+            nodes.table_rows,
             nodes.end,
             torch.cat([nodes.slots, slots], dim=1),
             torch.cat([nodes.depths, path.depths.repeat_interleave(size, dim=1) + layout.depths], dim=1),
             torch.cat([pad(nodes.ancestors, (0, number * size)), own], dim=1),
         )
-        standing = (positions[:, :, None] + layout.ahead).flatten(1)
-        row_places = self._row_places(layout, grown, before + layout.reach, standing, slots)
+        rotary = (positions[:, :, None] + layout.ahead).flatten(1)
+        row_places = self._row_places(layout, grown, before + layout.reach, rotary, slots)
         states = self._network.states(inputs.flatten(0, 1), layout.previous, row_places, self._pool.storage)
         return states.view(batch, number, size, -1), grown
 
     def _inputs(self, waiting: Waiting) -> Tensor:
-        """h0 of all entries of what waits. # -> [batch, count, block, hidden]"""
+        """Return the inputs of all entries of waiting positions' blocks. # -> [batch, count, block, width]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
         blocks = self._network.blocks(context, self._embed(waiting.tokens.flatten()))
         return blocks.view(*waiting.tokens.shape, self._size, -1)
 
-    def _row_places(self, layout: _Layout, nodes: Nodes, at: Tensor, positions: Tensor, slots: Tensor) -> RowPlaces:
-        """at, positions, slots [batch, rows of a sequence]: places in the line of entries, rotary positions, and where
-        keys and values go"""
+    def _row_places(
+        self, layout: _Layout, nodes: BlockNodes, at: Tensor, positions: Tensor, slots: Tensor
+    ) -> RowPlaces:
+        """Plan attention for a forward's rows. # at, positions, slots [batch, rows of a sequence]: indices in the table
+        row, rotary positions, and where keys and values go"""
         network = self._network
         rows = AttentionRows(
             layout.sequence,
             at.flatten(),
             layout.node,
-            table_rows=nodes.lines,
+            table_rows=nodes.table_rows,
             extend_end=nodes.end,
             node_slots=nodes.slots,
             node_depths=nodes.depths,
@@ -145,23 +166,106 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = self._rotary(positions.flatten())
-        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # of one row each it is a view
+        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # with one row per sequence it is a view
+
+
+class HeadsForward(BlockForward):
+    """Of networks without layers, which keep nothing of committed positions."""
+
+    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
+        """Do nothing. # rows [batch]"""
+
+
+class _StoreOnly:
+    """Attention plan of rows that only write keys and values."""
+
+    def attend(
+        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        raise AssertionError("rows that are only stored do not attend")
+
+
+class InjectedForward(BlockForward):
+    """Makes each layer's keys and values of committed positions from their conditions, and runs only blocks. A
+    condition stands at its position, a block's first entry at the token after it."""
+
+    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
+        """Store waiting positions' conditions as keys and values. # rows [batch]"""
+        self._inject(waiting)
+
+    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, BlockNodes]:
+        """Do the same, and run the block at the newest position. # rows [batch] -> [batch, 1, block, width]"""
+        context = self._inject(waiting)
+        batch = len(rows)
+        above = torch.zeros(batch, 1, 0, dtype=torch.bool, device=rows.device)
+        none = torch.zeros(batch, 0, dtype=torch.int64, device=rows.device)
+        nodes = BlockNodes(rows, self._state.known(rows) - 1, none, none, above[:, :0])
+        root = torch.zeros(batch, 1, dtype=torch.int64, device=rows.device)
+        positions = waiting.positions[:, -1:].clamp(min=0) + 1
+        return self._begin(context[:, -1:], waiting.tokens[:, -1:], Path(above, root), positions, nodes)
+
+    def _inject(self, waiting: Waiting) -> Tensor:
+        """Store and return the conditions of waiting positions. # -> [batch, count, hidden]"""
+        context = self._network.condition(waiting.features.flatten(0, 1))
+        cos, sin = self._rotary(waiting.positions.clamp(min=0).flatten())
+        places = RowPlaces(cos, sin, self._pool.places(waiting.slots).flatten().contiguous(), _StoreOnly())
+        self._network.inject(context, places, self._pool.storage)
+        return context.view(*waiting.tokens.shape, -1)
+
+
+class ConditionedForward:
+    """Runs the layers once per tree, as `InjectedForward`. Each block is one position: a state of that forward,
+    conditioned on the token before it. What further blocks need are the states, [batch, forward size, hidden]."""
+
+    def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
+        self._layers = InjectedForward(network, embed, pool, state)
+        self._network, self._embed = network, embed
+        self.ingest = self._layers.ingest
+
+    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Tensor]:
+        """Run the layers, and condition the first state on the newest token. # rows [batch]
+        -> [batch, 1, 1, hidden], [batch, forward size, hidden]"""
+        states, _ = self._layers.first(rows, waiting)
+        return self._conditioned(states[:, :, 0], waiting.tokens[:, -1:]), states[:, 0]
+
+    def next(self, states: Tensor, picked: Picked, layers: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Condition the state after each picked node on that node's token. # layers [batch, forward size, hidden]
+        -> [batch, starts, 1, hidden]"""
+        row = picked.origin.depth[:, :, None].expand(-1, -1, layers.shape[2])
+        return self._conditioned(layers.gather(1, row), picked.tokens), layers
+
+    def _conditioned(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """# states [batch, starts, hidden], tokens [batch, starts] -> [batch, starts, 1, hidden]"""
+        found = self._network.conditioned(states.flatten(0, 1), self._embed(tokens.flatten()))
+        return found.view(states.shape)[:, :, None]
+
+
+def forward_of(network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> Forward[Any]:
+    """Return the forward of the network's kind."""
+    config = network.config
+    kinds = {"entries": BlockForward, "injected": InjectedForward, "conditioned": ConditionedForward}
+    make: Any = kinds[config.traits.forward] if config.num_layers else HeadsForward
+    found: Forward[Any] = make(network, embed, pool, state)
+    return found
+
+
+class _Sizes(NamedTuple):
+    """The numbers that a layout depends on."""
+
+    batch: int
+    committed: int  # rows of committed entries per sequence
+    entries: int  # rows of each committed position
+    size: int  # rows of a block
+    starts: int  # blocks begun per sequence
+    known: int = 0  # nodes of earlier forwards
+    two_way: bool = False  # all rows of a block attend to what its last one does
 
 
 @lru_cache(maxsize=256)
-def _layout(
-    batch: int,
-    committed: int,
-    entries: int,
-    size: int,
-    starts: int,
-    known: int,
-    device: torch.device,
-    *,
-    two_way: bool = False,
-) -> _Layout:
-    """Of `starts` blocks of each sequence behind so many committed rows; `known` nodes are there before; `two_way`: all
-    of a block see what its last one sees. Made once, for a capture cannot copy from the host."""
+def _layout(sizes: _Sizes, device: torch.device) -> _Layout:
+    """Lay out a forward's rows: of each sequence committed ones, then blocks. Cached, because a captured graph cannot
+    copy from the host."""
+    batch, committed, entries, size, starts, known, two_way = sizes
     begun = torch.arange(starts * size, device=device)
     committed_rows = torch.arange(committed, device=device)
     block = begun // max(size, 1)

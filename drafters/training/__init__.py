@@ -1,1 +1,1 @@
-"""Training of drafters from what a target answered: corpus on disk, objective, fit."""
+"""Training of drafters on a target's answers: corpus on disk, objective, training loop."""

@@ -1,8 +1,8 @@
-"""What a target answered and what its layers said meanwhile, as shards on disk that training reads.
+"""A target's answers with its tapped features and output distributions, as shards on disk that training reads.
 
 One shard is one safetensors file of sequences laid end to end. Legend: sequences; tokens = positions of all sequences;
-labels = predicted positions of all sequences: a response of n tokens has n + 1, the last is what would have come next;
-said = response tokens of all sequences; branches = tokens that the target might have said instead of each of them.
+labels = predicted positions of all sequences: a response of n tokens has n + 1, the last for the token after its end;
+responses = response tokens of all sequences; branches = alternative tokens of the target at each of them.
 """
 
 import hashlib
@@ -20,29 +20,30 @@ TOP = 64
 
 _LABEL_RANKS = 8
 _LABEL_WEIGHT = 0.5
-"""What the target might have said counts too, or a small corpus would leave out common words by chance."""
+"""Alternative tokens count too, or a small corpus would leave out common words by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The content of one file."""
+    """The content of one shard."""
 
     tokens: Tensor  # [tokens] int32
     features: Tensor  # [tokens, taps * hidden] bfloat16, tapped target layers
     lengths: Tensor  # [sequences] int64, prompt and response
     prompts: Tensor  # [sequences] int64, prompt tokens
-    temps: Tensor  # [sequences] float32, the temperature the response was sampled at
+    temps: Tensor  # [sequences] float32, the response's temperature
     top_ids: Tensor  # [labels, TOP] int32, the target's likeliest tokens
     top_logprobs: Tensor  # [labels, TOP] float16
-    branch_ids: Tensor | None = None  # [said, branches, TOP] int32, the target's likeliest tokens behind each branch
-    branch_logprobs: Tensor | None = None  # [said, branches, TOP] float16
+    branch_ids: Tensor | None = None  # [responses, branches, TOP] int32, likeliest tokens after each branch
+    branch_logprobs: Tensor | None = None  # [responses, branches, TOP] float16
 
     @property
     def num_branches(self) -> int:
+        """Branches per response token."""
         return 0 if self.branch_ids is None else self.branch_ids.shape[1]
 
     def save(self, path: Path) -> None:
-        """Write under a temporary name first, so that a broken-off run leaves no half shard."""
+        """Write under a temporary name first, so that an interrupted run leaves no partial shard."""
         part = path.with_suffix(".part")
         values = {name: getattr(self, name) for name in self.__slots__}
         save_file({name: value for name, value in values.items() if value is not None}, part)
@@ -50,6 +51,7 @@ class Shard:
 
     @staticmethod
     def load(path: Path) -> "Shard":
+        """Read a shard, memory-mapped."""
         return Shard(**load_file(path))
 
 
@@ -62,28 +64,30 @@ class Example:
     prompt: int
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
-    temperature: float = 0.0  # the response was sampled at
+    temperature: float = 0.0  # of the response
     branch_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
     branch_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
-    seed: int | None = None  # of the sampling noise, where that is known
+    seed: int | None = None  # of the sampling noise; None: unknown
     start: int = 0  # absolute position of the first token
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and response."""
         return self.tokens.shape[0]
 
     @property
     def num_branches(self) -> int:
+        """Branches per response token."""
         return self.branch_ids.shape[1]
 
     @property
     def response(self) -> Tensor:
-        """The response's tokens, on the device of the target's labels: a served text has its tokens on the host.
+        """The response's tokens on the device of the labels; served examples have their tokens on the host.
         # -> [length - prompt] int64"""
         return self.tokens[self.prompt :].to(self.top_ids.device)
 
     def first(self, length: int) -> "Example":
-        """Its first `length` tokens."""
+        """Return the first `length` tokens of it."""
         labels = length - self.prompt + 1
         return replace(
             self,
@@ -96,8 +100,7 @@ class Example:
         )
 
     def within(self, length: int) -> "Example":
-        """What a drafter that sees so many tokens learns from. Of a longer text the beginning of the prompt is left
-        out, and of a response that is longer still the end."""
+        """Return at most so many tokens of it: first the prompt loses its beginning, then the response its end."""
         left_out = min(self.prompt - 1, max(0, self.length - length))
         seen = self.tokens[left_out:], self.features[left_out:]
         start, prompt = self.start + left_out, self.prompt - left_out
@@ -106,21 +109,21 @@ class Example:
 
     @property
     def prompt_digest(self) -> bytes:
-        """Equal for sequences that answer the same prompt."""
+        """A digest of the prompt."""
         return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
-def likeliest_others(top_ids: Tensor, said: Tensor, count: int) -> Tensor:
-    """Ranks of so many tokens that the target might have said instead. # top_ids [said, TOP], said [said]
-    -> [said, count] int64"""
-    return (top_ids == said[:, None]).byte().argsort(dim=1, stable=True)[:, :count]
+def likeliest_others(top_ids: Tensor, response: Tensor, count: int) -> Tensor:
+    """Return the ranks of the likeliest tokens other than the response's. # top_ids [responses, TOP], response
+    [responses] -> [responses, count] int64"""
+    return (top_ids == response[:, None]).byte().argsort(dim=1, stable=True)[:, :count]
 
 
 def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
-    """All sequences of some shards, memory-mapped, within so many tokens."""
+    """Return the sequences of some shards, memory-mapped, each cut to `max_length` tokens."""
     examples = []
     for shard in map(Shard.load, paths):
-        token, label, said = 0, 0, 0
+        token, label, first = 0, 0, 0
         sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
         for length, prompt, temperature in sequences:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
@@ -128,16 +131,16 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
                 whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
                 if shard.branch_ids is not None and shard.branch_logprobs is not None:
-                    own = slice(said, said + length - prompt)
+                    own = slice(first, first + length - prompt)
                     ids, logprobs = shard.branch_ids[own], shard.branch_logprobs[own]
                     whole = replace(whole, branch_ids=ids, branch_logprobs=logprobs)
                 examples.append(whole.within(max_length))
-            token, label, said = mine.stop, labelled.stop, said + length - prompt
+            token, label, first = mine.stop, labelled.stop, first + length - prompt
     return examples
 
 
 def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those of a few prompts that are kept apart; the same ones whatever the order."""
+    """Split examples into training and held-out ones, by prompt and independent of their order."""
     digests = [example.prompt_digest for example in examples]
     prompts = sorted(set(digests))
     kept = set(prompts[: max(1, min(most, int(share * len(prompts))))])
@@ -146,9 +149,9 @@ def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[
 
 
 class Branches(NamedTuple):
-    """By position, what the target might have said there; all [batch, length, branches]."""
+    """The target's alternative tokens by position; all [batch, length, branches]."""
 
-    labels: Tensor  # int64, of the position behind, -1 where there is no branch
+    labels: Tensor  # int64, label of the position after, -1 where there is no branch
     tokens: Tensor  # int64
     odds: Tensor  # float32
 
@@ -160,7 +163,7 @@ class Batch:
     tokens: Tensor  # [batch, length] int64, 0 padded
     features: Tensor  # [batch, length, taps * hidden]
     label_index: Tensor  # [batch, length + block] int64, the label of each position, -1 where there is none
-    top_ids: Tensor  # [labels, TOP] int64, behind those of positions those of branches
+    top_ids: Tensor  # [labels, TOP] int64, first those of positions, then those of branches
     top_logprobs: Tensor  # [labels, TOP] float32
     passed: Tensor  # [batch, length + reach] float32, log-probability of the response up to each position
     branches: Branches
@@ -168,23 +171,23 @@ class Batch:
 
     @staticmethod
     def of(examples: list[Example], reach: int, device: torch.device | str) -> "Batch":
-        """`reach` positions beyond the end can be asked for; they have no label."""
+        """Join examples; up to `reach` positions past the end may be indexed, and have no label."""
         longest = max(example.length for example in examples)
         tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
         features = torch.zeros(len(examples), longest, examples[0].features.shape[1], dtype=examples[0].features.dtype)
         label_index = torch.full((len(examples), longest + reach), -1)
         passed = torch.zeros(len(examples), longest + reach)
         base = 0
-        for line, example in enumerate(examples):
-            tokens[line, : example.length] = example.tokens
-            features[line, : example.length] = example.features
+        for index, example in enumerate(examples):
+            tokens[index, : example.length] = example.tokens
+            features[index, : example.length] = example.features
             labels = example.top_ids.shape[0]
-            label_index[line, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
+            label_index[index, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
             base += labels
-            passed[line, example.prompt : example.length] = _logprobs_said(example).cumsum(0)
-        behind = [e for e in examples if e.num_branches]
-        ids = [e.top_ids for e in examples] + [e.branch_ids.flatten(0, 1) for e in behind]
-        logprobs = [e.top_logprobs for e in examples] + [e.branch_logprobs.flatten(0, 1) for e in behind]
+            passed[index, example.prompt : example.length] = _response_logprobs(example).cumsum(0)
+        branched = [e for e in examples if e.num_branches]
+        ids = [e.top_ids for e in examples] + [e.branch_ids.flatten(0, 1) for e in branched]
+        logprobs = [e.top_logprobs for e in examples] + [e.branch_logprobs.flatten(0, 1) for e in branched]
         return Batch(
             tokens=tokens.to(device),
             features=features.to(device),
@@ -197,30 +200,31 @@ class Batch:
         )
 
 
-def _logprobs_said(example: Example) -> Tensor:
-    """Of the response's tokens; of one beyond the likeliest ones that of the last of these. # -> [said] float32"""
-    said = example.response
-    found = example.top_ids[: len(said)] == said[:, None]
+def _response_logprobs(example: Example) -> Tensor:
+    """Return the log-probabilities of the response's tokens, at most the least of the likeliest ones. # ->
+    [response]"""
+    response = example.response
+    found = example.top_ids[: len(response)] == response[:, None]
     rank = torch.where(found.any(1), found.byte().argmax(1), found.shape[1] - 1)
-    return example.top_logprobs[: len(said)].float().gather(1, rank[:, None])[:, 0]
+    return example.top_logprobs[: len(response)].float().gather(1, rank[:, None])[:, 0]
 
 
 def _branches(examples: Sequence[Example], longest: int, *, first_label: int) -> Branches:
-    """Those of a batch, whose labels count up from the first."""
+    """Return the branches of a batch, with labels that count up from the first."""
     shape = len(examples), longest, examples[0].num_branches
     labels, tokens, odds = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for line, example in enumerate(examples):
-        response, said = slice(example.prompt, example.length), example.length - example.prompt
-        ranks = likeliest_others(example.top_ids[:said], example.response, example.num_branches)
-        labels[line, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
-        tokens[line, response] = example.top_ids[:said].long().gather(1, ranks)
-        odds[line, response] = example.top_logprobs[:said].float().gather(1, ranks).exp()
+    for index, example in enumerate(examples):
+        response, count = slice(example.prompt, example.length), example.length - example.prompt
+        ranks = likeliest_others(example.top_ids[:count], example.response, example.num_branches)
+        labels[index, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
+        tokens[index, response] = example.top_ids[:count].long().gather(1, ranks)
+        odds[index, response] = example.top_logprobs[:count].float().gather(1, ranks).exp()
         first_label += ranks.numel()
     return Branches(labels, tokens, odds)
 
 
 def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Places of texts of similar length, of at most so many tokens with padding; a longer text goes alone."""
+    """Group indices of sequences of similar length, at most so many tokens with padding; a longer sequence is alone."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     waiting: list[int] = []
     for place in order:
@@ -233,7 +237,7 @@ def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 def batches(examples: list[Example], *, tokens: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """One pass over all examples in random order, of similar length within a batch of about that many tokens."""
+    """Yield all examples once in random order, in batches of similar length and about that many tokens."""
     order = torch.randperm(len(examples), generator=generator).tolist()
     window = max(1, 32 * tokens // max(1, sum(e.length for e in examples) // max(1, len(examples))))
     groups: list[list[Example]] = []
@@ -245,21 +249,22 @@ def batches(examples: list[Example], *, tokens: int, generator: torch.Generator)
 
 
 def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) -> Tensor:
-    """The `size` tokens of largest expected frequency in responses and labels, ascending. # -> [size] int64"""
+    """Return the `size` tokens with the largest expected frequency in responses and labels, ascending. # -> [size]
+    int64"""
     frequency = torch.zeros(vocab_size, dtype=torch.float64)
     for example in examples:
-        said = example.tokens[example.prompt :]
+        response = example.tokens[example.prompt :]
         likely = example.top_ids[:, :_LABEL_RANKS].flatten().long()
-        largest = max(int(said.max()), int(likely.max()))
+        largest = max(int(response.max()), int(likely.max()))
         if largest >= vocab_size:
             raise TrainingError(
                 f"the features hold token {largest}, but the target has {vocab_size}: they were made for another target"
             )
-        frequency.index_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+        frequency.index_add_(0, response, torch.ones_like(response, dtype=torch.float64))
         odds = example.top_logprobs[:, :_LABEL_RANKS].double().exp().flatten()
         frequency.index_add_(0, likely, _LABEL_WEIGHT * odds)
     return frequency.topk(min(size, vocab_size)).indices.sort().values
 
 
 class TrainingError(ValueError):
-    """Training cannot start or go on; the message says what to change."""
+    """Training cannot start or continue; the message says what to change."""

@@ -1,6 +1,6 @@
-"""The training loop, which reports after each step, and the file a run continues from.
-The order of batches follows from seed and epoch, what a step draws from seed, step and rank: a run that is taken up
-again computes what it would have computed, and no generator has to be kept."""
+"""The training loop, which reports after each step, and the file from which an interrupted run continues.
+The order of batches follows from seed and epoch, random numbers of a step from seed, step and rank: a continued run
+computes what it would have computed without the interruption, and no generator state is stored."""
 
 import math
 import time
@@ -25,33 +25,34 @@ _STEPS_APART = 7_919
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """The end of a run: so many steps or so many seconds, whichever comes first; one is given."""
+    """When a run ends: after so many steps or seconds, whichever comes first; at least one is given."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def fraction(self, steps: int, seconds: float) -> float:
-        """How much of the run is over, 0 to 1."""
+        """Return how much of the run is over, 0 to 1."""
         parts = [steps / self.steps] if self.steps is not None else []
         parts += [seconds / self.seconds if self.seconds else 1.0] if self.seconds is not None else []
         return min(1.0, max(parts))
 
 
 def rate_factor(step: int, fraction: float, *, warm_up_steps: int, least: float) -> float:
-    """What the learning rate is multiplied by at a step, counted from 0."""
+    """Return the factor of the learning rate at a step, counted from 0: linear warm-up, then cosine decay to
+    `least`."""
     rising = min(1.0, (step + 1) / max(1, warm_up_steps))
     return rising * (least + (1.0 - least) * 0.5 * (1.0 + math.cos(math.pi * fraction)))
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     epoch: int = 0
-    place: int = 0  # batches of the epoch that each process has done
+    place: int = 0  # batches of this epoch done by each process
     tokens: int = 0
-    skipped: int = 0  # steps left out because their gradients were not finite
+    skipped: int = 0  # steps without update, because their gradients were not finite
     skipped_in_a_row: int = 0
     seconds: float = 0.0
 
@@ -65,7 +66,8 @@ def save_state(
     described: Mapping[str, Any],
     notes: Mapping[str, Any],
 ) -> None:
-    """Plain JSON values: `described`, settings under which alone the run may go on; `notes`, what it remembers."""
+    """Write the file that `SavedRun.read` reads. Plain JSON values: `described`, settings that a continued run must
+    share; `notes`, facts to keep."""
     content = {
         "model": model.state_dict(),
         "d2t": model.get_buffer("d2t"),
@@ -81,10 +83,10 @@ def save_state(
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """What `save_state` left behind."""
+    """A run that `save_state` wrote."""
 
     path: Path
-    d2t: Tensor  # [draft_vocab] int64, the draft tokens, which more data must not change
+    d2t: Tensor  # [draft_vocab] int64, target ids of draft tokens; more data must not change them
     notes: Mapping[str, Any]
     _described: Mapping[str, Any]
     _position: Mapping[str, Any]
@@ -92,7 +94,7 @@ class SavedRun:
 
     @staticmethod
     def read(path: Path) -> "SavedRun":
-        """Raises TrainingError for a damaged file."""
+        """Read the file. Raises TrainingError if it is damaged."""
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -101,7 +103,7 @@ class SavedRun:
         return SavedRun(path, content["d2t"], content["notes"], content["described"], content["position"], states)
 
     def refuse_others(self, described: Mapping[str, Any], *, may_lack: Sequence[str] = ()) -> None:
-        """Raise TrainingError unless it was made with these settings; of `may_lack` it may say nothing."""
+        """Raise TrainingError unless the run has these settings; files without those of `may_lack` pass."""
         before = {name: described[name] for name in may_lack} | dict(self._described)
         changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
         if changed:
@@ -111,7 +113,7 @@ class SavedRun:
             )
 
     def take_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
-        """How far it is, with its weights in the model."""
+        """Load weights and optimizer state, and return the position."""
         weights, moments = self._states
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
@@ -120,6 +122,8 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
+    """Hyper-parameters of the training loop."""
+
     batch_tokens: int = 2000  # per process and step
     learning_rate: float = 5e-4
     warm_up_steps: int = 50
@@ -132,7 +136,9 @@ class FitSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class FitReport:
+    """One training step."""
+
     position: Position
     loss: float
     gradient_norm: float
@@ -144,13 +150,23 @@ Objective = Callable[[Batch, torch.Generator], StepScores]
 
 
 def make_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
-    """AdamW over what is to be trained; no decay: the weights start from the target's."""
+    """Make AdamW over the trainable parameters, without weight decay because they start from the target's."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0)
 
 
-class Trainer:
-    """Owner of the weights while they are trained."""
+def clipped_gradients(loss: Tensor, trained: Sequence[nn.Parameter], clip: float, ranks: Ranks | None = None) -> Tensor:
+    """Backpropagate, average over processes, clip to this norm, and return the norm before clipping, which is not
+    finite if a gradient is not. # scalars"""
+    loss.backward()
+    if ranks is not None:
+        with torch.no_grad():
+            ranks.average([parameter.grad for parameter in trained if parameter.grad is not None])
+    return nn.utils.clip_grad_norm_(trained, clip)
+
+
+class FitLoop:
+    """Trains a model's weights on batches of examples."""
 
     def __init__(
         self,
@@ -173,11 +189,11 @@ class Trainer:
         self._device = self._trained[0].device
         ranks.spread([parameter.detach() for parameter in model.parameters()])
 
-    def run(self, examples: list[Example], length: Length) -> Iterator[StepReport]:
-        """Steps until the end of the run, each reported after it is done."""
+    def run(self, examples: list[Example], length: Length) -> Iterator[FitReport]:
+        """Train until the end of the run, and yield a report after each step."""
         began = time.perf_counter() - self.position.seconds
         while True:
-            for batch in self._made(self._epoch(examples)[self.position.place :]):
+            for batch in self._batches(self._epoch(examples)[self.position.place :]):
                 seconds = self._ranks.first(time.perf_counter() - began)
                 fraction = length.fraction(self.position.step, seconds)
                 self.position = replace(self.position, seconds=seconds)
@@ -186,8 +202,8 @@ class Trainer:
                 yield self._step(batch, fraction)
             self.position = replace(self.position, epoch=self.position.epoch + 1, place=0)
 
-    def _made(self, groups: Sequence[list[Example]]) -> Iterator[Batch]:
-        """Each is made while the step before it is taken."""
+    def _batches(self, groups: Sequence[list[Example]]) -> Iterator[Batch]:
+        """Make each batch on a thread while the step before it runs."""
         with ThreadPoolExecutor(max_workers=1) as maker:
             coming: Future[Batch] | None = None
             for group in groups:
@@ -198,7 +214,7 @@ class Trainer:
                 yield coming.result()
 
     def _epoch(self, examples: list[Example]) -> list[list[Example]]:
-        """This process's share of the epoch's batches; every process gets the same number."""
+        """Return this process's part of the epoch's batches; every process gets the same number."""
         order = torch.Generator().manual_seed(self._settings.seed + _EPOCHS_APART * (self.position.epoch + 1))
         groups = list(batches(examples, tokens=self._settings.batch_tokens, generator=order))
         even = len(groups) // self._ranks.size * self._ranks.size
@@ -208,18 +224,15 @@ class Trainer:
             )
         return groups[:even][self._ranks.rank :: self._ranks.size]
 
-    def _step(self, batch: Batch, fraction: float) -> StepReport:
+    def _step(self, batch: Batch, fraction: float) -> FitReport:
         step, settings = self.position.step, self._settings
-        place = step * self._ranks.size + self._ranks.rank
-        drawn = torch.Generator(self._device).manual_seed(settings.seed + _STEPS_APART * (place + 1))
+        number = step * self._ranks.size + self._ranks.rank
+        drawn = torch.Generator(self._device).manual_seed(settings.seed + _STEPS_APART * (number + 1))
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=settings.autocast):
             scores = self._objective(batch, drawn)
-        trains_rank = settings.rank_from_step is not None and step >= settings.rank_from_step
-        loss = scores.draft_loss + scores.rank_loss if trains_rank else scores.draft_loss
-        loss.backward()
-        with torch.no_grad():
-            self._ranks.average([p.grad for p in self._trained if p.grad is not None])
-        norm = nn.utils.clip_grad_norm_(self._trained, settings.clip)  # before clipping
+        learns_ranks = settings.rank_from_step is not None and step >= settings.rank_from_step
+        loss = scores.draft_loss + scores.rank_loss if learns_ranks else scores.draft_loss
+        norm = clipped_gradients(loss, self._trained, settings.clip, self._ranks)
         factor = rate_factor(step, fraction, warm_up_steps=settings.warm_up_steps, least=settings.least_rate)
         rate = settings.learning_rate * factor
         is_finite = bool(torch.isfinite(norm))
@@ -243,4 +256,4 @@ class Trainer:
             skipped=before.skipped + (not is_finite),
             skipped_in_a_row=in_a_row,
         )
-        return StepReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)
+        return FitReport(self.position, scores.draft_loss.item(), norm.item(), rate, fraction)

@@ -1,34 +1,51 @@
-"""The forwards of one training step: the committed stream with first blocks at some anchors, then blocks behind those,
-on the drafter's own states, as many in a row as are asked for.
-The stream holds the entries later positions may attend to, `entries` for each position: causal. A block's rows attend
-to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section 3.3). Where
-committed positions are not run the stream is their conditions' keys and values, and says nothing itself.
-Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = sequences'
-positions whose whole blocks are trained, block = K entries, own = rows of one block, hidden."""
+"""The forwards of one training step: the committed stream with first blocks at some anchors, then further blocks that
+start at the drafter's own states.
+The stream holds the entries that later positions may attend to, `entries` for each position, and is causal. A block's
+rows attend to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section
+3.3). With injected context the stream is the conditions' keys and values, and has no states to predict from.
+Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = positions whose
+whole blocks are trained, block = K entries, own = rows of one block, hidden, width as in `SpecBlock`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from drafters.specblock.model import BlockRows, Embed, InputLayer, KeysValues, SpecBlock
-from drafters.training.attention import attend
+from drafters.specblock.layers import Embed, KeysValues
+from drafters.specblock.model import BlockRows, SpecBlock
+from drafters.specblock.structure import InputLayer
 from drafters.training.corpus import Batch
 
+_FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's, which plans each new shape, and each batch has another: 260 ms of a step of 300 on an H100."""
 
-class MaskedAttention:
-    """Rows see what a mask says of all forwards before and of their own; keeps keys and values for the next forward."""
+
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Compute softmax attention, causal where no mask `seen` [batch or 1, rows, all rows] bool is given.
+    # query [batch, heads, rows, dim], key and value [batch, kv_heads, all rows, dim] -> like query"""
+    group = query.shape[1] // key.shape[1]
+    # No kernel does grouped attention with masks.
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    mask = None if seen is None else seen[:, None]
+    with sdpa_kernel(_FOR_ANY_SHAPE):
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=seen is None, scale=scale)
+
+
+class StreamAttention:
+    """Attention by a mask over all earlier forwards' rows and this one's; keeps keys and values for the next
+    forward."""
 
     def __init__(self, seen: Tensor, before: Sequence[KeysValues] = ()) -> None:
-        """`before`: keys and values of all forwards before, by layer; none where there was no forward."""
+        """`before`: keys and values of all earlier forwards, by layer."""
         self._seen = seen  # [batch, rows, rows before + rows] bool
         self._before = before
-        self.layers: list[KeysValues] = []  # of these forwards and this one
+        self.layers: list[KeysValues] = []  # of earlier forwards and this one
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Attend`."""
+        """Attend as `Attend` says. # query [batch, heads, rows, dim] -> the same"""
         query, key, value = query.float(), key.float(), value.float()  # bf16 attention is pathological on CPU
         if self._before:
             keys, values = self._before[layer]
@@ -38,21 +55,22 @@ class MaskedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class TrainedBlocks:
     """The newest block of each anchor's path."""
 
-    anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions further
+    anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, is k positions after it
     states: Tensor  # [batch, anchors, block, hidden]
-    onward: Tensor  # like them, on which the next block goes on
-    seen: Tensor  # [batch, anchors, block, rows] bool, the rows of all forwards so far that each entry sees
+    onward: Tensor  # [batch, anchors, block, hidden], the context of blocks that start at each entry
+    seen: Tensor  # [batch, anchors, block, rows] bool, rows of all forwards so far that each entry attends to
     held: Sequence[KeysValues]  # of these rows, by layer
-    ahead: Tensor | None = (
-        None  # [batch, anchors, further blocks, hidden], states of these where they are there already
-    )
+    ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], states of one forward for all blocks
 
 
 class TrainingForward:
-    """Runs a drafter over whole answers at once."""
+    """Runs a drafter over whole answers at once; committed positions run through the layers."""
+
+    streams = 1
+    """States per committed position that predict a token."""
 
     def __init__(self, model: SpecBlock, embed: Embed) -> None:
         self._model = model
@@ -61,17 +79,18 @@ class TrainingForward:
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
-    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
-        """The states of the first entry of every position, and the blocks of some, `anchors` [batch, anchors]; `told`
-        [batch, anchors, block] bool, entries that see the true token they stand on. # -> [batch, length - 1, hidden]"""
+    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+        """Return the states of every position's first entry, and the blocks of some positions.
+        # anchors [batch, anchors]; revealed [batch, anchors, block] bool, entries that see the true token at their
+        position -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
         rest = layer.blocks(at(context, anchors), at(embedded, anchors), slice(entries, self._size))
-        if told is not None:
-            rest = rest + self._truth(batch, anchors) * told[:, :, entries:, None]
+        if revealed is not None:
+            rest = rest + self._truth(batch, anchors) * revealed[:, :, entries:, None]
         rest = rest.flatten(1, 2)
         device, (size, number) = anchors.device, anchors.shape
         place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
@@ -79,35 +98,36 @@ class TrainingForward:
         in_stream = torch.arange(entries, device=device).repeat(num_stream // entries)
         entry = torch.cat([in_stream, torch.arange(entries, self._size, device=device).repeat(number)])  # [rows]
         row, last = torch.arange(len(entry), device=device), anchor * entries + entries - 1
-        ends = torch.where(row < num_stream, row, last)  # of what a row sees of the stream
+        ends = torch.where(row < num_stream, row, last)  # last row of the stream that each row attends to
         inside = pad(_blocks(number, self._own, device).tril(), (0, 0, num_stream, 0))
         seen = torch.cat([_up_to(num_stream, ends), inside.expand(size, -1, -1)], dim=2)
-        attention = MaskedAttention(seen)
+        attention = StreamAttention(seen)
         rows = BlockRows(
             inputs=torch.cat([stream, rest], dim=1),
             positions=anchor + 1 + entry,
             previous=torch.where(entry == entries, last, row - (entry > 0).long()),
         )
-        states, onward = self._model.parted(self._model(rows, attention))
+        states, onward = self._model.heads_and_context(self._model(rows, attention))
         held = anchors[:, :, None] * entries + torch.arange(entries, device=device)
         own = torch.arange(num_stream, len(entry), device=device).view(number, self._own).expand(size, -1, -1)
         of_blocks = torch.cat([held, own], dim=2).flatten(1)  # [batch, anchors * block], among the rows
         states_of, onward_of, seen_of = (
             at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
         )
-        return states[:, :num_stream:entries], Blocks(anchors, states_of, onward_of, seen_of, attention.layers)
+        return states[:, :num_stream:entries], TrainedBlocks(anchors, states_of, onward_of, seen_of, attention.layers)
 
     def _truth(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """What the true tokens add to the entries behind an anchor's first. # -> [batch, anchors, own, hidden]"""
+        """Return what the true tokens add to the inputs of entries after an anchor's first.
+        # -> [batch, anchors, own, hidden]"""
         layer = self._model.input_layer
-        assert isinstance(layer, InputLayer), "only entries of a fused input can be told a token"
+        assert isinstance(layer, InputLayer), "only a fused input can reveal a token to an entry"
         places = anchors[:, :, None] + 1 + torch.arange(self._entries, self._size, device=anchors.device)
         tokens = batch.tokens.gather(1, places.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
         return layer.token(self._embed(tokens).unflatten(1, places.shape[1:]))
 
-    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
-        """The states of first entries at these anchors, on these tokens in place of the text's, behind the `first`
-        blocks' stream. # anchors, tokens [batch, rows] -> [batch, rows, hidden]"""
+    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
+        """Return the states of first entries at these anchors on alternative tokens, after the `first` blocks' stream.
+        # anchors, tokens [batch, rows] -> [batch, rows, hidden]"""
         layer, number = self._model.input_layer, anchors.shape[1]
         context = layer.condition(at(batch.features, anchors))
         row = torch.arange(number, device=anchors.device)
@@ -119,107 +139,110 @@ class TrainingForward:
             positions=anchors + 1,
             previous=row.expand_as(anchors),
         )
-        states = self._model(rows, MaskedAttention(torch.cat([seen, own], dim=2), first.held))
-        return self._model.parted(states)[0]
+        states = self._model(rows, StreamAttention(torch.cat([seen, own], dim=2), first.held))
+        return self._model.heads_and_context(states)[0]
 
-    def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
-        """Blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
+    def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
+        """Run blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
         place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         anchors = before.anchors + cuts
-        return self._begin(context, _behind(batch, anchors), anchors, path, before.held)
+        return self._begin(context, _after(batch, anchors), anchors, path, before.held)
 
     def _begin(
         self, context: Tensor, tokens: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
-    ) -> Blocks:
-        """Blocks on the tokens behind anchors, all of whose rows are their own. # context [batch, anchors, hidden],
-        path [batch, anchors, rows before] bool"""
+    ) -> TrainedBlocks:
+        """Run blocks outside the stream on the tokens after anchors. # context [batch, anchors, hidden], path
+        [batch, anchors, rows before] bool"""
         size, number = anchors.shape
         inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
         own = own if self._model.config.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
-        attention = MaskedAttention(seen, held)
+        attention = StreamAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
         rows = BlockRows(
             inputs=inputs.flatten(1, 2),
             positions=(anchors[:, :, None] + 1 + torch.arange(self._size, device=anchors.device)).flatten(1),
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
-        found = *self._model.parted(self._model(rows, attention)), seen
+        found = *self._model.heads_and_context(self._model(rows, attention)), seen
         states, onward, seen = (values.unflatten(1, (number, self._size)) for values in found)
-        return Blocks(anchors, states, onward, seen, attention.layers)
+        return TrainedBlocks(anchors, states, onward, seen, attention.layers)
 
 
-class InjectedForward(TrainingForward):
-    """Of kinds whose committed positions run no layer."""
+class InjectedTraining(TrainingForward):
+    """For kinds whose committed positions run no layer, and have no states of their own."""
 
-    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
-        """As of `TrainingForward`; no position has a state of its own. # -> [batch, 0, hidden]"""
-        assert told is None, "entries behind the first see no token"
+    streams = 0
+
+    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+        """Make the stream of conditions, and run the blocks. # anchors [batch, anchors] -> [batch, 0, hidden]"""
+        assert revealed is None, "entries after the first see no token"
         context = self._model.input_layer.condition(batch.features[:, :-1])
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
         path = _up_to(context.shape[1], anchors)
-        return context[:, :0], self._begin(at(context, anchors), _behind(batch, anchors), anchors, path, held)
+        return context[:, :0], self._begin(at(context, anchors), _after(batch, anchors), anchors, path, held)
 
-    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
-        """As of `TrainingForward`."""
+    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
+        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
+        -> [batch, rows, hidden]"""
         context = self._model.input_layer.condition(at(batch.features, anchors))
         positions, known = batch.tokens.shape[1] - 1, first.seen.shape[3]
         path = pad(_up_to(positions, anchors), (0, known - positions))
         return self._begin(context, tokens, anchors, path, first.held).states[:, :, 0]
 
 
-class ConditionedForward(InjectedForward):
-    """Of kinds whose layers run once in a tree: each further block is the next state, told the true token before it."""
+class ConditionedTraining(InjectedTraining):
+    """For kinds whose layers run once per tree: each further block is the next state, conditioned on the true token."""
 
-    def first(self, batch: Batch, anchors: Tensor, told: Tensor | None = None) -> tuple[Tensor, Blocks]:
-        """As of `InjectedForward`."""
-        none, layers = super().first(batch, anchors, told)
-        behind = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
-        embedded = self._embed(_behind(batch, behind.flatten(1))).view_as(layers.states)
+    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+        """Run the layers, and condition all states. # anchors [batch, anchors] -> [batch, 0, hidden]"""
+        none, layers = super().first(batch, anchors, revealed)
+        after = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
+        embedded = self._embed(_after(batch, after.flatten(1))).view_as(layers.states)
         assert self._model.path_head is not None
-        told = self._model.path_head(layers.states, embedded)
-        return none, replace(layers, states=told[:, :, :1], onward=told[:, :, :1], ahead=told[:, :, 1:])
+        states = self._model.path_head(layers.states, embedded)
+        return none, replace(layers, states=states[:, :, :1], onward=states[:, :, :1], ahead=states[:, :, 1:])
 
-    def beside(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: Blocks) -> Tensor:
-        """As of `TrainingForward`."""
+    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
+        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
+        -> [batch, rows, hidden]"""
         assert self._model.path_head is not None
-        states: Tensor = self._model.path_head(super().beside(batch, anchors, tokens, first), self._embed(tokens))
+        states: Tensor = self._model.path_head(super().alternatives(batch, anchors, tokens, first), self._embed(tokens))
         return states
 
-    def next(self, batch: Batch, before: Blocks, cuts: Tensor) -> Blocks:
-        """As of `TrainingForward`; cuts are 1."""
+    def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
+        """Return the next states as blocks. # cuts [batch, anchors], all 1"""
         assert before.ahead is not None
         states, ahead = before.ahead[:, :, :1], before.ahead[:, :, 1:]
         return replace(before, anchors=before.anchors + cuts, states=states, onward=states, ahead=ahead)
 
 
 def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
-    """That of the model's kind."""
-    if model.config.traits.conditioned:
-        return ConditionedForward(model, embed)
-    return (TrainingForward if model.config.runs_context else InjectedForward)(model, embed)
+    """Return the training forward of the model's kind."""
+    kinds = {"entries": TrainingForward, "injected": InjectedTraining, "conditioned": ConditionedTraining}
+    return kinds[model.config.traits.forward](model, embed)
 
 
-def _behind(batch: Batch, anchors: Tensor) -> Tensor:
-    """The true token behind each anchor, any where the text ends. # [batch, anchors] -> same, int64"""
+def _after(batch: Batch, anchors: Tensor) -> Tensor:
+    """Return the true token after each anchor, an arbitrary one past the end. # [batch, anchors] -> same, int64"""
     return batch.tokens.gather(1, (anchors + 1).clamp(max=batch.tokens.shape[1] - 1))
 
 
 def _up_to(num_stream: int, last: Tensor) -> Tensor:
-    """Who sees which row of the stream. # last [batch, rows] -> [batch, rows, stream] bool"""
+    """Return which rows of the stream each row attends to. # last [batch, rows] -> [batch, rows, stream] bool"""
     return torch.arange(num_stream, device=last.device) <= last[:, :, None]
 
 
 def _blocks(number: int, size: int, device: torch.device) -> Tensor:
-    """Which rows are of the same block. # -> [number * size, number * size] bool"""
+    """Return which rows are of the same block. # -> [number * size, number * size] bool"""
     blocks = torch.arange(number, device=device).repeat_interleave(size)
     return blocks[:, None] == blocks
 
 
 def at(values: Tensor, places: Tensor) -> Tensor:
-    """The values there. # values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
+    """Gather values by position. # values [batch, length, width], places [batch, anchors] -> [batch, anchors, width]"""
     return torch.take_along_dim(values, places[:, :, None], dim=1)

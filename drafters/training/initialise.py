@@ -1,13 +1,12 @@
-"""Where a drafter's training starts: at a copy of its target's end, fed with a guess of what that end would receive.
-The last layers, the output norm and the head are the target's own. A copied layer works only on inputs of the kind it
-was made for, so the input layer is solved, by one ridge regression, to predict from the normalised features of one
-position and the embedding of the next token the top tapped feature of that *next* position: with taps (2, L/2, L-3)
-and two layers this is exactly what the copied layers received in the target. What a regression needs of its positions
-are sums, so that they may come one text after the other, and none has to be kept.
-Where committed positions are not run but stand for themselves, their condition is their own top tapped feature, of
-which copied layers make the keys and values they made in the target, and the regression is from that one.
-The drafter thus begins as an approximate target without most of its layers, not as noise in front of good layers.
-Where the target's layers are of another kind than a drafter's, its own begin by passing everything through."""
+"""Initial weights of a drafter: copies of the target's last layers, output norm and head, and an input layer that
+predicts what those layers received in the target.
+
+The input layer is solved by one ridge regression: from the normalised features of one position and the embedding of the
+next token to the top tapped feature of that *next* position. With taps (2, L/2, L-3) and two layers this is exactly
+what the copied layers received. The regression needs only sums over positions, so sequences may come one by one. With
+injected context a position's condition is its own top tapped feature, of which the copied layers make the keys and
+values they made in the target, and the regression is from that feature. If the target's layers are not standard ones,
+the drafter's layers start as the identity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.medusa.model import ResidualHeads
-from drafters.specblock.model import Embed, Input, InputLayer, LayerShape, SpecBlock, SpecBlockConfig
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.layers import Embed, Input, LayerShape
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.residual_heads import ResidualHeads
+from drafters.specblock.structure import InputLayer
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
 _MOST_PENALTY = 1.0
 _CROWDING = 0.3
-_APART = 10  # every tenth text only judges
+_APART = 10  # every tenth sequence is for evaluation
 _QUERY_SPREAD = 0.3
 _TOGETHER = 1024
-"""Positions whose products are added at once: adding takes as long as the products of 256 positions do, on a CPU at 576
-dimensions."""
+"""Positions whose products are added at once: on a CPU at 576 dimensions adding costs as much as the products of 256
+positions."""
 _LEAST_DEVIATION = 1e-3
 
 
@@ -38,7 +40,7 @@ class TargetEnd:
     layers: Sequence[nn.Module]  # all decoder layers, first to last
     norm: nn.Module
     head: Tensor  # [vocab, hidden]
-    standard: bool = True  # False: layers and norm are none that a drafter can have
+    standard: bool = True  # False: a drafter cannot have such layers and norm
 
 
 def initialise(
@@ -50,12 +52,13 @@ def initialise(
     positions: int,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Set all weights but the rank head's, of a model that knows its vocabulary; how well. Raises TrainingError."""
+    """Set all weights except the rank head's of a model with its vocabulary set, and return how well it was solved.
+    Raises TrainingError."""
     copy_end(model, target)
     top = max(model.config.tap_layers)
     if isinstance(model.input_layer, ResidualHeads):
         model.input_layer.start_from(model.config.tap_layers.index(top))
-        return {"exact": top == len(target.layers) - 1}  # else a layer's output near by stands for the last one's
+        return {"exact": top == len(target.layers) - 1}  # else the last layer's output is approximated by another one's
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
         if sums.positions >= positions:
@@ -70,38 +73,39 @@ def initialise(
     received_from = len(target.layers) - 1 - model.config.num_layers
     return {
         "explained": explained(model, embed, apart),
-        "exact": top == received_from,  # else it is predicted from a layer near by
+        "exact": top == received_from,  # else it is predicted from a neighbouring layer
         "positions": sums.positions,
     }
 
 
 class InputSums:
-    """What the input layer is solved from: sums of products over positions, of what is known there (taps, the next
-    token's embedding, 1) with itself and with what is to be predicted, the next position's top tap.
+    """The normal equations of the input layer: sums over positions of products of what is known (taps, the next token's
+    embedding, 1) with itself and with the regression target, the next position's top tap.
     Legend: known = (taps + 1) * hidden + 1."""
 
     def __init__(self, config: SpecBlockConfig, device: torch.device | str) -> None:
-        self._hidden, self._epsilon = config.hidden_size, LayerShape.of(config).epsilon
+        self._hidden, self._epsilon = config.hidden_size, LayerShape.of(config.target).epsilon
         self._top = config.tap_layers.index(max(config.tap_layers))
         self._normalises, self._runs_context = config.normalise_features, config.runs_context
         known = (len(config.tap_layers) + 1) * self._hidden + 1
         wide = known + self._hidden
-        self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and wanted
-        self._squares = torch.zeros(self._hidden, dtype=torch.float64, device=device)  # of what is wanted
-        self._waiting: list[Tensor] = []  # known and wanted of some texts, [positions, known + hidden] float32
+        self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and target
+        self._squares = torch.zeros(self._hidden, dtype=torch.float64, device=device)  # of the target
+        self._waiting: list[Tensor] = []  # known and target of some sequences, [positions, known + hidden] float32
 
     @property
     def positions(self) -> int:
+        """Positions so far."""
         return round(float(self._products[-1, self.known - 1])) + sum(len(one) for one in self._waiting)
 
     @property
     def known(self) -> int:
-        """Unknowns of each output."""
+        """Inputs of the regression."""
         return self._products.shape[0]
 
     @torch.no_grad()
     def add(self, example: Example, embed: Embed) -> None:
-        """All positions of a text but the last."""
+        """Add all positions of a sequence but the last."""
         device, hidden = self._squares.device, (self._hidden,)
         features = example.features.to(device).float()
         taps, wanted = features[:-1].unflatten(1, (-1, self._hidden)), features[1:].unflatten(1, (-1, self._hidden))
@@ -115,8 +119,8 @@ class InputSums:
 
     @torch.no_grad()
     def solve(self, layer: Input, generator: torch.Generator) -> None:
-        """Set all of an input layer. The norm between condition and fusion divides by a size that hardly varies: it is
-        taken to be the mean one. The constant enters through the position queries, which `generator` starts close
+        """Set all weights of an input layer. The norm between condition and fusion divides by a magnitude that hardly
+        varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
         together."""
         assert isinstance(layer, InputLayer), "only a fused input is solved"
         self._sum_up()
@@ -141,10 +145,9 @@ class InputSums:
         layer.fuse.weight[:, 2 * hidden :].copy_((other[-1] / hidden)[:, None].expand(-1, hidden))
 
     def _parts(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What makes the condition of the taps; the prediction of that, and of the token and 1. The condition is the
-        part of the prediction that comes from the taps, in units of each output's deviation; or, where attention finds
-        it in the place of committed entries, the top tap.
-        # -> [taps * hidden, hidden], [hidden, hidden], [hidden + 1, hidden]"""
+        """Return the matrices from taps to condition, from condition to prediction, and from token and 1 to prediction.
+        The condition is the taps' part of the prediction, in units of each output's deviation; with injected context it
+        is the top tap. # -> [taps * hidden, hidden], [hidden, hidden], [hidden + 1, hidden]"""
         hidden, count, sums = self._hidden, self._ones[-1], self._products[-1, self.known :]
         places = torch.arange(self.known, device=self._squares.device)
         if self._runs_context:
@@ -158,12 +161,12 @@ class InputSums:
         return condition, solution[:hidden], solution[hidden:]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums themselves, by name."""
+        """Return the sums, not copied. # products [known, known + hidden], squares [hidden]"""
         self._sum_up()
         return {"products": self._products, "squares": self._squares}
 
     def _sum_up(self) -> None:
-        """Add what waits."""
+        """Add waiting positions."""
         if not self._waiting:
             return
         both, self._waiting = torch.cat(self._waiting), []
@@ -172,11 +175,11 @@ class InputSums:
 
     @property
     def _ones(self) -> Tensor:
-        """Sums of what is known; the last is of the ones."""
+        """Sums of what is known; the last one counts positions. # [known]"""
         return self._products[-1, : self.known]
 
     def _solution(self, inputs: Tensor) -> Tensor:
-        """Least squares from some of what is known, with a penalty that is a share of each input's own size.
+        """Solve ridge regression from some inputs, with a penalty in proportion to each input's magnitude.
         # inputs [n] int64 -> [n, hidden]"""
         damped = self._products[inputs[:, None], inputs]
         damped.diagonal().mul_(1.0 + penalty_for(len(inputs), self.positions))
@@ -185,22 +188,23 @@ class InputSums:
 
 
 def sums_bytes(config: SpecBlockConfig) -> tuple[int, int]:
-    """What the sums of a drafter take, and what solving takes beside them: the damped products, their factor, what is
-    to be predicted and the solution."""
+    """Return the bytes of a drafter's `InputSums`, and the further bytes of solving: damped products, their factor,
+    right-hand side and solution."""
     hidden = config.hidden_size
     known = (len(config.tap_layers) + 1) * hidden + 1
     return 8 * (known * (known + hidden) + hidden), 8 * (2 * known * known + 2 * known * hidden)
 
 
 def penalty_for(inputs: int, positions: int) -> float:
-    """More for nearly as many inputs as positions, which are learned by heart; yet more than this drafts worse."""
+    """Return the ridge penalty: larger with nearly as many inputs as positions, to avoid overfitting; a larger one than
+    this drafts worse."""
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))
 
 
 @torch.no_grad()
 def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> float:
-    """Mean share of the variance of what the copied layers received that their input here explains, on texts that it
-    was not solved from; below 0 it only harms."""
+    """Return the share of variance, of what the copied layers received, that the input layer explains on held-out
+    sequences; below 0 it is worse than the mean."""
     top = model.config.tap_layers.index(max(model.config.tap_layers))
     missed, wanted = [], []
     for example in examples:
@@ -214,8 +218,8 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
 
 @torch.no_grad()
 def copy_end(model: SpecBlock, target: TargetEnd) -> None:
-    """Layers, output norm and head, all that is not solved; of a model that knows its vocabulary. Raises TrainingError
-    where the target has too few layers."""
+    """Copy layers, output norm and head from the target to a model with its vocabulary set. Raises TrainingError if the
+    target has too few layers."""
     own = list(model.decoder.layers)
     if len(own) > len(target.layers):
         raise TrainingError(
@@ -224,7 +228,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
         if target.standard:
             layer.load_state_dict(source.state_dict())
-        else:  # what they add is learned
+        else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
     gain = model.decoder.norm.get_parameter("weight")
@@ -235,4 +239,4 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
     for shift in model.shift_proj.children():
         weight = shift.get_parameter("weight")
         weight.zero_()
-        weight[:, :hidden] = torch.eye(hidden)  # pass each entry through; what its predecessor adds is learned
+        weight[:, :hidden] = torch.eye(hidden)  # the identity; what the previous entry adds is learned

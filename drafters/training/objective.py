@@ -1,103 +1,133 @@
-"""The objective of trained drafters (SpecBlock section 3.3), through as many blocks in a row as their kind says.
+"""The training objective (SpecBlock section 3.3), through as many consecutive blocks as the kind is trained for.
 The drafter's loss is one weighted mean over entries, where equations (6) and (7) add up a mean for each position of a
-block (docs/decisions/0121); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries that an
-earlier token on the path, which could not be drafted, puts out of reach.
+block (docs/decisions/0121); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries after a
+token that could not have been drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy as nll
+from torch.nn.functional import pad
 
 from drafters.specblock.heads import rank_class, rank_features
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.layers import Embed
+from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import Blocks, at, forward_of
-from drafters.training.losses import LOSSES, Loss, total_variation
+from drafters.training.forward import TrainedBlocks, at, forward_of
 from kernels.rank_features import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
+class Loss(NamedTuple):
+    """A loss over entries, and how it weighs them."""
+
+    of_entries: Callable[[Tensor, Tensor], Tensor]
+    """Of p, the target's likeliest tokens, 0 where they cannot be drafted, and log q. # both [flat, top] -> [flat]"""
+    reach: float = 0.0
+    """Exponent of an entry's weight: the target's probability of its path, times the positions per anchor. With 1
+    entries weigh as in the trees that the target spans after every position, branches included; with 0 all weigh the
+    same."""
+
+
+def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
+    """Return -sum_v p(v) log q(v). # p, log_q [flat, top] -> [flat]"""
+    return -(p * log_q).sum(1)
+
+
+def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
+    """Return 1 - sum_v min(p(v), q(v)), with all mass beyond the likeliest tokens missed. # p, log_q [flat, top] ->
+    [flat]"""
+    return 1.0 - torch.minimum(p, log_q.exp()).sum(1)
+
+
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy),
+    "total_variation": Loss(total_variation),
+    "tree": Loss(cross_entropy, reach=1.0),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    anchored_rows: float = 0.875  # entries behind first ones for each labelled position: how many have blocks
-    blocks: int | None = (
-        None  # of a tree that are trained, at most; 1: what a drafter says behind its own states is not
-    )
+    """What is trained, and how much of each batch."""
+
+    anchored_rows: float = 0.875  # entries of whole blocks, after the first ones, for each labelled position
+    blocks: int | None = None  # most consecutive blocks that are trained; None: as many as the kind has
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
     loss: Loss = LOSSES["cross_entropy"]
-    glancing: float = 0.0  # share of entries on a token guessed wrong that are told it
+    glancing: float = 0.0  # share of entries after a wrong guess that see the true token
 
 
 @dataclass(frozen=True, slots=True)
 class StepScores:
-    """What one step says of the drafter; counts are by place on the path from the anchor, 0 = the next token."""
+    """Losses and counts of one step; counts are by index on the path from the anchor, 0 = the next token."""
 
     draft_loss: Tensor
     rank_loss: Tensor
     distance: Tensor  # total variation to the target, mean over all entries
-    hits: Tensor  # [reach], the target's likeliest token ranked first
+    hits: Tensor  # [reach], entries that rank the target's likeliest token first
     covered: Tensor  # [reach], ranked first to fourth
     seen: Tensor  # [reach], entries with a label and a valid prefix
 
 
-class _Entries(NamedTuple):
-    """Entries that teach."""
+class _LabelledEntries(NamedTuple):
+    """Entries with a label."""
 
     states: Tensor  # [flat, hidden]
     logits: Tensor  # [flat, draft_vocab]
     labels: Tensor  # [flat] int64, row of the batch's labels
-    place: Tensor  # [flat] int64, on the path from the anchor
-    reach: Tensor  # [flat] float32, how often the target gets there, of once for each position
+    place: Tensor  # [flat] int64, index on the path from the anchor
+    reach: Tensor  # [flat] float32, the target's probability of this path times the positions it stands for
 
 
 class Objective:
-    """Loss and progress numbers of one batch."""
+    """Computes losses and progress counts of a batch."""
 
     def __init__(self, model: SpecBlock, embed: Embed, settings: ObjectiveSettings) -> None:
         self._model = model
         self._forward = forward_of(model, embed)
-        self._streams = int(model.config.runs_context)  # entries of each position that a stream says
+        self._streams = self._forward.streams
         self._settings = settings
         self._size, self._reach, trained = model.config.block_size, model.config.reach, model.config.trained_blocks
         self._blocks = min(settings.blocks or trained, trained)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
-        """`generator` draws anchors, cuts, temperatures and noise, on the device that it is of."""
+        """Score a batch; `generator` draws anchors, cuts, temperatures and noise on its own device."""
         entries = self._entries(batch, generator)
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(entries.logits.detach(), favourite)
-        said = _said(entries, batch, self._model.t2d)
+        distributions = _distributions(entries, batch, self._model.t2d)
         weights = entries.reach**self._settings.loss.reach
         return StepScores(
-            draft_loss=(self._settings.loss.of_entries(*said) * weights).sum() / weights.sum(),
-            distance=total_variation(*map(Tensor.detach, said)).mean(),
+            draft_loss=(self._settings.loss.of_entries(*distributions) * weights).sum() / weights.sum(),
+            distance=total_variation(*map(Tensor.detach, distributions)).mean(),
             rank_loss=self._rank_loss(entries, batch, generator),
             hits=self._count(entries.place, ranks == 0),
             covered=self._count(entries.place, ranks < 4),
             seen=self._count(entries.place, ranks >= 0),
         )
 
-    def _entries(self, batch: Batch, generator: torch.Generator) -> _Entries:
+    def _entries(self, batch: Batch, generator: torch.Generator) -> _LabelledEntries:
         anchors = self._draw_anchors(batch, generator)
-        stream, grown = self._forward.first(batch, anchors, self._told(batch, anchors, generator))
+        stream, grown = self._forward.first(batch, anchors, self._revealed(batch, anchors, generator))
         positions = torch.arange(stream.shape[1], device=anchors.device)
         labelled = batch.label_index[:, 2:] >= 0
-        drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions for an anchor
+        drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions per anchor
         ahead = (positions + 2).expand(stream.shape[:2])
         found = [self._labelled(stream, ahead, batch, place=0, drawn=torch.ones_like(drawn))]
         if self._settings.loss.reach and batch.branches.tokens.shape[2]:
             found.append(self._branched(batch, anchors, grown, drawn))
         block = torch.arange(self._size, device=anchors.device)
         place = torch.zeros_like(anchors)[:, :, None] + block
-        valid = torch.ones_like(place, dtype=torch.bool)  # of what a block starts at
+        valid = torch.ones_like(place, dtype=torch.bool)  # of the entry a block starts at
         for number in range(self._blocks):
             if number:
                 cuts = 1 + (_uniform(anchors.shape, generator, anchors.device) * self._size).long()
@@ -110,11 +140,11 @@ class Objective:
             found.append(
                 self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
             )
-        return _Entries(*map(torch.cat, zip(*found, strict=True)))
+        return _LabelledEntries(*map(torch.cat, zip(*found, strict=True)))
 
     @torch.no_grad()
-    def _told(self, batch: Batch, anchors: Tensor, generator: torch.Generator) -> Tensor | None:
-        """Some of the entries whose own token the entry before guesses wrong. # -> [batch, anchors, block] bool"""
+    def _revealed(self, batch: Batch, anchors: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Draw some of the entries whose own token the entry before guesses wrong. # -> [batch, anchors, block] bool"""
         if not self._settings.glancing:
             return None
         states = self._forward.first(batch, anchors)[1].states
@@ -125,7 +155,7 @@ class Objective:
         return pad((wrong & chosen)[:, :, :-1], (1, 0))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Random positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""
+        """Draw positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
         share = (self._settings.anchored_rows + 1 - self._streams) / max(1, self._reach - self._streams)
         number = max(1, int(labelled.sum() * share / labelled.shape[0]))
@@ -134,8 +164,8 @@ class Objective:
 
     @torch.no_grad()
     def _reached(self, states: Tensor, predicted: Tensor, batch: Batch) -> Tensor:
-        """Whether each entry can be reached: all tokens before it, along the text, could have been drafted.
-        states [batch, anchors, block, hidden], predicted [batch, anchors, block] -> [batch, anchors, block + 1] bool"""
+        """Return whether each entry can be reached: all tokens before it on the path could have been drafted. # states
+        [batch, anchors, block, hidden], predicted [batch, anchors, block] -> [batch, anchors, block + 1] bool"""
         if not self._settings.valid_prefix:
             return torch.ones(*predicted.shape[:2], predicted.shape[2] + 1, dtype=torch.bool, device=states.device)
         length = batch.tokens.shape[1]
@@ -145,21 +175,23 @@ class Objective:
         # Ten ranks are what a tree can hold; the paper's first rank leaves a weak drafter one position to learn from.
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
-    def _branched(self, batch: Batch, anchors: Tensor, grown: Blocks, drawn: Tensor) -> _Entries:
-        """First entries at these anchors, on what the target might have said instead. # anchors [batch, anchors]; drawn
-        [batch], positions for which each stands"""
+    def _branched(self, batch: Batch, anchors: Tensor, grown: TrainedBlocks, drawn: Tensor) -> _LabelledEntries:
+        """Return first entries at these anchors on the target's alternative tokens. # anchors [batch, anchors]; drawn
+        [batch], positions per anchor"""
         labels, tokens, odds = (at(values, anchors + 1).flatten(1) for values in batch.branches)
         anchors = anchors.repeat_interleave(tokens.shape[1] // anchors.shape[1], dim=1)
         known = labels >= 0
-        states = self._forward.beside(batch, anchors, tokens, grown)[known]
+        states = self._forward.alternatives(batch, anchors, tokens, grown)[known]
         place = torch.zeros_like(labels[known])
-        return _Entries(states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known])
+        return _LabelledEntries(
+            states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known]
+        )
 
     def _labelled(
         self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
-    ) -> _Entries:
-        """The entries whose predicted position has a label; -1 has none. # states [..., hidden], predicted [...]; drawn
-        [batch], positions for which each stands"""
+    ) -> _LabelledEntries:
+        """Return the entries whose predicted position, -1 for none, has a label. # states [..., hidden], predicted
+        [...]; drawn [batch], positions per anchor"""
         width = batch.label_index.shape[1]
         flat = predicted.flatten(1)
         labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
@@ -169,10 +201,11 @@ class Objective:
         passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
         before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
         reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
-        return _Entries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
+        return _LabelledEntries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
 
-    def _rank_loss(self, entries: _Entries, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Cross-entropy of the rank head, half of it at a temperature: labels are ranks of the token noise selects."""
+    def _rank_loss(self, entries: _LabelledEntries, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
+        noise selects."""
         flat = entries.labels.shape[0]
         chosen = _uniform((flat,), generator, entries.labels.device).argsort()[: self._settings.rank_rows]
         logits = entries.logits.detach()[chosen].float()
@@ -189,18 +222,18 @@ class Objective:
         drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
         fresh = _gumbel(drafted.shape, generator, drafted.device)
         shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)
-        said = batch.top_logprobs[labels]
-        said = torch.where(warm[:, None], said / temperature + shared, said)
-        wanted = drafted.gather(1, said.argmax(1, keepdim=True))[:, 0]  # -1 for a token that cannot be drafted
+        target = batch.top_logprobs[labels]
+        target = torch.where(warm[:, None], target / temperature + shared, target)
+        wanted = drafted.gather(1, target.argmax(1, keepdim=True))[:, 0]  # -1 for a token that cannot be drafted
         classes = self._model.rank_logits(entries.states.detach()[chosen], features)
-        return cross_entropy(classes, rank_class(ids, wanted))
+        return nll(classes, rank_class(ids, wanted))
 
     def _count(self, place: Tensor, mask: Tensor) -> Tensor:
         return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
-def _said(entries: _Entries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
-    """p and log q as of `Loss`. # -> both [flat, top]"""
+def _distributions(entries: _LabelledEntries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and log q of the target's likeliest tokens, as `Loss` has them. # -> both [flat, top]"""
     drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
     p = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
     logits = entries.logits.float()
@@ -208,16 +241,17 @@ def _said(entries: _Entries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
-    """How many tokens score higher; the whole vocabulary for a token that cannot be drafted (-1). # -> [rows] int64"""
+    """Return how many tokens score higher, all for a token that cannot be drafted. # logits [rows, draft_vocab],
+    drafted [rows] draft ids or -1 -> [rows] int64"""
     own = logits.gather(1, drafted.clamp(min=0)[:, None])
     return torch.where(drafted >= 0, (logits > own).sum(1), logits.shape[1])
 
 
 def _uniform(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
-    """Drawn where the generator is."""
+    """Draw uniform numbers on the generator's device. # -> shape [...]"""
     return torch.rand(tuple(shape), generator=generator, device=generator.device).to(device)
 
 
 def _gumbel(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
-    """-log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
+    """Draw Gumbel noise -log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
     return _uniform(shape, generator, device).clamp_(min=_SMALLEST).log_().neg_().log_().neg_()

@@ -1,5 +1,6 @@
-"""One process, or several that train the same weights on different batches (`torchrun`), averaging gradients by hand: a
-step calls the network several times, which wrappers that count calls do not expect."""
+"""The processes of a training run: one, or several under `torchrun` with the same weights and different batches.
+Gradients are averaged explicitly, because a step calls the network several times, which wrappers such as DDP do not
+expect."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ _TIMEOUT = timedelta(days=7)
 
 
 class Ranks:
-    """The processes of one run, seen from one of them; without a device this one process alone."""
+    """The processes of one run, as seen from one of them; without a device there is only this one."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
@@ -22,7 +23,7 @@ class Ranks:
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its mean over all processes, in place."""
+        """Replace each tensor by its mean over all processes, in place. # tensors [...] each"""
         if self._device is None:
             return
         flat = torch.cat([tensor.flatten() for tensor in tensors])  # one message: each costs a round trip
@@ -32,12 +33,12 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the first one's values, in place."""
+        """Copy the first process's values to all, in place. # tensors [...] each"""
         for tensor in tensors if self._device is not None else ():
             distributed.broadcast(tensor, src=0)
 
     def first(self, value: float) -> float:
-        """The first process's value."""
+        """Return the first process's value."""
         if self._device is None:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -45,23 +46,23 @@ class Ranks:
         return float(shared)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self._device is not None:
             distributed.barrier()
 
     def leave(self) -> None:
-        """The run is over."""
+        """Leave the process group."""
         if self._device is not None:
             distributed.destroy_process_group()
 
 
 def local_device(device: torch.device) -> torch.device:
-    """This process's own device: one GPU each under torchrun."""
+    """Return this process's device: one GPU each under torchrun."""
     if device.type == "cuda" and distributed.is_torchelastic_launched():
         return torch.device("cuda", distributed.get_node_local_rank())
     return device
 
 
 def join(device: torch.device) -> Ranks:
-    """The processes of this run."""
+    """Return the processes of this run."""
     return Ranks(device if distributed.is_torchelastic_launched() else None)

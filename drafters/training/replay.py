@@ -1,7 +1,7 @@
-"""What a drafter would have saved on a text that is already written: tau of blocks, of a chain and of a tree. Nothing
-is generated: a step accepts what continues the text. Blocks are ranked with the text's sampling noise where its seed is
-known; chains and trees are those of temperature 0.
-Legend: batch = texts side by side, nodes, depth as in drafters/tree.py."""
+"""Replays drafting on sequences that exist: tau of blocks, of a chain and of a tree. Nothing is generated: a step
+accepts the proposed tokens that continue the sequence. Blocks are ranked with its sampling noise if the seed is known;
+chains and trees are those of temperature 0.
+Legend: batch = sequences side by side, nodes, depth as in drafters/tree.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, N
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.specblock.layers import Embed
+from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import forward_of
@@ -24,18 +25,19 @@ from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
 
 _LEAST_POSITIONS = 4
-"""Of a path that is replayed without a tree, where a drafter is trained through so many."""
+"""Positions of a path that is replayed without a tree, if the drafter is trained for so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Steps over some texts and the tokens they emitted."""
+    """Steps over some sequences, and the tokens they emitted."""
 
     tokens: int = 0
     steps: int = 0
 
     @property
     def tau(self) -> float:
+        """Tokens per step."""
         return self.tokens / max(1, self.steps)
 
     def __add__(self, other: "Replayed") -> "Replayed":
@@ -43,30 +45,30 @@ class Replayed:
 
 
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """What steps from every so-manieth position of the answer emit, each with a block's `nodes` likeliest paths."""
+    """Replay a step at every `every`-th position of the answer, each with a block's `nodes` likeliest paths."""
     return _emitted(_accepted_of_blocks(model, embed, example, every, nodes))
 
 
 def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
-    """What steps one behind the other emit, each with a tree that copies from the text so far. In a text that repeats
-    itself a mean over positions would count one long copy at each of its tokens."""
+    """Replay consecutive steps, each with a tree that copies from the sequence so far. (A mean over positions would
+    count one long copy at each of its tokens.)"""
     return _walked(_accepted_of_copies(example, every, nodes), every)
 
 
 def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """The same of blocks and copies together, where the better ones count."""
+    """Replay consecutive steps with blocks and copies, of which the better one counts."""
     copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
     return _walked(torch.maximum(_accepted_of_blocks(model, embed, example, every, nodes), copied), every)
 
 
 def _emitted(accepted: Tensor) -> Replayed:
-    """# accepted [anchors]"""
+    """Count one step per anchor. # accepted [anchors]"""
     steps = accepted.shape[0]
     return Replayed(int(accepted.sum()) + steps, steps)
 
 
 def _walked(accepted: Tensor, every: int) -> Replayed:
-    """Each step goes as far as it emits; between two anchors the one before counts. # accepted [anchors]"""
+    """Walk from step to step by what each emits; between two anchors the earlier one counts. # accepted [anchors]"""
     lengths, place, steps = accepted.tolist(), 0, 0
     while place < every * len(lengths):
         place += lengths[place // every] + 1
@@ -80,7 +82,7 @@ def _anchors(example: Example, every: int) -> Tensor:
 
 @torch.no_grad()
 def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
-    """Tokens that a block's likeliest paths have right, ranked with the noise that the text was sampled with, if its
+    """Return how many tokens a block's likeliest paths have right, ranked with the sequence's sampling noise if its
     seed is known. # -> [anchors] int64"""
     anchors = _anchors(example, every).to(model.d2t.device)
     states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
@@ -89,15 +91,17 @@ def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every:
     scores = TreeNoise.of(noise, states.shape[1], model.d2t).along(model.lm_head(states))
     logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
-    said = logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
-    accepted: Tensor = (said > _border(logprobs, nodes)[:, None]).sum(1)
+    continuation = (
+        logprobs.gather(2, ids.clamp(min=0)[:, :, None]).squeeze(2).masked_fill(ids < 0, float("-inf")).cumsum(1)
+    )
+    accepted: Tensor = (continuation > _border(logprobs, nodes)[:, None]).sum(1)
     return accepted
 
 
 @torch.no_grad()
 def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
-    """Tokens that copies of what followed the same words have right, each position with a text of its own that ends
-    there. # -> [anchors] int64"""
+    """Return how many tokens the memory's copies have right at each position, from the sequence up to there.
+    # -> [anchors] int64"""
     anchors, tokens = _anchors(example, every), example.tokens.cpu()
     number = anchors.shape[0]
     sizes = DraftingSizes(max_sequences=number, max_length=example.length, max_nodes=nodes)
@@ -107,13 +111,14 @@ def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
     tree = drafter.grow(rows, Noise(zeros, zeros.float(), anchors + 1, warm=False))
     ahead = anchors[:, None] + 2 + torch.arange(MAX_DEPTH + 1)
     inside = ahead < example.length
-    said = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
-    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, inside.sum(1))
+    continuation = tokens[ahead.clamp(max=example.length - 1)].masked_fill(~inside, -1)
+    fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, continuation, inside.sum(1))
     return fates.came_true.sum(1)
 
 
 def _border(logprobs: Tensor, nodes: int) -> Tensor:
-    """Log-probability of the next path after so many: what those exceed. # logprobs [n, block, vocab] -> [n]"""
+    """Return the log-probability of the likeliest path that is not among the first `nodes`.
+    # logprobs [n, block, vocab] -> [n]"""
     kept = nodes + 1
     tops = logprobs.topk(min(kept, logprobs.shape[2]), dim=2).values
     paths = [tops[:, 0]]
@@ -125,22 +130,22 @@ def _border(logprobs: Tensor, nodes: int) -> Tensor:
 
 @torch.no_grad()
 def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
-    """As many blocks in a row as it is trained through, the likeliest token of each position, each block behind the
-    whole one before."""
+    """Replay chains: the likeliest token of each position, through as many consecutive blocks as the kind is trained
+    for."""
     anchors = torch.arange(example.prompt - 1, example.length - 1, device=model.d2t.device)
     states, wanted = _along(model, embed, example, anchors, model.config.trained_blocks)
     drafted = model.d2t[model.lm_head(states).argmax(-1)]
     accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
     tokens = steps = 0
     while (left := len(accepted) - 1 - tokens) > 0:
-        tokens += min(accepted[tokens], left - 1) + 1  # a text's last token is the target's own
+        tokens += min(accepted[tokens], left - 1) + 1  # the last token is not drafted
         steps += 1
     return Replayed(tokens, steps)
 
 
 def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """States of so many blocks in a row, at most those it is trained through, on the text itself, and the tokens they
-    should name, -1 behind the text. # anchors [n] -> [n, positions, hidden], [n, positions]"""
+    """Return states of so many consecutive blocks on the sequence itself, at most as many as the kind is trained for,
+    and the tokens they should predict, -1 past the end. # anchors [n] -> [n, positions, hidden], [n, positions]"""
     config, forward = model.config, forward_of(model, embed)
     batch = Batch.of([example], config.reach, anchors.device)
     _, grown = forward.first(batch, anchors[None])
@@ -155,7 +160,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
 
 
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
-    """A network as it serves."""
+    """Return what builds the drafter that serves this model."""
     network = ServingNetwork(model.config, weights_of(model))
     weights = TrainedWeights(network, embed, blocks=model.config.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
@@ -169,14 +174,14 @@ def replay_trees(
     max_nodes: int,
     device: torch.device | str = "cpu",
 ) -> Replayed:
-    """A drafter as it serves, with trees of so many nodes, at temperature 0."""
+    """Replay a serving drafter with trees of so many nodes, at temperature 0."""
     tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
     features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
     ends = torch.tensor([e.length for e in examples], device=device)
-    num_texts, longest = tokens.shape
-    slots = torch.arange(1, tokens.numel() + 1, device=device).view(num_texts, longest)  # slot 0 is nobody's
+    batch, longest = tokens.shape
+    slots = torch.arange(1, tokens.numel() + 1, device=device).view(batch, longest)  # slot 0 is for padding
     sizes = DraftingSizes(
-        max_sequences=num_texts, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
+        max_sequences=batch, max_length=longest, max_nodes=max_nodes, num_slots=slots.numel() + 1, device=device
     )
     drafter = make(sizes)
     drafter.start([DraftContext(row, e.tokens[: e.prompt].tolist()) for row, e in enumerate(examples)])
@@ -191,20 +196,20 @@ def replay_trees(
         at = roots[rows]
         ahead = at[:, None] + 1 + reach
         inside = ahead < ends[rows, None]
-        said = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
-        # A text's last token is the target's own.
+        continuation = tokens[rows[:, None], ahead.clamp(max=longest - 1)].masked_fill(~inside, -1)
+        # The last token of a sequence is not drafted.
         known = (inside.sum(1) - 1).clamp(min=0)
-        fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, said, known)
+        fates = ops.on(tokens.device).fates(tree.tokens, tree.parents, tree.depths, continuation, known)
         accepted = fates.came_true.sum(1)
         places = (at[:, None] + reach).clamp(max=longest - 1)
         nothing = tokens.new_zeros(len(rows), 0)
         drafter.commit(
             Committed(
                 rows=rows,
-                tokens=said.masked_fill(reach > accepted[:, None], -1),
+                tokens=continuation.masked_fill(reach > accepted[:, None], -1),
                 counts=accepted + 1,
                 tree=tree,
-                result=VerifyResult(nothing, accepted, said.gather(1, accepted[:, None])[:, 0], nothing),
+                result=VerifyResult(nothing, accepted, continuation.gather(1, accepted[:, None])[:, 0], nothing),
                 features=features[rows[:, None], places],
                 positions=at,
                 slots=slots[rows[:, None], places],

@@ -154,7 +154,7 @@ class BudgetPolicy(ABC):
         none where all nodes are verified that are wished for. # -> [choices]"""
         return _NO_PRICES
 
-    def renew(self) -> None:  # noqa: B027
+    def on_weights_changed(self) -> None:  # noqa: B027
         """Other weights draft from now on."""
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
@@ -220,7 +220,7 @@ class CostBudget(BudgetPolicy):
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
         kinds = {text.kind for text in texts}
         affordable, trials = (
-            {kind for kind in kinds if self._account(kind).covers(steps, self._step_seconds)}
+            {kind for kind in kinds if self._account(kind).can_afford(steps, self._step_seconds)}
             for steps in (1.0, TRIAL_STEPS)
         )
         return self.gains.asks(texts, num_sequences, begins=begins, affordable=affordable, trials=trials)
@@ -230,7 +230,7 @@ class CostBudget(BudgetPolicy):
             return "suspended"
         baseline = _BY_BASELINE * self._forwards(load).sd
         gains = [self.gains.of(load.num_sequences, kind) for kind in {text.kind for text in load.asking}]
-        unsure = any(baseline > gain.sd and not gain.is_sure_beside(baseline) for gain in gains)
+        unsure = any(baseline > gain.sd and not gain.is_sign_known(baseline) for gain in gains)
         return "reference" if unsure else None
 
     def follows(self, load: Load) -> bool:
@@ -246,9 +246,9 @@ class CostBudget(BudgetPolicy):
             seconds[nodes > load.max_nodes] = np.inf
         return seconds
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         """What the old weights gained says little of the new ones."""
-        self.gains.renew()
+        self.gains.on_weights_changed()
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:
         load = budget.load
@@ -291,7 +291,7 @@ class CostBudget(BudgetPolicy):
         return self._accounts[kind]
 
     def _settle_account(self, kind: str, gained_seconds: float) -> None:
-        self._account(kind).settle(gained_seconds, self._single_seconds)
+        self._account(kind).record(gained_seconds, self._single_seconds)
 
     def _plain_seconds(self, load: Load) -> float:
         """Of a plain step of the drafting sequences alone, without the prompts that are read beside them."""
@@ -347,7 +347,7 @@ class CostBudget(BudgetPolicy):
             all_asked=not others,
         )
         self.gains.elapse(others, sequences)
-        forwards.elapse()
+        forwards.advance()
 
 
 def _accepted_by_line(budget: Budget, stats: StepStats) -> list[int]:

@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from drafters.kinds import Parts
-from drafters.lattice import Witness
-from drafters.protocol import Drafter, DraftingSizes
+from drafters.protocol import Drafter, DraftingSizes, Observer
 from drafters.registry import TrainedWeights, build_drafter
 from drafters.regret import RegretLedger
 from kernels.cpu import library
@@ -40,12 +39,12 @@ def make_drafter(
     weights: TrainedWeights | None = None,
     ledger: RegretLedger | None = None,
     draft_model: DraftModel | None = None,
-    witness: Witness | None = None,
+    observer: Observer | None = None,
 ) -> Drafter:
-    """The drafter of that name, sized for the engine; before a witness nothing is captured. Raises StartupError."""
+    """The drafter of that name, sized for the engine. With an observer nothing is captured. Raises StartupError."""
     sizes = drafting_sizes(target, limits, ledger)
     parts = Parts(
-        sizes=sizes if witness is None else replace(sizes, capture=None, witness=witness),
+        sizes=sizes if observer is None else replace(sizes, capture=None, observer=observer),
         weights=weights,
         draft_model=None if draft_model is None else draft_model.model.with_pool,
         first_layers=target.first_layers,

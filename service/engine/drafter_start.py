@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError
-from drafters.specblock.model import STANDARD, InputLayer, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.config import STANDARD, SpecBlockConfig, layers_for
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.linear import dense

@@ -183,7 +183,7 @@ class DraftStage:
         if self._version != self._drafter.version:
             self._version = self._drafter.version
             for part in (self._drafter, self._calibration, self._policy):
-                part.renew()
+                part.on_weights_changed()
 
     def _prune(
         self, candidates: Candidates, load: Load, deepest: Tensor, wished: Tensor

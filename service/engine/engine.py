@@ -244,7 +244,7 @@ class Engine:
             preemptions=self.scheduler.take_preemptions(),
         )
         if self._ledger is not None:
-            self._ledger.elapse(stats.seconds)
+            self._ledger.accrue(stats.seconds)
         undisturbed = self._learning is None or self._learning.stepped(stats)
         self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
         return StepReport(outputs, finished, stats)

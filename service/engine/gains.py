@@ -63,7 +63,7 @@ class DraftGains:
         size, open_kinds = num_sequences.bit_length(), set[str]()
         for kind in {text.kind for text in texts}:
             is_open = kind in affordable and (begins or (kind, size) not in self._suspended)
-            if is_open and self.of(num_sequences, kind).promises:
+            if is_open and self.of(num_sequences, kind).may_gain:
                 open_kinds.add(kind)
                 self._suspended.discard((kind, size))
             else:
@@ -107,12 +107,12 @@ class DraftGains:
     def elapse(self, texts: Sequence[TextGain], num_sequences: int) -> None:
         """A step went by in which these texts did not draft."""
         for kind in {text.kind for text in texts}:
-            self.of(num_sequences, kind).elapse()
+            self.of(num_sequences, kind).advance()
         for text in texts:
             if text.own is not None:
-                text.own.elapse()
+                text.own.advance()
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         """Other weights draft from now on: means stay, nothing is sure."""
         self._kinds.widen()
         self._suspended.clear()
@@ -128,10 +128,10 @@ class DraftGains:
 
 def _is_worth(text: TextGain, *, is_open: bool) -> bool:
     if is_open:
-        return text.own is None or text.own.promises
+        return text.own is None or text.own.may_gain
     return text.trial_steps > 0 or (text.own is not None and text.own.mean > 0.0)
 
 
 def _may_promise_a_text(gain: GainPosterior) -> bool:
     """Whether drafting may gain for one text of a kind for which it gains so much in the mean."""
-    return GainPosterior(mean=gain.mean, sd=hypot(gain.sd, BETWEEN_TEXTS)).promises
+    return GainPosterior(mean=gain.mean, sd=hypot(gain.sd, BETWEEN_TEXTS)).may_gain

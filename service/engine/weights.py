@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from drafters.specblock.model import STANDARD, SpecBlock
+from drafters.specblock.config import STANDARD
+from drafters.specblock.model import SpecBlock
 from kernels.cpu import library
 from kernels.linear import QuantisedWeight, Weight, even_sample
 from service.engine.gguf_file import load_as_it_is, open_gguf

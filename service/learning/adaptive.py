@@ -284,7 +284,7 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
     digest = hashlib.sha256()
     if drafter is None:
         assert loaded.unmade is not None, "nothing learns"
-        digest.update(loaded.unmade.config.to_json().encode())
+        digest.update(loaded.unmade.config.as_json.encode())
     else:
         digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
         digest.update(published.weights_bytes(drafter))

@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptation.checkpoint import sync_folder, write_synced
 from adaptation.records import Damaged, NotStored
-from drafters.specblock.model import SpecBlockConfig
+from drafters.specblock.config import SpecBlockConfig, config_from
 
 DRAFTER_FILE = "drafter.json"
 _UNFINISHED = ".unfinished-"
@@ -28,7 +28,7 @@ def write_origin(folder: Path, origin: Origin) -> None:
     """Raises NotStored, and then the file is as it was."""
     told: dict[str, Any] = {
         "target_identity": origin.target_identity,
-        "drafter": origin.config.described(),
+        "drafter": origin.config.described,
         "model": origin.model,
         "origin_sha256": origin.origin_sha256,
     }
@@ -47,7 +47,7 @@ def read_origin(folder: Path) -> Origin | None:
     """None where the folder does not say. Raises Damaged."""
     try:
         told: dict[str, Any] = json.loads((folder / DRAFTER_FILE).read_text())
-        config = SpecBlockConfig.from_mapping(told["drafter"])
+        config = config_from(told["drafter"])
         return Origin(str(told["target_identity"]), config, told.get("model"), told.get("origin_sha256"))
     except FileNotFoundError:
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from drafters.training.attention import attend
+from drafters.training.forward import attend
 from service.engine.modules import refuse_unknown
 
 ATTENTION_NAME = "adaptree_dense"

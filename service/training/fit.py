@@ -12,24 +12,24 @@ from torch import Tensor
 
 from adaptation.trainer import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.config import layers_for
+from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
 from drafters.training.fit import (
+    FitLoop,
+    FitReport,
     FitSettings,
     Length,
     Position,
     SavedRun,
-    StepReport,
-    Trainer,
     make_optimizer,
     save_state,
 )
 from drafters.training.initialise import initialise
-from drafters.training.losses import LOSSES
-from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.objective import LOSSES, Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
-from drafters.training.scores import Scores, examine
+from drafters.training.scores import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_start import target_end
@@ -167,7 +167,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         glancing=TRAINED_KINDS[plan.options.kind].glancing,
         loss=LOSSES[plan.options.loss],
     )
-    trainer = Trainer(
+    trainer = FitLoop(
         start.model,
         Objective(start.model, start.embed, objective),
         start.optimizer,
@@ -197,11 +197,11 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
 
 
 def _watched(
-    trainer: Trainer, examples: list[Example], start: _Start, plan: FitPlan, score: Callable[[], Scores]
+    trainer: FitLoop, examples: list[Example], start: _Start, plan: FitPlan, score: Callable[[], HeldOutScores]
 ) -> list[CurvePoint]:
     """The run with a bar, evaluations, a curve and a saved state."""
     curve = Curve(plan.out, up_to_step=start.position.step)
-    reports: list[StepReport] = []
+    reports: list[FitReport] = []
 
     def save() -> None:
         state, described = plan.out / STATE_FILE, start.described

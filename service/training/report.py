@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from drafters.specblock import checkpoint
-from drafters.training.fit import Position, StepReport
-from drafters.training.scores import Scores
+from drafters.training.fit import FitReport, Position
+from drafters.training.scores import HeldOutScores
 from service import __version__
 from service.conditions import CHECKOUT, command_line, commit_of
 from service.engine.costs.measuring import processor_name
@@ -41,10 +41,10 @@ class CurvePoint:
     gradient_norm: float | None = None
     learning_rate: float | None = None
     skipped_steps: int = 0
-    scores: Scores
+    scores: HeldOutScores
 
     @staticmethod
-    def of(reports: Sequence[StepReport], scores: Scores) -> "CurvePoint":
+    def of(reports: Sequence[FitReport], scores: HeldOutScores) -> "CurvePoint":
         """After these steps."""
         last = reports[-1]
         return CurvePoint(

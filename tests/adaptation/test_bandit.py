@@ -36,7 +36,7 @@ def feed(
 ) -> list[str]:
     reasons = list[str]()
     for _ in range(count):
-        policy._ledger.elapse(seconds)
+        policy._ledger.accrue(seconds)
         query = QueryReport(seconds, signal, recorded=signal is not None, drafted=drafted)
         reasons.append(policy.buffers.decide(policy, query).reason)
     return reasons
@@ -86,7 +86,7 @@ def test_epsilon_is_the_share_of_queries_that_explore(share: float) -> None:
     for _ in range(3000):
         policy._now.arms["full"].cost = 6.0  # can be afforded, and heads are cheaper
         policy._now.arms["head"].num_updates = 1
-        policy._ledger.elapse(1000.0)
+        policy._ledger.accrue(1000.0)
         arms.append(policy.decide(QueryReport(10.0, 8.0)).arm)
     assert arms.count("full") / 3000 == pytest.approx(share, abs=0.025)
     assert arms.count("head") == 3000 - 10 - arms.count("full")
@@ -101,7 +101,7 @@ def test_an_update_that_the_ledger_does_not_cover_any_more_waits_with_its_sample
     assert any(len(signals) >= RULES.batch_queries[arm] for arm, signals in waiting.items())
     assert policy.buffers.take(policy) is None
     assert policy.buffers.signals == waiting
-    policy._ledger.elapse(10_000.0)
+    policy._ledger.accrue(10_000.0)
     assert policy.buffers.take(policy) is not None
 
 

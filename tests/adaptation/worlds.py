@@ -80,7 +80,7 @@ def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> 
         served.plain_seconds += luck * first
         seconds = luck * world.seconds * (1.02 if recorded else 1.0)
         served.seconds += seconds
-        policy._ledger.elapse(seconds)
+        policy._ledger.accrue(seconds)
         buffers.decide(policy, QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
         taken = buffers.take(policy)
         if taken is not None:

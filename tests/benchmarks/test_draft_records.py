@@ -75,8 +75,8 @@ def test_distances_are_those_of_separate_forwards(trained_assembly: Assembly) ->
     """The distribution at each step's root, against forwards of the target's modules."""
     assembly, heard = replace(trained_assembly, drafter_name="specblock"), list[torch.Tensor]()
     steps, runs = recorded(assembly, "specblock", 0.0)
-    drafter = assembly.drafter(witness=lambda lattice, logits, ids: heard.append(logits[0, 0, 0].clone()))
-    answers(assembly, Recorder(lambda witness: drafter), 0.0, concurrency=1)
+    drafter = assembly.drafter(observer=lambda lattice, logits, ids: heard.append(logits[0, 0, 0].clone()))
+    answers(assembly, Recorder(lambda observer: drafter), 0.0, concurrency=1)
     drafted = heard[::3]  # the first of three forwards
     model = AutoModelForCausalLM.from_pretrained(assembly.config.model, dtype=torch.float32).eval()
     checked = 0

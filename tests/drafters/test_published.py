@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import published
+from drafters.calibration import class_logits
 from drafters.protocol import DraftingSizes
-from drafters.ranks import class_logits
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
@@ -47,20 +47,20 @@ def said(
     one before. # more [steps] int64 -> [(1 + steps) * block, vocab]"""
     network, slots = network_of(model), torch.arange(count)[None] + 1
     width = features.shape[-1]
-    pool = EntryPool(network, count + 1, lines=1, live=8)
+    pool = EntryPool(network, count + 1, sequences=1, live=8)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=64, max_nodes=0), pool, width, torch.float32)
     rows, counts = torch.tensor([0]), torch.tensor([count])
     state.wait(rows, torch.tensor([0]), counts, slots, features[None, :count], tokens[None, 1 : count + 1])
     table = loaded.parts.embedding
     forward = BlockForward(network, lambda ids: table[ids], pool, state)
     states, nodes = forward.first(rows, state.take(rows, count))
-    logits = [network.head(model.parted(states)[0].contiguous())]
+    logits = [network.head(model.heads_and_context(states)[0].contiguous())]
     for depth, token in enumerate([] if more is None else more, start=1):
         at = torch.tensor([[depth]])
         origin = Origin(at, at, torch.ones(1, 1))
         picked = Picked(origin, token.view(1, 1), start=torch.zeros_like(at), position=torch.zeros_like(at))
         states, nodes = forward.next(states, picked, nodes, torch.tensor([count]))
-        logits.append(network.head(model.parted(states)[0].contiguous()))
+        logits.append(network.head(model.heads_and_context(states)[0].contiguous()))
     return torch.cat(logits, dim=2)[0, 0]
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for changes, message in (
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
         ({"norm_before_residual": True}, "its config sets norm_before_residual, which is not read"),
-        ({"model_type": "mixtral"}, "layers of kind 'mixtral' are none"),
+        ({"model_type": "mixtral"}, "cannot have layers of kind 'mixtral'"),
     ):
         (folder / "config.json").write_text(json.dumps(described | changes))
         with pytest.raises(DrafterError, match=message):

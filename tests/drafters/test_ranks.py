@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from drafters.calibration import CLASS_NAMES, RankCalibration
 from drafters.protocol import DraftingSizes
-from drafters.ranks import CLASS_NAMES, RankCalibration
 from drafters.tree import DraftTree
 from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
@@ -17,7 +17,7 @@ def grown() -> RankCalibration:
     """Row 1 has heard of the chain 5, 6, 7, whose last node is of a later block, and of 9 beside it."""
     calibration = RankCalibration(2, SIZES)
     tree = DraftTree.of(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 1, -1]]))
-    buckets = torch.tensor([0, 0, calibration.first_further, 1])
+    buckets = torch.tensor([0, 0, calibration._first_further, 1])
     calibration.keep(ROWS, tree, torch.arange(4)[None], torch.full((1, 4), 0.5), buckets)
     return calibration
 
@@ -72,15 +72,6 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     assert trust[1, 0] == 1.0  # another position
     assert trust[0, 1] == 1.0  # another class
     assert calibration.trust(1)[0, 0] == 1.0  # a later block
-
-
-def test_untried_nodes_teach_nothing() -> None:
-    calibration = RankCalibration(2, SIZES)
-    nodes = torch.zeros(1, 8, dtype=torch.int64)
-    never = torch.zeros(1, 8, dtype=torch.bool)
-    for _ in range(100):
-        observe(calibration, nodes, torch.full((1, 8), 0.9), never, never)
-    assert calibration.trust(0).eq(1.0).all()
 
 
 def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:

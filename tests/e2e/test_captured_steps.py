@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.gating import AskGate
+from drafters.asking import AskGate
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -53,8 +53,8 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
 
 
 def _always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    gate._step.kind = 0, False
-    gate._step.asked.append((gate._gains.of(1, gate._step.kind), expected))
+    gate._step.situation = 0, False
+    gate._step.asked.append((gate._gains.of(1, gate._step.situation), expected))
     return True
 
 

@@ -43,7 +43,7 @@ class Seen:
         network, head = adaptive.network, adaptive.network.head
 
         def note(states: Tensor) -> Tensor:
-            norm = network._planned.rank_norm  # as it was published
+            norm = network._planned.rank_head._norm  # as it was published
             assert norm is not None
             self.by_step[self.step].add((adaptive.learner.weights.version, float(norm[0])))
             return head(states)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drafters.specblock import checkpoint
-from drafters.specblock.model import SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.config import config_from, layers_for
+from drafters.specblock.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases
@@ -25,7 +26,7 @@ def save_drafter(folder: Path, assembly: Assembly, *, entries: str = "first") ->
     """A random drafter for a loaded target."""
     torch.manual_seed(0)
     target = layers_for(assembly.loaded.model.config.get_text_config().to_dict())
-    config = SpecBlockConfig.from_mapping(
+    config = config_from(
         {"target": target, "tap_layers": [0, 1, 1], "draft_vocab_size": 128, "prefix_entries": entries}
     )
     model = SpecBlock(config)

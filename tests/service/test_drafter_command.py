@@ -14,7 +14,7 @@ from torch import Tensor
 from adaptation.checkpoint import SNAPSHOTS, WEIGHTS, folder_name, stored_versions
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
-from drafters.specblock.model import SpecBlockConfig
+from drafters.specblock.config import config_from
 from service.assembly import Assembly, assemble, choose_drafter
 from service.config import ServiceConfig
 from service.engine import drafter_weights
@@ -189,7 +189,7 @@ def test_inspect_tells_what_a_folder_holds(assembly: Assembly, tmp_path: Path) -
     assert told["parameters"] == sum(value.numel() for value in network.parameters())
     assert told["tensors"] == {name: list(value.shape) for name, value in weights_of(network).items()}
     assert (told["architecture"], told["dtype"], told["stores_head"]) == ("SpecBlock", "bfloat16", True)
-    assert SpecBlockConfig.from_mapping(told["drafter"]) == network.config
+    assert config_from(told["drafter"]) == network.config
     assert told["bytes"] == (folder / WEIGHTS_FILE).stat().st_size
     code, output = run(assembly, tmp_path, "inspect", folder)
     assert code == 0

@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaptation.records import Event
+from drafters.calibration import CLASS_NAMES
 from drafters.memory.counts import MemoryCounts
-from drafters.ranks import CLASS_NAMES
 from drafters.tree import MAX_DEPTH
 from kernels.memory import ORDERS
 from service.config import ServiceConfig

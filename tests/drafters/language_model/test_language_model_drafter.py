@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from drafters.calibration import RankCalibration
 from drafters.language_model.drafter import DEPTH
-from drafters.language_model.texts import OwnKeys
+from drafters.language_model.sequences import OwnKeys
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
-from drafters.ranks import RankCalibration
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import StartupError
 from tests.drafters.language_model.parts import (
@@ -78,8 +78,8 @@ def test_of_a_draft_model_that_is_the_target_every_token_is_accepted(params: Sam
 
 
 def run_with_interruptions(kind: str, draft_seed: int) -> Proposals:
-    """Texts that begin alike, some of which draft nothing and some of which lose their slots in between, in a pool so
-    small that what is kept is soon given up. Each must be that of plain decoding."""
+    """Sequences that begin alike, some of which draft nothing and some of which lose their slots in between, in a pool
+    so small that what is kept is soon given up. Each must be that of plain decoding."""
     engine = drafting_engine(
         kind, limits=replace(CACHED, max_sequences=3, prefill_chunk=40), num_slots=340, draft_seed=draft_seed
     )

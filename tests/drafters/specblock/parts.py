@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.protocol import DraftingSizes
+from drafters.protocol import Committed, DraftingSizes, Noise, Read
+from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.forwards import forward_of
-from drafters.specblock.model import SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.config import layers_for
+from drafters.specblock.drafter import SpecBlockDrafter
+from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
+from drafters.specblock.serving import forward_of
+from drafters.tree import Candidates, DraftTree, VerifyResult
+from kernels.graph_runner import Capture
 from kernels.rank_features import NUM_FEATURES
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
@@ -51,7 +56,7 @@ def computed(network: ServingNetwork) -> list[Tensor]:
     """What it makes of a text: states, logits, scores of ranks, and what is drafted."""
     config, drawn = network.config, torch.Generator().manual_seed(0)
     width, count = len(config.tap_layers) * config.hidden_size, 5
-    pool = EntryPool(network, count + 1, lines=1, live=config.forward_size)
+    pool = EntryPool(network, count + 1, sequences=1, live=config.forward_size)
     state = EntryState(DraftingSizes(max_sequences=1, max_length=count, max_nodes=0), pool, width, network.dtype)
     rows, counts = torch.tensor([0]), torch.tensor([count])
     tokens = torch.randint(config.target_vocab_size, (1, count), generator=drawn)
@@ -82,3 +87,58 @@ def tiny_embedding(hidden: int, seed: int = 1) -> Callable[[Tensor], Tensor]:
         return embedding(tokens, table)
 
     return embed
+
+
+class FedDrafter:
+    """A drafter, and sequences with random features, which it gets position by position. Row r has sequence r, or the
+    only one."""
+
+    def __init__(
+        self,
+        model: SpecBlock,
+        *,
+        sequences: int,
+        rows: int,
+        length: int,
+        max_nodes: int,
+        capture: Capture | None = None,
+        **weights: Any,
+    ) -> None:
+        generator = torch.Generator().manual_seed(5)
+        config, count = model.config, sequences * length
+        self.tokens = torch.randint(VOCAB_SIZE, (sequences, length + 1), generator=generator)
+        self.features = torch.randn(sequences, length, config.features_size, generator=generator)
+        self.slots = torch.randperm(count, generator=generator).view(sequences, length) + 1
+        sizes = DraftingSizes(
+            max_sequences=rows, max_length=length, max_nodes=max_nodes, num_slots=count + 1, capture=capture
+        )
+        trained = TrainedWeights(serving(model), tiny_embedding(config.hidden_size), **weights)
+        self.drafter = SpecBlockDrafter(sizes, trained)
+
+    def read(self, row: int, start: int, end: int) -> None:
+        number, span = row % len(self.tokens), slice(start, end)
+        tokens = self.tokens[number, start + 1 : end + 1]
+        self.drafter.read(Read(row, start, tokens, self.slots[number, span], self.features[number, span]))
+
+    def commit(self, rows: list[int], positions: list[int], count: int = 1) -> None:
+        """So many tokens after these positions were chosen, without a tree."""
+        at = torch.tensor(positions)[:, None] + torch.arange(count)
+        numbers = torch.tensor(rows)[:, None] % len(self.tokens)
+        nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
+        self.drafter.commit(
+            Committed(
+                rows=torch.tensor(rows),
+                tokens=self.tokens[numbers, at + 1],
+                counts=torch.full((len(rows),), count),
+                tree=DraftTree.empty(len(rows)),
+                result=VerifyResult(nothing, nothing, nothing, nothing),
+                features=self.features[numbers, at],
+                positions=at[:, 0],
+                slots=self.slots[numbers, at],
+            )
+        )
+
+    def grow(self, rows: list[int], roots: list[int], temperature: float = 0.0) -> Candidates:
+        seeds = torch.tensor(rows)
+        noise = Noise(seeds + 3, torch.full((len(rows),), temperature), torch.tensor(roots))
+        return self.drafter.grow(seeds, noise).take(torch.arange(len(rows)))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, TargetParts
-from drafters.specblock.model import STANDARD, SpecBlock, layers_for
+from drafters.specblock.config import STANDARD, layers_for
+from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, stock_tiny
@@ -61,7 +62,7 @@ def rewrite(folder: Path, **tensors: Tensor | None) -> None:
 
 def test_what_is_saved_comes_back_rounded_to_bf16(tmp_path: Path) -> None:
     model, back = saved(tmp_path), load(tmp_path)
-    assert back.config.to_json() == model.config.to_json()
+    assert back.config.as_json == model.config.as_json
     assert back.d2t.equal(model.d2t)
     assert back.t2d.equal(model.t2d)
     for (name, before), (_, after) in zip(model.named_parameters(), back.named_parameters(), strict=True):
@@ -74,7 +75,7 @@ def test_a_file_says_its_kind_unless_it_is_the_first_one(tmp_path: Path, kind: s
     model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
     checkpoint.save(tmp_path, model, target_identity="abc", facts={}, own_head=True)
     back = load(tmp_path)
-    assert back.config.to_json() == model.config.to_json()
+    assert back.config.as_json == model.config.as_json
     assert all(
         torch.equal(value.bfloat16().float(), back.state_dict()[name]) for name, value in model.state_dict().items()
     )

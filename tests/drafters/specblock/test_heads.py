@@ -4,8 +4,7 @@ import torch
 
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
-from drafters.specblock.growth import POLICIES, best_first
-from drafters.specblock.heads import BlockChances, propose, rank_class, rank_features
+from drafters.specblock.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
 from kernels import ops
 from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes, HostMetadata
-from drafters.specblock.pool import WAITING, Backlog, EntryPool, EntryState
+from drafters.specblock.pool import Backlog, EntryPool, EntryState
 from kernels.tree_attention import NULL_SLOT
 from tests.drafters.specblock.parts import serving, tiny_drafter
 
@@ -69,12 +69,6 @@ def test_waiting_entries_come_right_aligned() -> None:
     assert entries.take(rows(0, 1), 1).positions.tolist() == [[-1], [-1]]
 
 
-def test_as_many_can_wait_as_one_step_commits() -> None:
-    entries = state()
-    commit(entries, 1, 0, WAITING)
-    assert entries.take(rows(1), WAITING).positions.tolist() == [list(range(WAITING))]
-
-
 def test_padding_reaches_nobody() -> None:
     entries = state()
     slots, tokens = torch.tensor([[100, 7, 8], [200, 201, 202]]), torch.tensor([[1, -1, -1], [2, 3, 4]])
@@ -113,7 +107,7 @@ def test_entries_of_a_slot_lie_side_by_side() -> None:
 
 
 def test_trees_lie_behind_all_slots() -> None:
-    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, lines=2, live=4)
+    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, sequences=2, live=4)
     assert pool.scratch(2, 1, 2).tolist() == [[6, 7], [10, 11]]
     assert pool.storage.shape[2] == 5 + 2 * 4
 

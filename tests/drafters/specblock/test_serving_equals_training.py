@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import DraftingSizes
-from drafters.specblock.forwards import Live, forward_of
-from drafters.specblock.model import InputLayer, SpecBlock
+from drafters.specblock.model import SpecBlock
 from drafters.specblock.pool import EntryPool, EntryState
+from drafters.specblock.serving import Live, forward_of
+from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
@@ -43,7 +44,7 @@ class Serving:
 
     def __init__(self, model: SpecBlock, text: Text) -> None:
         self.text, network = text, serving(model)
-        pool = EntryPool(network, 2 * LENGTH + 1, lines=2, live=8 * BLOCK)
+        pool = EntryPool(network, 2 * LENGTH + 1, sequences=2, live=8 * BLOCK)
         sizes = DraftingSizes(max_sequences=2, max_length=LENGTH, max_nodes=0)
         self.state = EntryState(sizes, pool, text.features.shape[2], torch.float32)
         self.forward = forward_of(network, text.embed, pool, self.state)
@@ -98,7 +99,7 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     anchors = (feed.end - 1)[:, None]
     training = training_forward_of(model, text.embed)
     _, expected = training.first(text.batch(), anchors)
-    for own, other in zip(model.parted(states), (expected.states, expected.onward), strict=True):
+    for own, other in zip(model.heads_and_context(states), (expected.states, expected.onward), strict=True):
         assert_near(own, other)
 
     depths = torch.zeros(2, 1, dtype=torch.int64)
@@ -113,7 +114,7 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
         )
         states, nodes = feed.forward.next(states, picked, nodes, feed.end)
         expected = training.next(text.batch(), expected, cuts)
-        for own, other in zip(model.parted(states), (expected.states, expected.onward), strict=True):
+        for own, other in zip(model.heads_and_context(states), (expected.states, expected.onward), strict=True):
             assert_near(own, other)
 
 

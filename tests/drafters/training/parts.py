@@ -2,7 +2,8 @@
 
 import torch
 
-from drafters.specblock.model import InputLayer, SpecBlock
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.structure import InputLayer
 from drafters.training.corpus import TOP, Example, Shard
 from tests.drafters.specblock.parts import tiny_drafter
 from tests.tiny_models import VOCAB_SIZE

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.backends.cuda import cudnn_sdp_enabled
 
-from drafters.training import attention
-from drafters.training.attention import attend
+from drafters.training import forward
+from drafters.training.forward import attend
 
 _HEADS, _KV_HEADS, _ROWS, _DIM = 6, 2, 9, 16
 
@@ -50,7 +50,7 @@ def test_no_kernel_is_asked_that_plans_for_each_shape(monkeypatch: pytest.Monkey
         asked.append(cudnn_sdp_enabled())
         return torch.zeros(())
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(forward, "scaled_dot_product_attention", record)
     rows = _drawn(1, _HEADS, _ROWS, _DIM)
     attend(rows, rows, rows)
     assert asked == [False]

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from drafters.specblock.model import SpecBlock
+from drafters.training import fit
 from drafters.training.corpus import Batch, Example, TrainingError, load_examples
 from drafters.training.fit import (
+    FitLoop,
     FitSettings,
     Length,
     Position,
     SavedRun,
-    Trainer,
     make_optimizer,
     rate_factor,
     save_state,
@@ -40,16 +41,19 @@ def objective_of(model: SpecBlock) -> Objective:
 
 
 def trainer_of(
-    model: SpecBlock, optimizer: torch.optim.Optimizer, position: Position, settings: FitSettings = SETTINGS
-) -> Trainer:
-    return Trainer(
+    model: SpecBlock,
+    optimizer: torch.optim.Optimizer,
+    position: Position | None = None,
+    objective: fit.Objective | None = None,
+) -> FitLoop:
+    return FitLoop(
         model,
-        objective_of(model),
+        objective or objective_of(model),
         optimizer,
-        settings=settings,
+        settings=SETTINGS,
         reach=2 * BLOCK,
         ranks=Ranks(),
-        position=position,
+        position=position or Position(),
     )
 
 
@@ -63,7 +67,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def test_the_loss_falls(examples: list[Example]) -> None:
     model = trainable_drafter()
-    trainer = trainer_of(model, make_optimizer(model, SETTINGS), Position())
+    trainer = trainer_of(model, make_optimizer(model, SETTINGS))
     losses = [report.loss for report in trainer.run(examples, Length(steps=40))]
     assert len(losses) == 40
     assert sum(losses[-8:]) < sum(losses[:8]) - 1.0
@@ -73,7 +77,7 @@ def test_the_loss_falls(examples: list[Example]) -> None:
 @pytest.mark.parametrize("killed_after", [3, 7])
 def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, killed_after: int) -> None:
     whole = trainable_drafter()
-    for _ in trainer_of(whole, make_optimizer(whole, SETTINGS), Position()).run(examples, Length(steps=9)):
+    for _ in trainer_of(whole, make_optimizer(whole, SETTINGS)).run(examples, Length(steps=9)):
         pass
 
     file = tmp_path / "fit.pt"
@@ -115,19 +119,10 @@ def test_other_settings_and_damaged_files_are_refused(examples: list[Example], t
 def test_the_rank_head_rests_until_its_step(examples: list[Example]) -> None:
     model = trainable_drafter()
     before = weights_of(model)
-    trainer = trainer_of(model, make_optimizer(model, SETTINGS), Position())
+    trainer = trainer_of(model, make_optimizer(model, SETTINGS))
     for report in trainer.run(examples, Length(steps=5)):
         rests = all(torch.equal(before[n], v) for n, v in model.state_dict().items() if n.startswith("rank_head"))
         assert rests is (report.position.step <= 4)
-
-
-def test_without_rank_training_it_rests_for_good(examples: list[Example]) -> None:
-    model = trainable_drafter()
-    before = weights_of(model)
-    settings = replace(SETTINGS, rank_from_step=None)
-    for _ in trainer_of(model, make_optimizer(model, settings), Position(), settings).run(examples, Length(steps=6)):
-        pass
-    assert torch.equal(before["rank_head.0.weight"], model.state_dict()["rank_head.0.weight"])
 
 
 class Poisoned:
@@ -145,16 +140,8 @@ class Poisoned:
         return replace(scores, draft_loss=scores.draft_loss * factor)
 
 
-def poisoned_trainer(model: SpecBlock, bad: set[int]) -> Trainer:
-    return Trainer(
-        model,
-        Poisoned(objective_of(model), bad),
-        make_optimizer(model, SETTINGS),
-        settings=SETTINGS,
-        reach=2 * BLOCK,
-        ranks=Ranks(),
-        position=Position(),
-    )
+def poisoned_trainer(model: SpecBlock, bad: set[int]) -> FitLoop:
+    return trainer_of(model, make_optimizer(model, SETTINGS), objective=Poisoned(objective_of(model), bad))
 
 
 def test_a_step_that_is_not_finite_is_left_out_and_counted(examples: list[Example]) -> None:

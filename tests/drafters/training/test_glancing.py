@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drafters.specblock.model import InputLayer, SpecBlock
+from drafters.specblock.model import SpecBlock
+from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
@@ -57,7 +58,7 @@ def test_only_where_the_entry_before_guesses_wrong() -> None:
     model = drafter()
     batch, embed = batch_for(model), tiny_embedding(model.config.hidden_size)
     draw = partial(torch.Generator().manual_seed, 0)
-    told = Objective(model, embed, ObjectiveSettings(glancing=1.0))._told(batch, ANCHORS, draw())
+    told = Objective(model, embed, ObjectiveSettings(glancing=1.0))._revealed(batch, ANCHORS, draw())
     assert told is not None
     states = TrainingForward(model, embed).first(batch, ANCHORS)[1].states
     guesses = model.d2t[model.lm_head(states).argmax(-1)]
@@ -65,7 +66,7 @@ def test_only_where_the_entry_before_guesses_wrong() -> None:
         start = int(ANCHORS[text, anchor]) + 2
         wrong = guesses[text, anchor, :-1] != batch.tokens[text, start : start + BLOCK - 1]
         assert told[text, anchor].tolist() == [False, *wrong.tolist()]
-    half = Objective(model, embed, ObjectiveSettings(glancing=0.5))._told(batch, ANCHORS, draw())
+    half = Objective(model, embed, ObjectiveSettings(glancing=0.5))._revealed(batch, ANCHORS, draw())
     assert half is not None
     assert 0 < half.sum() < told.sum()
     assert not (half & ~told).any()

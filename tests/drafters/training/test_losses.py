@@ -10,8 +10,7 @@ from torch import Tensor
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.forward import TrainingForward
-from drafters.training.losses import LOSSES
-from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.objective import LOSSES, Objective, ObjectiveSettings
 from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
@@ -56,7 +55,7 @@ def test_a_first_entry_on_another_token_is_that_of_a_text_which_has_it(text: Exa
     forward, batch = TrainingForward(model, EMBED), Batch.of([text], 8, "cpu")
     anchors, others = torch.tensor([[9, 14, 9]]), torch.tensor([[40, 41, 42]])
     _, first = forward.first(batch, torch.tensor([[9, 20]]))
-    beside = forward.beside(batch, anchors, others, first)
+    beside = forward.alternatives(batch, anchors, others, first)
     for number, (anchor, other) in enumerate(zip(anchors[0].tolist(), others[0].tolist(), strict=True)):
         changed = batch.tokens.clone()
         changed[0, anchor + 1] = other

@@ -10,7 +10,7 @@ from torch.multiprocessing.spawn import spawn
 
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TrainingError, load_examples
-from drafters.training.fit import FitSettings, Length, Position, Trainer, make_optimizer
+from drafters.training.fit import FitLoop, FitSettings, Length, Position, make_optimizer
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, join, local_device
 from tests.drafters.specblock.parts import tiny_embedding
@@ -24,7 +24,7 @@ def train(ranks: Ranks, model: SpecBlock, folder: Path, steps: int = 4) -> None:
     torch.set_num_threads(1)
     examples = load_examples([folder / "a.safetensors"], max_length=512)
     objective = Objective(model, tiny_embedding(HIDDEN), ObjectiveSettings(rank_rows=32))
-    trainer = Trainer(
+    trainer = FitLoop(
         model,
         objective,
         make_optimizer(model, SETTINGS),

@@ -117,7 +117,7 @@ class World:
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
         self.tokens += load.num_drafting + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
-        self.ledger.elapse(verify + draft + follow + OTHER_SECONDS)
+        self.ledger.accrue(verify + draft + follow + OTHER_SECONDS)
         self.drafted_steps += drafted
         self.drafted.append(drafted)
         self.followed.append(followed)
@@ -256,7 +256,7 @@ def test_other_weights_are_tried_at_once() -> None:
     world = World(2, 0.8, noise=0.1)
     world.speed(1_010, lambda: 0.0)
     assert not world.drafted[-1]
-    world.policy.renew()
+    world.policy.on_weights_changed()
     world.speed(100, lambda: 0.85)
     assert sum(world.drafted[-100:]) > 90
 

@@ -44,7 +44,7 @@ class Recorder:
     def start(self, contexts: Items[DraftContext]) -> None:
         self.started += contexts
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         self.renewed = True
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
@@ -207,7 +207,7 @@ class Watcher(BudgetPolicy):
     def most(self, load: Load) -> int:
         return 2
 
-    def renew(self) -> None:
+    def on_weights_changed(self) -> None:
         self.renewals += 1
 
     def learn(self, budget: Budget, stats: StepStats) -> float | None:

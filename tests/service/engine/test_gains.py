@@ -95,7 +95,7 @@ def test_a_text_of_a_kind_that_loses_is_tried_and_stays_where_it_gains() -> None
         gains, rng, text = DraftGains(), random.Random(1), TextGain("greedy")
         for _ in range(60):
             gains.of(1, "greedy").observe(rng.gauss(-0.5, 1.0))
-        assert not gains.of(1, "greedy").promises
+        assert not gains.of(1, "greedy").may_gain
         assert gains.asks([text], 1, begins=True, affordable=KINDS) == [False]
         assert gains.asks([text], 1, begins=True, affordable=KINDS, trials=KINDS) == [True]
         found[true_gain] = 0

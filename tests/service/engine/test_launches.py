@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.checkpoint import DRAFTER, write_dummy
-from drafters.gating import AskGate
+from drafters.asking import AskGate
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -55,8 +55,8 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], i
 
 def always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
     """Asks, whatever that has gained."""
-    gate._step.kind = 0, False
-    gate._step.asked.append((gate._gains.of(1, gate._step.kind), expected))
+    gate._step.situation = 0, False
+    gate._step.asked.append((gate._gains.of(1, gate._step.situation), expected))
     return True
 
 

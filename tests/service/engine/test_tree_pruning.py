@@ -75,7 +75,7 @@ class Steps:
         if tree.width:
             self.pruning.learn(*committed(tree, generator))
         if seed % 7 == 0:
-            self.calibration.renew()
+            self.calibration.on_weights_changed()
         return tree, sizes.tolist()
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
 from drafters.training.corpus import Example
-from drafters.training.fit import Length, StepReport, Trainer
+from drafters.training.fit import FitLoop, FitReport, Length
 from service.assembly import assemble
 from service.cli import app
 from service.engine.weights import load_model
@@ -113,18 +113,18 @@ def test_fit_goes_on_where_it_was_killed(
     """Four steps in one go, and two steps, a kill and the rest: weights are equal bit for bit."""
     common = ("fit", "--features", features, "--target", target, "--steps", 4, *QUICK)
     run(*common, "--out", tmp_path / "whole")
-    true_run = Trainer.run
+    true_run = FitLoop.run
 
-    def killed_run(self: Trainer, examples: list[Example], length: Length) -> Iterator[StepReport]:
+    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[FitReport]:
         for report in true_run(self, examples, length):
             if report.position.step == 3:
                 raise Killed
             yield report
 
-    monkeypatch.setattr(Trainer, "run", killed_run)
+    monkeypatch.setattr(FitLoop, "run", killed_run)
     with pytest.raises(Killed):
         run(*common, "--out", tmp_path / "torn", "--evaluate-minutes", 0)
-    monkeypatch.setattr(Trainer, "run", true_run)
+    monkeypatch.setattr(FitLoop, "run", true_run)
     assert torch.load(tmp_path / "torn" / "fit.pt")["position"]["step"] == 2
     run(*common, "--out", tmp_path / "torn")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
@@ -137,14 +137,14 @@ def test_fit_goes_on_where_it_was_killed(
 def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
     target: Path, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, true_run = list[Length](), Trainer.run
+    lengths, true_run = list[Length](), FitLoop.run
 
-    def killed_run(self: Trainer, examples: list[Example], length: Length) -> Iterator[StepReport]:
+    def killed_run(self: FitLoop, examples: list[Example], length: Length) -> Iterator[FitReport]:
         lengths.append(length)
         yield from islice(true_run(self, examples, length), 2)
         raise Killed
 
-    monkeypatch.setattr(Trainer, "run", killed_run)
+    monkeypatch.setattr(FitLoop, "run", killed_run)
     measured = cycle([True, False])  # two times that are nearly the same
     monkeypatch.setattr("service.training.fit.bf16_is_faster", lambda device: next(measured))
     common = ("--target", target, "--out", tmp_path, "--evaluate-minutes", 0, *QUICK)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from drafters.gating import AskGate
+from drafters.asking import AskGate
 from drafters.protocol import StepTimes
 from drafters.regret import CAP_STEPS, RegretLedger
 
@@ -40,10 +40,10 @@ class Steps:
         if observe is not None and not late:
             observe(counts)
         seconds = 1.0 + 0.2 * asked
-        self.gate.took(StepTimes(seconds, 0.0, reads_prompts=False))
+        self.gate.timed(StepTimes(seconds, 0.0, reads_prompts=False))
         if observe is not None and late:
             observe(counts)
-        self.ledger.elapse(seconds)
+        self.ledger.accrue(seconds)
         return asked
 
     def play(self, count: int, extra: float, *, expected: tuple[float, ...] = (0.5,)) -> list[int]:
@@ -107,7 +107,7 @@ def test_texts_are_followed_while_any_range_may_be_asked() -> None:
     for expected in (None, 0.2, 2.0):
         if expected is not None:
             steps.play(200, extra=0.0 if expected < 1 else 2.0, expected=(expected,))
-        promised.append(steps.gate.promises)
+        promised.append(steps.gate.may_gain)
     assert promised == [True, False, True]
 
 
@@ -119,21 +119,21 @@ def test_drawn_texts_that_lose_do_not_speak_for_others() -> None:
             asked.setdefault(warm, []).extend(steps.step(0.0 if warm else 1.0, warm=warm) for _ in range(50))
     assert share(asked[False][100:]) > 0.95
     assert share(asked[True][100:]) < 0.1
-    assert not steps.gate.promises
-    assert steps.gate.affords_text(warm=False)
-    assert not steps.gate.affords_text(warm=True)
+    assert not steps.gate.may_gain
+    assert steps.gate.can_afford_sequence(warm=False)
+    assert not steps.gate.can_afford_sequence(warm=True)
 
 
 def test_prompts_that_are_taken_in_are_charged_and_texts_begin_where_enough_is_left() -> None:
     steps = Steps()
     steps.play(4, extra=0.3)
-    assert steps.gate.affords_text(warm=False)
+    assert steps.gate.can_afford_sequence(warm=False)
     for followed in (False, True):
         before = steps.ledger.balances["network greedy"]
-        steps.gate.took(StepTimes(50.0, 40.0, reads_prompts=True), followed=followed)
+        steps.gate.timed(StepTimes(50.0, 40.0, reads_prompts=True), followed=followed)
         assert before - steps.ledger.balances["network greedy"] == 40.0 * followed
-    assert steps.gate.promises
-    assert not steps.gate.affords_text(warm=False)
+    assert steps.gate.may_gain
+    assert not steps.gate.can_afford_sequence(warm=False)
 
 
 def test_of_several_that_answer_each_has_the_tokens_it_was_expected_to_bring() -> None:
@@ -147,5 +147,5 @@ def test_other_weights_are_asked_at_once() -> None:
     steps = Steps()
     steps.play(500, extra=0.0)
     assert steps.step(0.0) == 0
-    steps.gate.renew()
+    steps.gate.on_weights_changed()
     assert steps.step(0.0) == 1

@@ -1,22 +1,22 @@
-"""The nodes of a chain: its own likeliest paths go on."""
+"""Nodes of a block whose distributions do not depend on the path."""
 
 from itertools import product
 from math import prod
 
 import torch
 
-from drafters.lattice import Chain
+from drafters.specblock.blocks import path_nodes
 from drafters.tree import ROOT
 from kernels.lattice import Origin
 
 
-def test_of_a_chain_the_likeliest_paths_go_on() -> None:
+def test_the_likeliest_paths_go_on() -> None:
     """Its likeliest nodes are those of all paths there are, each under its parent."""
     block, ranks, paths, most = 4, 5, 4, 12
     odds = torch.rand(2, 1, block, ranks, generator=torch.Generator().manual_seed(0)) * 0.9
     tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks)).expand(2, 1, -1, -1)
     trust = torch.linspace(0.8, 1.05, block * ranks).view(block, ranks)
-    said, parents, depths, survival = Chain(Origin.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths).nodes()
+    said, parents, depths, survival = path_nodes(Origin.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths)
     odds = odds * trust
     for line in range(2):
         every = {

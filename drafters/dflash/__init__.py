@@ -1,1 +1,0 @@
-"""The DFlash kind, and the forwards of kinds whose committed positions run no layer."""

@@ -1,1 +1,0 @@
-"""The EAGLE-3 kind."""

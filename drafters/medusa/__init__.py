@@ -1,1 +1,0 @@
-"""The Medusa kind."""

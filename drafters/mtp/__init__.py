@@ -1,1 +1,0 @@
-"""A target's own module for further tokens."""

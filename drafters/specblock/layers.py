@@ -1,0 +1,212 @@
+"""A drafter's decoder layers and heads as they are trained, differentiable; the parameter names are transformers'.
+Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, heads."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+Embed = Callable[[Tensor], Tensor]
+"""Token ids [...] -> the target's embeddings of them [..., hidden]."""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer, by its index, over a forward's rows and the keys before them: query
+[batch, heads, rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
+
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values of one layer, both [batch, kv_heads, rows, dim]."""
+
+
+class Rotary:
+    """Rotary position embedding with the target's scaling. Not part of any module: a module's frequencies would be
+    rounded with its weights."""
+
+    def __init__(self, text: PreTrainedConfig) -> None:
+        known = LlamaRotaryEmbedding(text)  # type: ignore[arg-type]  # any family's config has what it asks for
+        self._scale = float(known.attention_scaling)
+        self._frequencies = torch.cat([known.inv_freq, known.inv_freq]).float()  # [dim]
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines. # positions [...] int64 -> both [..., dim]"""
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[..., None] * self._frequencies
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes and variants of a drafter's decoder layers."""
+
+    hidden: int
+    intermediate: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    biases: tuple[bool, bool, bool]  # of q, k and v; of the attention output; of the feed-forward
+    head_norms: bool  # queries and keys are normed by head
+    rotary: Rotary
+
+    @staticmethod
+    def of(target: Mapping[str, Any]) -> "LayerShape":
+        """Return the shape that a transformers config asks for."""
+        text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
+        kind, heads = text.model_type, text.num_attention_heads
+        biased = bool(getattr(text, "attention_bias", False))
+        return LayerShape(
+            text.hidden_size,
+            text.intermediate_size,
+            heads,
+            text.num_key_value_heads or heads,
+            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            float(text.rms_norm_eps),
+            (biased or kind == "qwen2", biased, bool(getattr(text, "mlp_bias", False))),
+            kind == "qwen3",
+            Rotary(text),
+        )
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with rotary positions; queries and keys are normed by head where the family does so."""
+
+    def __init__(self, shape: LayerShape, extra: int = 0) -> None:
+        """`extra`: width of what is read before the state."""
+        super().__init__()
+        joined, output, _ = shape.biases
+        reads = extra + shape.hidden
+        wide, narrow = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(reads, wide, bias=joined)
+        self.k_proj = nn.Linear(reads, narrow, bias=joined)
+        self.v_proj = nn.Linear(reads, narrow, bias=joined)
+        self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
+        if shape.head_norms:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
+        self._shape = shape
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Attend from each row. # x [batch, rows, extra + hidden] -> [batch, rows, hidden]"""
+        query = self._by_head(self.q_proj(x))
+        if self._shape.head_norms:
+            query = self.q_norm(query.to(x.dtype))
+        mixed = attend(_rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+        return output
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
+        """Return the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
+        key, value = self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
+        if self._shape.head_norms:
+            key = self.k_norm(key.to(x.dtype))
+        return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
+
+    def _by_head(self, joined: Tensor) -> Tensor:
+        """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
+        return joined.view(*joined.shape[:-1], -1, self._shape.head_dim)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: W_down (silu(W_gate x) * W_up x)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        bias = shape.biases[2]
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=bias)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the feed-forward. # x [..., hidden] -> [..., hidden]"""
+        output: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class DrafterLayer(nn.Module):
+    """A standard pre-norm decoder layer, the differentiable form of `kernels.decoder_layer`."""
+
+    def __init__(self, shape: LayerShape, extra: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.self_attn = SelfAttention(shape, extra)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.mlp = FeedForward(shape)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        extra: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer; attention reads `extra` before the normed state.
+        # hidden [batch, rows, hidden], extra [batch, rows, extra] -> [batch, rows, hidden]"""
+        normed = self.input_layernorm(hidden)
+        read = normed if extra is None else torch.cat([extra, normed], dim=-1)
+        hidden = hidden + self.self_attn(read, rotary, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class DrafterDecoder(nn.Module):
+    """Layers and the output norm, if there is one; `extra` is the width that the first layer reads before the state."""
+
+    def __init__(self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed: bool = True) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList(DrafterLayer(shape, 0 if number else extra) for number in range(num_layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
+
+
+class EntryHeads(nn.Module):
+    """An output layer for each entry of a block, as published Medusa weights have them."""
+
+    def __init__(self, entries: int, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(entries, vocab, hidden))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return each entry's logits. # states [..., entries, hidden] -> [..., entries, vocab]"""
+        return torch.einsum("...ki,kvi->...kv", states, self.weight)
+
+
+class Input(nn.Module):
+    """Base of what turns tapped features and tokens into the first inputs of blocks."""
+
+    condition_proj: nn.Linear
+    feature_norms: nn.ModuleList  # one for each tap, or none
+
+    def condition(self, features: Tensor) -> Tensor:
+        """Return c, one vector made of all taps, each normed first where there are norms.
+        # features [..., taps * hidden] -> [..., hidden]"""
+        features = features.to(self.condition_proj.weight.dtype)
+        if self.feature_norms:
+            taps = features.chunk(len(self.feature_norms), dim=-1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.feature_norms, taps, strict=True)], dim=-1)
+        projected: Tensor = self.condition_proj(features)
+        return projected
+
+    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
+        state that a further block starts at) and the embedding of the token after it.
+        # context, embedded [..., hidden] -> [..., entries, width]"""
+        raise NotImplementedError
+
+
+def feature_norms(taps: int, shape: LayerShape) -> nn.ModuleList:
+    """Return a norm for each of so many taps."""
+    return nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in range(taps))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves against halves. # x [batch, rows, heads, dim], cos and sin [batch, rows, dim] -> like x"""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]

@@ -1,0 +1,199 @@
+"""The parts of a block network, each as it is trained and as it serves: fused input, decoder layers, output norm, head.
+Networks of another structure replace some of them (`autoregressive.py`, `residual_heads.py`, `conditioning.py`).
+Legend: rows = entries of all sequences of a forward, hidden, block = entries of one forward's block."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape, feature_norms
+from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.layers import RunLayers
+from kernels.linear import Product
+from kernels.ops import Ops
+
+ServedInput = Callable[[Tensor, Tensor], Tensor]
+"""`Input.blocks` of all entries while serving: context and embedded [rows, hidden] -> [rows, block, width]."""
+
+ServedOutput = Callable[[Tensor, Tensor | None], Tensor]
+"""States from the last layer's input [rows, width] and its residual update [rows, hidden], None without layers."""
+
+PathHeadOp = Callable[[Tensor, Tensor], Tensor]
+"""States conditioned on the token before their position: states, embedded [..., hidden] -> [..., hidden]."""
+
+
+class ServedLayer(Protocol):
+    """A decoder layer while serving."""
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor, /) -> Tensor:
+        """Run the layer. # hidden [rows, width], delta [rows, hidden] -> [rows, hidden]"""
+
+    def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor, /) -> Tensor:
+        """Write the rows' keys and values to the pool and compute nothing else. # hidden [rows, width]"""
+
+
+@dataclass(slots=True)
+class WeightPlanner:
+    """Gives weights to the ops of their device. `kept` lists the tensors that the ops read, in order; they are copies
+    if they are to be overwritten in place later."""
+
+    weights: Mapping[str, Tensor]
+    ops: Ops
+    copies: bool
+    kept: list[Tensor] = field(default_factory=list)
+
+    def tensor(self, value: Tensor) -> Tensor:
+        """Return the tensor that ops read. # value [...] -> [...]"""
+        value = value.detach()
+        if self.copies:
+            value = value.clone()
+            self.kept.append(value)
+        return value
+
+    def vector(self, name: str) -> Tensor:
+        """Return a weight that ops read as it is, such as a norm's gain. # -> [...]"""
+        return self.tensor(self.weights[name])
+
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """Plan the product with a weight. # weight [out, in], bias [out]"""
+        return self.ops.plan_linear(self.tensor(weight), None if bias is None else self.tensor(bias))
+
+    def layer(self, number: int, shape: LayerShape, window: int) -> DecoderLayer:
+        """Plan a decoder layer; `window`: entries back that its attention sees."""
+        prefix = f"decoder.layers.{number}."
+        own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        return DecoderLayer.of(
+            {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
+            Ops(**{**vars(self.ops), "plan_linear": self.product}),
+            query_heads=shape.query_heads,
+            epsilon=shape.epsilon,
+            scale=shape.head_dim**-0.5,
+            window=window,
+        )
+
+
+class InputLayer(Input):
+    """Fuses condition, token and position query of each entry (SpecBlock section 3.1)."""
+
+    def __init__(self, config: SpecBlockConfig, shape: LayerShape) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, shape.epsilon
+        self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
+        self.condition_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.token_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
+        self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
+        self.feature_norms = feature_norms(len(normed_taps(config)), shape)
+        self._broadcast = config.broadcast
+
+    def token(self, embedded: Tensor) -> Tensor:
+        """Return what a token adds to the input of an entry that sees it. # embedded [..., hidden] -> [..., hidden]"""
+        hidden = embedded.shape[-1]
+        normed = self.token_norm(embedded.to(self.token_norm.weight.dtype))
+        return linear(normed, self.fuse.weight[:, hidden : 2 * hidden])
+
+    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
+        dtype = self.token_norm.weight.dtype  # not autocast's: a norm of mixed dtypes is slow
+        known = torch.cat([self.condition_norm(context.to(dtype)), self.token_norm(embedded.to(dtype))], dim=-1)
+        seen = known[..., None, :].expand(*known.shape[:-1], queries.shape[0], -1)
+        if not self._broadcast:
+            is_first = torch.arange(self.position_queries.shape[0], device=known.device)[entries] == 0
+            seen = seen * is_first[:, None]
+        fused: Tensor = self.fuse(torch.cat([seen, queries.expand(*seen.shape[:-1], -1)], dim=-1))
+        return fused
+
+
+class ServedInputLayer:
+    """`InputLayer.blocks` of all entries while serving."""
+
+    def __init__(self, config: SpecBlockConfig, shape: LayerShape, planner: WeightPlanner) -> None:
+        hidden, weights = config.hidden_size, planner.weights
+        self._ops, self._epsilon, self._broadcast = planner.ops, shape.epsilon, config.broadcast
+        self._condition_norm = planner.vector("input_layer.condition_norm.weight")
+        self._token_norm = planner.vector("input_layer.token_norm.weight")
+        fuse = weights["input_layer.fuse.weight"]
+        self._known = planner.product(fuse[:, : 2 * hidden].contiguous())
+        queries = torch.rms_norm(weights["input_layer.position_queries"], (hidden,), None, shape.epsilon)
+        queries = queries * weights["input_layer.query_norm.weight"]
+        # What the position queries add to an entry is the same in every block.
+        added = linear(queries.float(), fuse[:, 2 * hidden :].float())
+        self._queries = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
+
+    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
+        """Return blocks' inputs. # context, embedded [rows, hidden] -> [rows, block, hidden]"""
+        known = [
+            self._ops.add_rms_norm(context.contiguous(), None, self._condition_norm, self._epsilon),
+            self._ops.add_rms_norm(embedded.to(context.dtype).contiguous(), None, self._token_norm, self._epsilon),
+        ]
+        seen = self._known(torch.cat(known, dim=-1))[:, None]
+        if self._broadcast:
+            return seen + self._queries
+        blocks = self._queries.expand(len(seen), -1, -1).clone()
+        blocks[:, :1] += seen
+        return blocks
+
+
+class Structure:
+    """Makes the parts of a network: of SpecBlock's, where a subclass does not say otherwise."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        self.config, self.shape = config, LayerShape.of(config.target)
+
+    def input_layer(self) -> Input:
+        """Make what computes the first inputs of blocks."""
+        return InputLayer(self.config, self.shape)
+
+    def decoder(self) -> DrafterDecoder:
+        """Make the layers and the output norm."""
+        return DrafterDecoder(self.shape, self.config.num_layers)
+
+    def head(self) -> nn.Linear | EntryHeads:
+        """Make the output layer over the draft vocabulary."""
+        return nn.Linear(self.config.hidden_size, self.config.draft_vocab_size, bias=False)
+
+    def path_head(self) -> nn.Module | None:
+        """Make what conditions states on the token before their position; None for networks without it."""
+        return None
+
+    def output(self, states: Tensor, hidden: Tensor) -> Tensor:
+        """Return the network's output, of states after the output norm and before it.
+        # both [batch, rows, hidden] -> [batch, rows, width]"""
+        return states
+
+    def served_input(self, planner: WeightPlanner) -> ServedInput:
+        """Plan `input_layer` for serving."""
+        return ServedInputLayer(self.config, self.shape, planner)
+
+    def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
+        """Plan the decoder layers for serving."""
+        window = self.config.trained_length * self.config.entries
+        return [planner.layer(number, self.shape, window) for number in range(self.config.num_layers)]
+
+    def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
+        """Return what makes one call of layers and their keys and values, pools [2, places, kv_heads, dim] each."""
+        return ops.plan_layers
+
+    def served_output(self, planner: WeightPlanner) -> ServedOutput:
+        """Plan the output norm for serving."""
+        norm, ops, epsilon = planner.vector("decoder.norm.weight"), planner.ops, self.shape.epsilon
+        return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
+
+    def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
+        """Plan `head` for serving: states [..., hidden] -> logits [..., draft_vocab]."""
+        return planner.product(planner.weights["lm_head.weight"])
+
+    def served_path_head(self, planner: WeightPlanner) -> PathHeadOp | None:
+        """Plan `path_head` for serving."""
+        return None
+
+
+def normed_taps(config: SpecBlockConfig) -> range:
+    """Return the indices of the taps that have a norm of their own."""
+    return range(len(config.tap_layers) if config.normalise_features else 0)
