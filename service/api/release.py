@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from service.api.schemas import LEAST_RELEASE_SECONDS, SamplingFields
+from service.api.schemas import LEAST_RELEASE_SECONDS, CompletionFields
 from service.engine.requests import GenerationRequest
 from service.errors import InvalidRequest
 
@@ -32,7 +32,7 @@ class Release:
 AS_IT_COMES = Release()
 
 
-def release_of(body: SamplingFields, *, choices: int, server_seconds: float | None) -> Release:
+def release_of(body: CompletionFields, *, choices: int, server_seconds: float | None) -> Release:
     """The server's, or a request's own, whichever is slower. Raises InvalidRequest for what cannot be beside it."""
     options = body.stream_options
     asked = None if options is None else options.release_seconds

@@ -19,9 +19,9 @@ from service.api.release import Release, release_of
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatTemplateFields,
+    CompletionFields,
     CompletionRequest,
     Message,
-    SamplingFields,
     Tool,
     ToolCall,
     text_of,
@@ -29,16 +29,15 @@ from service.api.schemas import (
 from service.api.settings import Server
 from service.api.structured import calling_of, grammar_of
 from service.api.tenants import Admission
-from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
+from service.engine.requests import GenerationRequest, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard, OutputStream
+from service.sampling_params import sampling_params
 from service.scope import Scope
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
 from service.tools import Calling, CallReader, form_of, told
 
-# Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
-_LOWEST_TEMPERATURE = 0.01
 _SEED_RANGE = 2**63  # of drawn ones
 RELAXED_HEADER = "x-adaptree-relaxed"
 """Places of the request that an answer is not held to, such as tools.0.function.parameters.properties.mail.pattern."""
@@ -158,12 +157,14 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Origi
             GenerationRequest(
                 request_id=f"{job_id}-{run}-{position}",  # an answer that goes on may be running still
                 prompt=tuple(prompt),
-                sampling=_sampling(
+                sampling=sampling_params(
                     body,
                     seed=prompt_seed,
                     max_tokens=max_tokens,
                     num_logprobs=num_logprobs,
-                    shows_specials=any(mark in runtime.tokenizer.special_ids for mark in _marks(calling, thinking)),
+                    keep_special_tokens=any(
+                        mark in runtime.tokenizer.special_ids for mark in _marks(calling, thinking)
+                    ),
                 ),
                 n=n,
                 prediction=prediction,
@@ -195,7 +196,7 @@ def start(job: Job, server: Server, request: Request) -> OutputStream:
     return outputs
 
 
-def _length_field(body: SamplingFields) -> str:
+def _length_field(body: CompletionFields) -> str:
     """The field that says how long an answer may be, by the name that was used or is to be."""
     is_older = body.max_tokens is not None or isinstance(body, CompletionRequest)
     return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
@@ -292,7 +293,7 @@ def _check_fields(body: Completion, server: Server) -> None:
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
 
 
-def _refuse_unsupported(body: SamplingFields, server: Server) -> None:
+def _refuse_unsupported(body: CompletionFields, server: Server) -> None:
     """Refuse what cannot be honoured, and log once what is not known at all."""
     extra = body.model_extra or {}
     refuse(extra, _HARMLESS)
@@ -330,41 +331,14 @@ def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[l
     return encoded or [single]
 
 
-async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int, ...]:
+async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:
     if body.prediction is None:
         return ()
     text = text_of(body.prediction.content)
     return tuple(await server.runtime.off_loop(lambda: server.runtime.tokenizer.encode(text)))
 
 
-def _sampling(
-    body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, shows_specials: bool
-) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    if body.top_p == 0:  # none but the likeliest token
-        temperature = 0.0
-    return SamplingParams(
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min(body.min_tokens or 0, max_tokens),
-        temperature=max(temperature, _LOWEST_TEMPERATURE) if temperature > 0 else 0.0,
-        top_p=body.top_p or 1.0,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=tuple(sorted((body.logit_bias or {}).items())),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        include_stop_in_output=body.include_stop_str_in_output is True,
-        ignore_eos=body.ignore_eos is True,
-        skip_special_tokens=body.skip_special_tokens is not False and not shows_specials,
-        num_logprobs=num_logprobs,
-    )
-
-
-def _speculation(body: SamplingFields) -> SpeculationParams:
+def _speculation(body: CompletionFields) -> SpeculationParams:
     wishes = body.speculation
     if wishes is None:
         return SpeculationParams()
@@ -373,7 +347,7 @@ def _speculation(body: SamplingFields) -> SpeculationParams:
     return SpeculationParams(enabled=wishes.enabled is not False, max_budget=wishes.max_budget, trace=trace)
 
 
-def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, source: str) -> int:
+def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, source: str) -> int:
     """How many tokens may be generated: as many as are asked for, at most the rest of the context and the server's cap.
     Raises InvalidRequest for a prompt that leaves no room."""
     context = server.runtime.card.max_model_len

@@ -36,6 +36,7 @@ from service.api.settings import Server
 from service.api.sse import EventStream, Marks, collect, events, whole
 from service.api.structured import Wish, compiled
 from service.errors import InvalidRequest
+from service.sampling_params import SamplingFields
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _RENAMED = (
@@ -44,6 +45,7 @@ _RENAMED = (
     (r"^max_completion_tokens", "max_output_tokens"),
 )
 """Fields by how completions call them."""
+_SAME_AS_CHAT = ("stream", "store", "resume_from", "parallel_tool_calls", "metadata")
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     **dict.fromkeys(("logprobs", "return_token_ids"), (False,)),
@@ -132,8 +134,7 @@ def _as_chat(
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "stream", "store", "resume_from")},
-        **{name: getattr(body, name) for name in ("parallel_tool_calls", "metadata")},
+        **{name: getattr(body, name) for name in (*SamplingFields.model_fields, *_SAME_AS_CHAT)},
         "speculation": None if body.speculation is None else body.speculation.model_dump(),
     }
     if body.tools:

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from service.api.schemas import Body, Form, FunctionName, RefusalPart, Seed, Speculation, TokenCount
+from service.api.schemas import Form, FunctionName, MaxTokens, RefusalPart, Speculation
+from service.sampling_params import Body, SamplingFields
 
 
 class InputText(Body):
@@ -124,7 +125,7 @@ Includable = Literal[
 """What a response has none of, so that all of it is included. Log-probabilities of text are refused."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
     model: str
@@ -133,10 +134,7 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Seed | None = None
+    max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
     include: list[Includable] | None = None
     tools: list[Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]] | None = None

@@ -7,34 +7,24 @@ Fields that are not declared stay reachable in `model_extra`.
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
+
+from service.sampling_params import Body, SamplingFields, TokenCount, TokenIds
 
 MOST_CHOICES = 8
 MOST_PROMPTS = 256
-_MOST_STOPS = 16
-_LONGEST_STOP = 1024
 _MOST_LOGPROBS = 20
 _MOST_TOOLS = 128
-_MOST_BIASED_TOKENS = 1024
 
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
-TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
-TokensTaken = Annotated[int, Field(ge=0, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 EventId = Annotated[str, Field(min_length=1)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-ResumeFrom = TokensTaken | Annotated[list[TokensTaken], Field(fail_fast=True, min_length=1)] | EventId
+ResumeFrom = TokenCount | Annotated[list[TokenCount], Field(fail_fast=True, min_length=1)] | EventId
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
 LEAST_RELEASE_SECONDS = 0.001
 """Between two events: as many as a request may have sent that says nothing yet."""
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
 
 class Form(Body):
@@ -176,30 +166,13 @@ class ChatTemplateFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-class SamplingFields(Body):
-    """What both completion routes understand."""
+class CompletionFields(SamplingFields):
+    """The fields that both completion routes accept."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: (
-        Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASED_TOKENS)] | None
-    ) = None
-    seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: TokensTaken | None = None
-    max_completion_tokens: TokenCount | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -225,7 +198,7 @@ class SamplingFields(Body):
     safety_identifier: str | None = None
 
 
-class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
+class ChatCompletionRequest(CompletionFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -235,7 +208,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(CompletionFields):
     """`POST /v1/completions`."""
 
     prompt: (

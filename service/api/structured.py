@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
+from service.api.schemas import ChatCompletionRequest, CompletionFields, NamedTool, ResponseFormat, StructuredOutputs
 from service.errors import InvalidRequest
 from service.grammars import Grammar, GrammarError, GrammarKind, in_lark
 from service.json_schemas import with_definitions
@@ -30,7 +30,7 @@ class Wish(NamedTuple):
 
 
 async def grammar_of(
-    body: SamplingFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
+    body: CompletionFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
 ) -> Grammar | None:
     """Raises InvalidRequest for more than one wish, and for one that cannot be honoured."""
     wishes = _wishes(body)
@@ -105,7 +105,7 @@ async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) ->
     return Wish("tools", "lark", calling.grammar(schema, runtime.tokenizer.special_ids))
 
 
-def _wishes(body: SamplingFields) -> list[Wish]:
+def _wishes(body: CompletionFields) -> list[Wish]:
     """All that the answer shall be, by whichever field."""
     structured = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):

@@ -6,36 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.grammars import Grammar
+from service.sampling_params import SamplingParams as SamplingParams
 from service.scope import Scope
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen; checked by whoever builds it (the HTTP side answers 400 naming the field)."""
-
-    seed: int  # 64 bits
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    include_stop_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    num_logprobs: int | None = None  # None = off, otherwise that many alternatives per token (0..20)
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ LEAVES = (
     "service.config_sources",
     "service.observability.live",
     "service.logging",
+    "service.sampling_params",
     "service.scope",
     "service.observability.metrics",
     "service.observability.metric_tables",

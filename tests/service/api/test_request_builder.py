@@ -67,7 +67,11 @@ async def test_every_field_arrives() -> None:
     assert sampling.logit_bias == ((1, 5.5), (3, -100))
     assert (sampling.seed, request.n, sampling.max_tokens, sampling.min_tokens) == (-(2**63), 8, 9, 2)
     assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), frozenset({5}))
-    assert (sampling.include_stop_in_output, sampling.ignore_eos, sampling.skip_special_tokens) == (True, True, False)
+    assert (sampling.include_stop_str_in_output, sampling.ignore_eos, sampling.skip_special_tokens) == (
+        True,
+        True,
+        False,
+    )
     assert sampling.num_logprobs == 0
     assert list(request.prediction) == TOKENIZER.encode("the")
     assert (request.speculation.enabled, request.speculation.max_budget) == (False, 0)
