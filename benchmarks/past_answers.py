@@ -14,8 +14,7 @@ from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFil
 from service.bench.experiment import Column, Row, conclude, counted, prepare, read_sets, table_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
-from service.scope import Scope
+from service.engine.requests import GenerationRequest, SamplingParams, Scope, SpeculationParams
 
 _VICTIM = Scope("one", "u", separate_names=True)
 WALLS = {

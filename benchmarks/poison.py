@@ -35,10 +35,9 @@ from service.bench.shift_play import (
     windows_of,
 )
 from service.config import LoadedConfig
-from service.engine.requests import GenerationRequest
+from service.engine.requests import GenerationRequest, Scope
 from service.errors import StartupError
 from service.prompts import refuse_too_long
-from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 
 GARBAGE = "garbage"

@@ -1,7 +1,7 @@
-"""`GET /adaptree/feed`: the live state as server-sent events, the last minutes first and then one moment a second.
+"""`GET /adaptree/feed`: the live state as server-sent events, first the last minutes, then one moment per second.
 
-One clock serves all readers. Each takes the newest moment when it is ready for one, so that a slow reader misses some
-and delays nobody.
+One clock serves all readers. Each takes the newest moment when it is ready, so that a slow reader skips some and
+delays no other.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _TICK_SECONDS = 1.0
 
 
 class Feed:
-    """The clock, the newest moment, and who waits for the next."""
+    """A clock that publishes a moment per tick to all readers."""
 
     def __init__(self, live: Live, runtime: Runtime, *, tick_seconds: float = _TICK_SECONDS) -> None:
         self._live = live
@@ -35,23 +35,23 @@ class Feed:
         self._changed = asyncio.Condition()
         self._number = 0
         self._frame = b""
-        self._ends = False  # with this frame
-        self._asking: asyncio.Task[None] | None = None
+        self._ends = False  # whether this frame is the last one
+        self._status_query: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The clock runs meanwhile."""
+        """Run the clock during the block."""
         clock = asyncio.create_task(self._run())
         try:
             yield
         finally:
-            tasks = [clock] if self._asking is None else [clock, self._asking]
+            tasks = [clock] if self._status_query is None else [clock, self._status_query]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """What one reader is sent; it ends when the server is about to, which waits for open connections."""
+        """The frames for one reader, until the server drains, which waits for open connections."""
         seen = self._number
         yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
         ends = False
@@ -65,8 +65,8 @@ class Feed:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
-            self._ask_learning()
-            # Nothing is waited for in here, so that no reader finds a moment in the past and then gets it once more.
+            self._query_learning()
+            # No await in this block: a reader must not find a moment in the past and then receive it again.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
                 state = self._runtime.state
@@ -74,21 +74,22 @@ class Feed:
                 self._number += 1
                 self._changed.notify_all()
 
-    def _ask_learning(self) -> None:
-        """Ask once more, unless the last question still waits for an update: questions must not pile up."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._observe_learning())
+    def _query_learning(self) -> None:
+        """Query the state of learning, unless the last query is still waiting for an update."""
+        if self._status_query is None or self._status_query.done():
+            self._status_query = asyncio.create_task(self._observe_learning())
 
     async def _observe_learning(self) -> None:
         try:
             self._live.observe_adaptation(await self._runtime.ask_adaptation(lambda control: control.status()))
         except RequestError:
-            return  # nobody learns here, or not yet, or no more
+            return  # learning is off, not started or stopped
         except Exception:
-            logger.exception("learning could not say how it is")
+            logger.exception("the state of learning could not be read")
 
 
 def feed_router(feed: Feed) -> APIRouter:
+    """The route of the feed."""
     router = APIRouter()
 
     @router.get(FEED_PATH)

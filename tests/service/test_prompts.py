@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import StartupError
-from service.prompts import Message, read_prompt_set, read_prompts, refuse_too_long, source_of
+from service.prompts import PromptMessage, read_prompt_set, read_prompts, refuse_too_long, source_of
 from service.tokenizer import ChatTokenizer
 from tests.service.bench.parts import written_prompts
 from tests.tiny_models import tiny_tokenizer
@@ -20,7 +20,7 @@ def test_prompts_of_all_files_in_order(tmp_path: Path) -> None:
     two.write_text(GOOD.replace("a-1", "b-1"))
     prompts = read_prompts([one, two])
     assert [(prompt.id, prompt.task) for prompt in prompts] == [("a-1", "qa"), ("a-2", "qa"), ("b-1", "qa")]
-    assert prompts[1].messages == [Message(role="user", content="in\u2028the hat")]
+    assert prompts[1].messages == [PromptMessage(role="user", content="in\u2028the hat")]
 
 
 def test_every_form_becomes_tokens(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ import random
 import pytest
 from pydantic import JsonValue
 
-from service.answers import AnswerReader
-from service.grammars import GrammarCompiler, GrammarKind, in_lark
+from service.grammars import GrammarCompiler, GrammarKind, as_lark
 from service.thinking import Thinking, ThoughtTokens, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import HERMES, Call, CallReader
+from service.tools import HERMES, AnswerReader, Call, CallReader
 from tests.tiny_models import tiny_tokenizer
 
 BEFORE, BEGUN = Thinking(has_begun=False), Thinking(has_begun=True)
@@ -76,7 +75,7 @@ def test_calls_stand_behind_a_thought() -> None:
     ("prompt", "has_begun"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)]
 )
 def test_the_end_of_the_prompt_says_whether_it_has_begun(prompt: str, has_begun: bool) -> None:
-    assert Thinking.behind(prompt).has_begun is has_begun
+    assert Thinking.after(prompt).has_begun is has_begun
 
 
 def test_models_that_think_have_it_in_their_template() -> None:
@@ -105,8 +104,8 @@ def accepts(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize("kind", YES)
 def test_a_grammar_holds_behind_a_thought(kind: GrammarKind) -> None:
     source, yes = YES[kind]
-    grammar = in_lark(kind, source)
-    begun, before = (thinking.before(grammar, {}) for thinking in (BEGUN, BEFORE))
+    grammar = as_lark(kind, source)
+    begun, before = (thinking.grammar(grammar, {}) for thinking in (BEGUN, BEFORE))
     assert accepts(begun, f"no\n{{</thin</think>\n\n{yes}")
     assert accepts(before, f"<think>no\n</think>{yes}")
     assert accepts(before, yes)
@@ -118,7 +117,7 @@ def test_a_grammar_holds_behind_a_thought(kind: GrammarKind) -> None:
 
 def test_tags_may_be_tokens_outside_of_the_text() -> None:
     special = {"<think>": TOKENIZER.special_ids["<|extra_0|>"], "</think>": TOKENIZER.special_ids["<|extra_1|>"]}
-    grammar = BEFORE.before(in_lark("choice", ["yes"]), special)
+    grammar = BEFORE.grammar(as_lark("choice", ["yes"]), special)
     assert accepts(grammar, "<|extra_0|>no<|extra_1|>yes")
     assert not accepts(grammar, "<think>no</think>yes")
-    assert not accepts(BEGUN.before(in_lark("choice", ["yes"]), special), "no<|extra_1|>no")
+    assert not accepts(BEGUN.grammar(as_lark("choice", ["yes"]), special), "no<|extra_1|>no")

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from service.answers import AnswerReader
 from service.grammars import GrammarCompiler
 from service.tokenizer import ChatTokenizer
 from service.tools import (
     HERMES,
     LLAMA_3,
     MISTRAL,
+    AnswerReader,
     Call,
     Calling,
     CallReader,

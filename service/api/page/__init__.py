@@ -1,7 +1,7 @@
 """`GET /` and the files of the live page, read once at start.
 
-The page asks nobody but this server: its content policy allows nothing else. It holds no secrets, so it is open; what
-it shows comes from routes that check keys themselves.
+The content policy lets the page reach this server only. The files hold no secrets and need no key; the routes that the
+page reads check keys themselves.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ _HEADERS: Final = {
 
 
 def page_router() -> APIRouter:
+    """The routes of the page's files."""
     paths = {"/" if name == _START else _FOLDER + name: name for name in _FILES}
     return APIRouter(routes=[_route(path, name) for path, name in paths.items()])
 

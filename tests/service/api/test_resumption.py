@@ -13,7 +13,7 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.thread import EngineThread
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.serve import card_of
 from tests.service.api.client import Body, app_of, client_for, error_of
 from tests.service.api.client import client_of as scripted
@@ -47,7 +47,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
 @asynccontextmanager
 async def serving(assembly: Assembly) -> AsyncIterator[httpx2.AsyncClient]:
     runtime = Runtime(
-        lambda: Served(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1000
+        lambda: ServedModel(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1000
     )
     app = app_of(runtime, max_output_tokens=200)
     async with app.router.lifespan_context(app), client_for(app) as client:

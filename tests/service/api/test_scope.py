@@ -10,7 +10,7 @@ import pytest
 
 from adaptation.config import AdaptationConfig
 from service.config import ServiceConfig
-from service.scope import Scope
+from service.engine.requests import Scope
 from service.serve import api_settings
 from tests.service.api.client import ASK, app_of, client_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say

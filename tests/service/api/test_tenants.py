@@ -339,17 +339,22 @@ async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
     assert nameless is not None
     first, second = acme.admit(), acme.admit()
     nameless.admit()
-    first.hold(8, param="max_tokens")
+    first.reserve(8, param="max_tokens")
     first.use(4)
-    first.let_go()
-    second.hold(4, param="max_tokens")
+    first.release()
+    second.reserve(4, param="max_tokens")
     second.use(2)
-    for refused in (acme.admit, nameless.admit, lambda: first.hold(3, param="x"), lambda: first.hold(9, param="x")):
+    for refused in (
+        acme.admit,
+        nameless.admit,
+        lambda: first.reserve(3, param="x"),
+        lambda: first.reserve(9, param="x"),
+    ):
         with pytest.raises(RequestError):
             refused()
     second.end()
     third = acme.admit()
-    third.hold(2, param="max_tokens")  # what was left, for the second one has let go of what it held
+    third.reserve(2, param="max_tokens")  # what was left, for the second one has let go of what it held
     third.end()
     with pytest.raises(RequestError, match="requests per min"):
         acme.admit()
@@ -361,6 +366,6 @@ async def test_a_refusal_for_tokens_is_counted_and_every_limit_has_a_series() ->
     tenant = tenants.find(digest_of(b"a"))
     assert tenant is not None
     with pytest.raises(RequestError, match="too large"):
-        tenant.admit().hold(10, param="max_tokens")
+        tenant.admit().reserve(10, param="max_tokens")
     assert tenants.refusals() == {"tokens:": 1}
     assert set(LIMITS) == {"requests", "tokens", "concurrency", "budget"}
