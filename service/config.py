@@ -253,7 +253,7 @@ class ServiceConfig(BaseModel):
     api_keys: Annotated[tuple[ApiKey, ...], BeforeValidator(_split), AfterValidator(distinct)] = _setting(
         (),
         "Keys of clients, plain or as sha256:HEX, separated by commas. None: no key is needed. In the file an entry "
-        "may hold limits: key, name, requests_per_minute, tokens_per_minute, max_concurrent, budget_tokens (per month). "
+        "may hold limits: key, name, requests_per_minute, tokens_per_minute, max_concurrent, budget_tokens (a month). "
         "Flags are visible in the process list.",
     )
     admin_key: KeyHash | None = _setting(

@@ -36,7 +36,7 @@ _END = "end"
 _TOKENS = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """How much of one choice a client has received."""
 
     tokens: int = 0  # received completely
@@ -59,7 +59,7 @@ class ResumePoint:
     """What a client has received of an answer."""
 
     param: str  # the field or header that reports it
-    positions: tuple[Position, ...]  # one per choice
+    positions: tuple[StreamPosition, ...]  # one per choice
     num_events: int = 0
     has_end: bool = False  # only the end of the stream is missing
     origin: AnswerIdentity | None = None  # None: a bare count does not hold it
@@ -103,7 +103,7 @@ def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
         return _parsed(value, param)
     if body.seed is None and body.temperature != 0:
         raise InvalidRequest(f"'{param}' as a count needs the answer's 'seed'.", param="seed")
-    return ResumePoint(param, tuple(map(Position, [value] if isinstance(value, int) else value)))
+    return ResumePoint(param, tuple(map(StreamPosition, [value] if isinstance(value, int) else value)))
 
 
 async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runtime: Runtime) -> tuple[Job, EventIds]:
@@ -147,9 +147,9 @@ class ResumableIds:
         self._job = job
         packed = _WIRE.pack(bytes.fromhex(job.origin.uid), job.origin.created, job.origin.seed, *digests)
         self._head = base64.urlsafe_b64encode(packed).rstrip(b"=").decode()
-        self._resumed = resumed or ResumePoint("", (Position(),) * job.num_choices)
+        self._resumed = resumed or ResumePoint("", (StreamPosition(),) * job.num_choices)
         self.num_received = self._num_events = self._resumed.num_events
-        self._positions = [Position() for _ in range(job.num_choices)]
+        self._positions = [StreamPosition() for _ in range(job.num_choices)]
         self._held: dict[int, list[SequenceOutput]] = {}  # outputs whose chunks the client has in part, by choice
         self._new_tokens: dict[int, list[int]] = {}  # tokens that no id has held yet, by choice
 
@@ -175,11 +175,13 @@ class ResumableIds:
         num_known = len(chunks) if not is_new else received.chunks if before < end else 0
         for count, chunk in enumerate(chunks, start=1):
             is_last = count == len(chunks)
-            self._positions[choice] = Position(after) if is_last else Position(before, after - before, count)
+            self._positions[choice] = (
+                StreamPosition(after) if is_last else StreamPosition(before, after - before, count)
+            )
             if count > num_known:
                 tokens = self._new_tokens.pop(choice, [])
                 yield chunk, f"{self._next_id()}{_encoded(choice, after, tokens)}"
-        self._positions[choice] = Position(after)
+        self._positions[choice] = StreamPosition(after)
 
     def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
         """As in EventIds."""
@@ -223,7 +225,9 @@ def _parsed(event_id: str, param: str) -> ResumePoint:
         matches = [None]
     if None in matches or None in runs or _COUNT.fullmatch(count) is None or end not in ("", _END):
         raise InvalidRequest(f"Invalid value for '{param}': it is no id of this server's events.", param=param)
-    found = tuple(Position(*(int(number or 0) for number in match.groups())) for match in matches if match is not None)
+    found = tuple(
+        StreamPosition(*(int(number or 0) for number in match.groups())) for match in matches if match is not None
+    )
     joined = _joined(len(found), (match.groups() for match in runs if match is not None))
     identity = AnswerIdentity(uid.hex(), created, seed)
     return ResumePoint(param, found, int(count), bool(end), identity, Digests(*digests), joined)

@@ -12,7 +12,7 @@ import pytest
 from adaptation.records import AdaptationStatus
 from service import serve
 from service.engine.requests import GenerationRequest, SequenceOutput
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.serve import answer_bootstrap_prompts
 from tests.service.scripted import CARD, STATUS, TOKENIZER, Script, ScriptedAdaptation, ScriptedEngine, say
 
@@ -35,7 +35,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def seeded(engine: ScriptedEngine, adaptation: ScriptedAdaptation) -> AsyncIterator[Runtime]:
-    runtime = Runtime(lambda: Served(engine, TOKENIZER, CARD, adaptation, SEEDS), max_waiting=4)
+    runtime = Runtime(lambda: ServedModel(engine, TOKENIZER, CARD, adaptation, SEEDS), max_waiting=4)
     await runtime.start()
     yield runtime
     await runtime.stop()

@@ -19,7 +19,7 @@ from service.tools import (
     Piece,
     ToolForm,
     form_of,
-    told,
+    with_tools_in_text,
 )
 from tests.tiny_models import tiny_tokenizer
 
@@ -153,7 +153,7 @@ def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
 
 def test_a_template_without_tools_is_told_in_words() -> None:
     call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
-    messages = told(
+    messages = with_tools_in_text(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "When?"},
@@ -172,4 +172,4 @@ def test_a_template_without_tools_is_told_in_words() -> None:
         "role": "user",
         "content": "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nUTC\n</tool_response>",
     }
-    assert told([{"role": "user", "content": "x"}], []) == [{"role": "user", "content": "x"}]
+    assert with_tools_in_text([{"role": "user", "content": "x"}], []) == [{"role": "user", "content": "x"}]
