@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic.fields import FieldInfo
@@ -81,19 +81,15 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _option(name: str, field: FieldInfo) -> object:
     # Switches of a section take a value, because `--no-section.name` reads badly.
     flag, is_switch = flag_name(name), field.annotation is bool and "." not in name
-    return _text_or_switch(
+    option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
         metavar=None if is_switch else _metavar(field),
         help=_help_text(field),
         rich_help_panel=panel_of(name),
         show_default=False,
     )
-
-
-def _text_or_switch(flags: str, **words: Any) -> object:
     # Values are passed on as text, so that a bad one is reported in the same words wherever it was set.
-    option = typer.Option(flags, **words)
-    return Annotated[bool | None, option] if "--no-" in flags else Annotated[str | None, option]
+    return Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
 
 
 def _metavar(field: FieldInfo) -> str:

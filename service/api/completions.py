@@ -43,7 +43,7 @@ def completions_router(server: Server) -> APIRouter:
 async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
     runtime, resumed = server.runtime, resume_point(body, request.headers.get(HEADER))
     origin = None if resumed is None else resumed.origin
-    job = await build(body, server, scope=server.scope_of(request, body), origin=origin)
+    job = await build(body, server, scope=server.scope_of(request, body.safety_identifier or body.user), origin=origin)
     if not body.stream:
         reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
         return json_response(reply.whole(await collect(request, outputs, job.release)), headers=job.headers)
@@ -137,7 +137,7 @@ class ChatReply(Reply):
         return None if tokens is None else {"content": [self._record(token) for token in tokens], "refusal": None}
 
     def _record(self, token: TokenLogprob) -> JsonValue:
-        top: list[JsonValue] = [self._entry(*entry) for entry in token.top[: self._job.num_top]]
+        top: list[JsonValue] = [self._entry(*entry) for entry in token.top[: self._job.sampling.num_logprobs]]
         return {**self._entry(token.token_id, token.logprob), "top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
@@ -232,7 +232,7 @@ class TextReply(Reply):
     def _top_by_text(self, token: TokenLogprob) -> JsonValue:
         by_text: dict[str, JsonValue] = {}
         # The sampled token is always included, in addition to the likeliest ones.
-        for token_id, logprob in (*token.top[: self._job.num_top], (token.token_id, token.logprob)):
+        for token_id, logprob in (*token.top[: self._job.sampling.num_logprobs], (token.token_id, token.logprob)):
             # Different parts of characters look alike as text: the likeliest one is kept.
             by_text.setdefault(self._text(token_id), _finite(logprob))
         return by_text

@@ -3,7 +3,6 @@ operators' routes of learning, to which the middleware admits only the admin key
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -110,14 +109,6 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
     raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
 
 
-@dataclass(frozen=True, slots=True)
-class _UserName:
-    """The sender's user, as generating requests have it in their bodies."""
-
-    safety_identifier: str | None
-    user: str | None
-
-
 def memory_router(server: Server) -> APIRouter:
     """The routes that forget past answers. What a network has learnt from them remains."""
     router = APIRouter()
@@ -126,7 +117,7 @@ def memory_router(server: Server) -> APIRouter:
     async def forget_own(request: Request, safety_identifier: str | None = None, user: str | None = None) -> Response:
         """Forget the past answers of the sender's scope: no later request is drafted from them. Where the users of a
         key are separated, the query names the user, as bodies do."""
-        return _forgotten(server, server.scope_of(request, _UserName(safety_identifier, user)).cache_namespace)
+        return _forgotten(server, server.scope_of(request, safety_identifier or user).cache_namespace)
 
     @router.delete("/v1/adaptation/memory", name="forget_all")
     async def forget_all() -> Response:

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from service.api.errors import error_body
 from service.api.request_builder import Job
+from service.api.schemas import StreamOptions
 from service.engine.requests import SequenceOutput, SpeculationRecord, Timings
 from service.errors import RequestError
 from service.runtime import ModelCard
@@ -126,6 +127,7 @@ class Reply(ABC):
         self._card = card
         self._tokenizer = tokenizer
         self._totals = Totals(job, card, tokenizer)
+        self._options = job.body.stream_options or StreamOptions()
         self._begun: set[int] = set()  # choices of which something was sent
         self._traced = defaultdict[int, IncrementalDetokenizer](self._detokenizer)  # by choice
 
@@ -148,7 +150,7 @@ class Reply(ABC):
 
     def trailer(self) -> Iterator[Json]:
         """The chunk with the totals, if the client asked for usage."""
-        if self._job.include_usage:
+        if self._options.include_usage:
             yield self._body(self.chunk_object, [])
 
     def failure(self, error: RequestError) -> Json:
@@ -222,8 +224,8 @@ class Reply(ABC):
     def _chunk(self, choice: Json) -> Json:
         """One chunk of a stream; it has `usage` only if the client asked for usage."""
         chunk: Json = {**self._head(self.chunk_object), "choices": [choice]}
-        if self._job.include_usage:
-            chunk["usage"] = self._totals.usage() if self._job.continuous_usage else None
+        if self._options.include_usage:
+            chunk["usage"] = self._totals.usage() if self._options.continuous_usage_stats else None
         return chunk
 
 

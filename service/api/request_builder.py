@@ -116,24 +116,9 @@ class Job:
         return self.requests[choice // self.requests[0].n].prompt
 
     @property
-    def num_top(self) -> int:
-        """Alternatives reported per token."""
-        return self.sampling.num_logprobs or 0
-
-    @property
     def return_token_ids(self) -> bool:
         """Whether the answer reports token ids."""
         return self.body.return_token_ids is True
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return self.body.stream_options is not None and self.body.stream_options.include_usage is True
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream reports usage."""
-        return self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats is True
 
     @property
     def headers(self) -> dict[str, str]:

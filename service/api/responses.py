@@ -119,7 +119,7 @@ def responses_router(server: Server) -> APIRouter:
     @router.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
-        scope = server.scope_of(request, body)
+        scope = server.scope_of(request, body.safety_identifier or body.user)
         items, tools = _conversation(body, store, scope.owner), ClientTools(body.tools or ())
         num_stored = len(items) - (1 if isinstance(body.input, str) else len(body.input))
         with _renamed_errors(tools):

@@ -5,7 +5,6 @@ import hmac
 import logging
 import secrets
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.requests import Request
 
@@ -39,18 +38,6 @@ class ApiSettings:
     naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
 
 
-class HasUser(Protocol):
-    """A body that names a user of the sender."""
-
-    @property
-    def safety_identifier(self) -> str | None:
-        """OpenAI's newer field."""
-
-    @property
-    def user(self) -> str | None:
-        """OpenAI's older field."""
-
-
 @dataclass(frozen=True, slots=True)
 class Server:
     """The objects that every route uses."""
@@ -73,12 +60,11 @@ class Server:
             self._seen.add(name)
             logger.warning(message, name)
 
-    def scope_of(self, request: Request, body: HasUser | None = None) -> Scope:
-        """The sender of a request: the key that the middleware has checked, and a name: `safety_identifier`, else
-        `user`, else the address."""
+    def scope_of(self, request: Request, user: str | None = None) -> Scope:
+        """The sender of a request: the key that the middleware has checked, and a name: `user` (the request's
+        `safety_identifier`, else its `user`), or else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
-        user = body and (body.safety_identifier or body.user)
         name = f"user:{user}" if user else f"address:{request.client.host if request.client else ''}"
         key = "" if tenant is None else self._hash(f"key:{tenant.digest.hex()}")
         return Scope(key, self._hash(name), self.settings.separate_names)

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -94,21 +94,13 @@ class Tenant:
                 f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested {tokens}"
             )
             raise TokenLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
-        for limited in self._token_limits():
+        for limited in self.token_limits:
             limited.reserve(tokens)
 
-    def use(self, tokens: int) -> None:
-        """Use up a part of a reservation."""
-        for limit in self._token_limits():
-            limit.use(tokens)
-
-    def release(self, tokens: int) -> None:
-        """Give back an unused part of a reservation."""
-        for limit in self._token_limits():
-            limit.release(tokens)
-
-    def _token_limits(self) -> Iterator[PerMinute | PerMonth]:
-        yield from (limit for limit in (self._tokens, self._budget) if limit is not None)
+    @property
+    def token_limits(self) -> list[PerMinute | PerMonth]:
+        """The limits that count tokens."""
+        return [limit for limit in (self._tokens, self._budget) if limit is not None]
 
     def _too_large(self, tokens: int, limit: str, param: str, *, reason: str) -> InvalidRequest:
         self.refused[reason] += 1
@@ -145,11 +137,13 @@ class AdmittedRequest:
     def use(self, tokens: int) -> None:
         """Use up a part of the reservation."""
         self._reserved -= tokens
-        self._tenant.use(tokens)
+        for limit in self._tenant.token_limits:
+            limit.use(tokens)
 
     def release(self) -> None:
         """Give back what is left of the reservation; harmless when repeated."""
-        self._tenant.release(self._reserved)
+        for limit in self._tenant.token_limits:
+            limit.release(self._reserved)
         self._reserved = 0
 
     def end(self) -> None:

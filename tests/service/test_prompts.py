@@ -42,7 +42,7 @@ def test_every_form_becomes_tokens(tmp_path: Path) -> None:
         ("\n\n", "holds no prompt"),
         ("{}", "line 1: id: Field required"),
         (GOOD + '{"id": "b", "messages": []}', "line 2: messages: List should have at least 1 item"),
-        (GOOD + GOOD, "line 2: the id 'a-1' stands here again"),
+        (GOOD + GOOD, "line 2: the id 'a-1' is used twice"),
         (GOOD + "nonsense", "line 2: Invalid JSON"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_bad_file_is_a_message(tmp_path: Path, text: str, complaint: str) -> N
         ("\n\n", " holds no prompt"),
         ("\n{", ", line 2: Invalid JSON"),
         ("[1]", ", line 1: Input should be an object"),
-        ('{"task": "t"}', "none of `messages`, `turns` and `prompt`"),
+        ('{"task": "t"}', "`messages`, `turns` and `prompt` are all empty"),
         ('{"prompt": "fine"}\n{"messages": [{"role": "user"}]}', ", line 2: messages.0.content: Field required"),
         ('{"turns": "once"}', ", line 1: turns: Input should be a valid array"),
     ],

@@ -100,7 +100,7 @@ async def test_learning_that_breaks_leaves_the_feed_running(caplog: pytest.LogCa
         frames = feed.frames()
         for _ in range(4):
             await next_of(frames)
-    assert "learning could not say how it is" in caplog.text
+    assert "the state of learning could not be read" in caplog.text
 
 
 async def test_a_slow_reader_gets_the_newest_and_delays_nobody() -> None:
