@@ -158,7 +158,7 @@ class _Translation:
         opposites = [self._opposites(key, value, result) for key, value in result.items()]
         return None if None in opposites else any_of([part for parts in opposites for part in parts or ()])
 
-    def _opposites(self, key: str, value: Any, beside: Schema) -> list[Part] | None:
+    def _opposites(self, key: str, value: Any, siblings: Schema) -> list[Part] | None:
         """Schemas of the values that violate a keyword, of which any suffices; None: they cannot be expressed."""
         if key in _WITHOUT_OPPOSITE or (key == "$ref" and value not in self._definitions):
             return None
@@ -188,15 +188,17 @@ class _Translation:
                 named = {name: negation(part) for name, part in value.items()}
                 return [_object(required=[n], properties={n: p}, additionalProperties=True) for n, p in named.items()]
             case "additionalProperties":  # an unnamed property exists and violates it
-                named = {key: dict.fromkeys(beside.get(key, ()), False) for key in ("properties", "patternProperties")}
+                named = {
+                    key: dict.fromkeys(siblings.get(key, ()), False) for key in ("properties", "patternProperties")
+                }
                 return [_object(minProperties=1, additionalProperties=negation(value), **named)]
             case "prefixItems":
                 return [_item_at(place, negation(part)) for place, part in enumerate(value)]
             case "items":
-                place = len(beside.get("prefixItems", ()))
-                return None if isinstance(value, list) else [_item_at(place, negation(value))]
+                index = len(siblings.get("prefixItems", ()))
+                return None if isinstance(value, list) else [_item_at(index, negation(value))]
             case "contains":
-                least, most = beside.get("minContains", 1), beside.get("maxContains")
+                least, most = siblings.get("minContains", 1), siblings.get("maxContains")
                 counts = [{"minContains": 0, "maxContains": least - 1}] if least > 0 else []
                 counts += [{"minContains": most + 1}] if most is not None else []
                 return [{"type": "array", key: value, **numbers} for numbers in counts]
@@ -212,9 +214,9 @@ class _Translation:
         values = [[set(map(_known, given)) for fact in facts if (given := _given(fact))] for facts in sides]
         if not kinds or any(one.isdisjoint(other) for one in values[0] for other in values[1]):
             return True
-        for facts, beside in ((sides[0], other), (sides[1], one)):
+        for facts, opposite in ((sides[0], other), (sides[1], one)):
             choices = [fact[key] for fact in facts for key in ("anyOf", "oneOf") if key in fact]
-            if any(all(self._is_disjoint(option, beside, depth - 1) for option in options) for options in choices):
+            if any(all(self._is_disjoint(option, opposite, depth - 1) for option in options) for options in choices):
                 return True
         for name in dict.fromkeys(name for facts in sides for fact in facts for name in fact.get("required", ())):
             first, second = ({"allOf": [_property(fact, name) for fact in facts]} for facts in sides)

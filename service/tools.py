@@ -131,7 +131,7 @@ class CallReader:
         self.num_calls = 0  # complete ones
 
     def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
-        """What more of the answer says; `ends`: it was the last of it; `is_cut`: it would have gone on."""
+        """The pieces that more text adds; `ends`: it is the last; `is_cut`: a limit or stop string ended the answer."""
         return [*self._push(text), *(self._finish(is_cut) if ends else ())]
 
     def _push(self, text: str) -> Iterator[Piece]:

@@ -97,7 +97,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
 
 
 def _cross_origin(settings: ApiSettings) -> list[Middleware]:
-    """Admit pages of the configured origins. It stands before the check of keys: a preflight request has none."""
+    """Admit pages of the configured origins. It precedes the check of keys: a preflight request has none."""
     if not settings.cors_origins:
         return []
     exposed = [REQUEST_ID_HEADER, RELAXED_HEADER, "retry-after"]

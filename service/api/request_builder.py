@@ -306,7 +306,7 @@ def _check_fields(body: Completion, server: Server) -> None:
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
-        raise InvalidRequest("'max_tokens' may be 0 only where 'echo' asks for the prompt.", param="max_tokens")
+        raise InvalidRequest("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:

@@ -70,7 +70,7 @@ def release_of(body: CompletionFields, *, choices: int, server_seconds: float | 
         raise InvalidRequest(message, param="stream_options.include_obfuscation")
     for name in ("trace", "detailed"):
         if body.speculation is not None and getattr(body.speculation, name):
-            message = f"Tokens leave at a constant rate: 'speculation.{name}' would tell what steps did."
+            message = f"Tokens leave at a constant rate: 'speculation.{name}' would reveal what steps did."
             raise InvalidRequest(message, param=f"speculation.{name}")
     return Release(max(seconds / choices, LEAST_RELEASE_SECONDS), pads=True)
 

@@ -105,7 +105,7 @@ class Tenant:
     def _too_large(self, tokens: int, limit: str, param: str, *, reason: str) -> InvalidRequest:
         self.refused[reason] += 1
         return InvalidRequest(
-            f"Request too large: with its prompt and the longest answers it asks for it may use {tokens} tokens, and "
+            f"Request too large: its prompt and its longest possible answers are {tokens} tokens, and "
             f"this API key is limited to {limit}. Shorten the prompt or lower '{param}'.",
             param=param,
             code=_CODE,

@@ -76,7 +76,7 @@ EVENTS: Final[Table[Event]] = (
     ),
     Gauge(
         "adaptation_replayed_tau{drafter}",
-        "Mean acceptance length (tau) of drafters replayed on the validation set, at the last evaluation.",
+        "Mean acceptance length (tau) in replays of the validation set.",
         lambda event: _finite(event, {drafter: drafter for drafter in _EVALUATED}),
         _EVALUATED,
     ),
@@ -109,33 +109,25 @@ VERSION_FATES: Final = ("announced", "followed", "not_served", "old", "fork", *_
 ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
-    Gauge(
-        "drafter_exchanged_tokens", "Draft tokens that the deployed vocabulary lacked.", lambda s: s.exchanged_tokens
-    ),
+    Gauge("drafter_exchanged_tokens", "Draft tokens not in the deployed vocabulary.", lambda s: s.exchanged_tokens),
     Gauge(
         "adaptation_phase{phase}",
-        "1 for what learning does; collecting: positions of texts, of which a drafter is made.",
+        "1 for the current phase; collecting: positions of texts for a new drafter.",
         lambda s: {s.phase: 1.0},
         LEARNING_PHASES,
     ),
-    Gauge(
-        "adaptation_collected_positions",
-        "Positions of texts collected to make a drafter of.",
-        lambda s: s.collected_positions,
-    ),
-    Gauge(
-        "adaptation_wanted_positions", "Positions for the next attempt at that; 0: none.", lambda s: s.wanted_positions
-    ),
+    Gauge("adaptation_collected_positions", "Positions collected for a new drafter.", lambda s: s.collected_positions),
+    Gauge("adaptation_wanted_positions", "Positions wanted for it; 0: none.", lambda s: s.wanted_positions),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
     Gauge(
         "adaptation_balance_seconds",
-        "Serving time that learning may still lose; NaN where nobody counts it, or not yet.",
+        "Serving time that learning may still take; NaN: not counted.",
         lambda s: math.nan if s.balance_seconds is None else s.balance_seconds,
     ),
     Gauge("adaptation_validation_texts", "Texts in the validation set.", lambda s: s.validation_texts),
     Gauge(
         "adaptation_kl_to_anchor",
-        "KL divergence of the serving drafter from the deployed one; NaN until there are texts to measure it on.",
+        "KL divergence of the serving drafter from the deployed one; NaN: not measured yet.",
         lambda s: math.nan if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
     Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
@@ -145,38 +137,29 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Counter("adaptation_samples_dropped", "Training samples dropped from a full buffer.", lambda s: s.samples_dropped),
     Counter(
         "adaptation_queries_excluded{reason}",
-        "Finished queries excluded from training, by reason; over_share: their client has used its quota; "
-        "resting: nothing promised a gain, so that they were not recorded.",
+        "Finished queries excluded from training; over_share: quota of the client; resting: no gain expected.",
         lambda s: s.excluded,
         EXCLUDED,
     ),
-    Counter(
-        "adaptation_decisions{choice,reason}", "Decisions of the policy, with reason.", lambda s: s.decisions, DECISIONS
-    ),
+    Counter("adaptation_decisions{choice,reason}", "Decisions of the policy.", lambda s: s.decisions, DECISIONS),
     Counter("adaptation_updates{arm}", "Updates computed to their end.", lambda s: s.updates, ARMS),
     Counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
     Counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
     Counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
     Counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
     Counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
-    Counter(
-        "adaptation_failures{stage}", "Exceptions in the learning thread, by stage.", lambda s: s.failures, _STAGES
-    ),
+    Counter("adaptation_failures{stage}", "Exceptions in the learning thread.", lambda s: s.failures, _STAGES),
     Counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
     # Replicas; all zero for a single server.
     Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
     Gauge(
         "replica_role{role}",
-        "1 for the role of this replica; alone: there are no others, or they cannot be reached.",
+        "1 for the role of this replica; alone: no other can be reached.",
         lambda s: {s.replicas.role: 1.0},
         ROLES,
     ),
     Gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
-    Counter(
-        "replica_connections_lost", "Lost connections to the replicas' store.", lambda s: s.replicas.connections_lost
-    ),
+    Counter("replica_connections_lost", "Lost connections to the store.", lambda s: s.replicas.connections_lost),
     Counter("replica_queries{fate}", "Queries sent to the leader, by fate.", lambda s: s.replicas.queries, QUERY_FATES),
-    Counter(
-        "replica_versions{fate}", "Versions for the replicas, by fate.", lambda s: s.replicas.versions, VERSION_FATES
-    ),
+    Counter("replica_versions{fate}", "Versions for replicas, by fate.", lambda s: s.replicas.versions, VERSION_FATES),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from drafters.memory.counts import MemoryCounts
-from service.engine.stats import FinishStats, LoadStats, StepStats
+from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
 
 Record = TypeVar("Record", contravariant=True)
 
@@ -114,17 +114,13 @@ def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
     return (
         Gauge("ready", "1 while requests are taken.", lambda s: s.ready),
         Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
-        Counter(
-            "requests_refused", "Requests answered 429 because too many were waiting.", lambda s: s.requests_refused
-        ),
+        Counter("requests_refused", "Requests refused because too many were waiting.", lambda s: s.requests_refused),
         Gauge(
-            "event_loop_lag_seconds",
-            "Longest delay of the event loop since the last scrape.",
-            lambda s: s.loop_lag_seconds,
+            "event_loop_lag_seconds", "Longest event loop delay since the last scrape.", lambda s: s.loop_lag_seconds
         ),
         Counter(
             "requests_limited{reason,key}",
-            "Requests refused for a limit of their key, by the limit and the key's name.",
+            "Requests refused by a limit of their key.",
             lambda s: s.requests_limited,
             tuple(f"{limit}:{name}" for limit in LIMITS for name in ("", *key_names)),
         ),
@@ -164,7 +160,7 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
         Counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
         Counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
         histogram(
-            "inter_token_latency_seconds", "Time between a sequence's emissions.", _INTER_TOKEN, lambda s: s.itl_seconds
+            "inter_token_latency_seconds", "Time between outputs of a sequence.", _INTER_TOKEN, lambda s: s.itl_seconds
         ),
         Counter("spec_decode_num_drafts", "Draft trees verified.", lambda s: s.drafts),
         Counter("spec_decode_num_draft_tokens", "Draft nodes verified.", lambda s: s.drafted_nodes),
@@ -178,35 +174,27 @@ def vllm_step_table(max_depth: int) -> Table[StepStats]:
     )
 
 
-def _size(sequences: int) -> str:
-    return str(min(sequences, int(SIZES[-1])))
+def _size(outlook: DraftingOutlook) -> str:
+    return str(min(outlook.sequences, int(SIZES[-1])))
 
 
-_DRAFTING: Final[Table[StepStats]] = (
+DRAFTING: Final[Table[DraftingOutlook]] = (
     Gauge(
         "drafting_gain_steps{sequences}",
-        "Net gain of a step that drafts, in plain steps, as believed for so many sequences or up to twice as many.",
-        lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain},
+        "Estimated gain of drafting, in plain steps.",
+        lambda d: {_size(d): d.gain},
         SIZES,
     ),
     Gauge(
         "drafting_gain_deviation_steps{sequences}",
-        "Standard deviation of that belief.",
-        lambda s: {} if s.drafting is None else {_size(s.drafting.sequences): s.drafting.gain_sd},
+        "Standard deviation of that estimate.",
+        lambda d: {_size(d): d.gain_sd},
         SIZES,
     ),
-    Gauge(
-        "drafting_balance_seconds",
-        "What drafting may lose before it is suspended.",
-        lambda s: None if s.drafting is None else s.drafting.balance_seconds,
-    ),
-    Gauge(
-        "drafting_lost_seconds",
-        "Seconds lost by steps that drafted and lost, since the start.",
-        lambda s: None if s.drafting is None else s.drafting.lost_seconds,
-    ),
+    Gauge("drafting_balance_seconds", "Seconds drafting may lose before it is suspended.", lambda d: d.balance_seconds),
+    Gauge("drafting_lost_seconds", "Seconds lost in steps with drafts, since the start.", lambda d: d.lost_seconds),
 )
-"""The budget's estimate of the gain of drafting."""
+"""The cost budget's estimate of the gain of drafting; all stay at 0 with a fixed budget."""
 
 
 def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
@@ -222,7 +210,7 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
         ),
         Counter(
             ACCEPTED_BY_SOURCE + "{source}",
-            "Draft tokens accepted, by the drafter that proposed them.",
+            "Draft tokens accepted, by their drafter.",
             lambda s: s.accepted_by_source,
             (),
         ),
@@ -235,29 +223,19 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
         Counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),
         Counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
         Counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
-        Gauge(
-            "survival_calibration_error", "Expected calibration error of survival, 0 to 1.", lambda s: s.survival_error
-        ),
+        Gauge("survival_calibration_error", "Calibration error of survival, 0 to 1.", lambda s: s.survival_error),
         Gauge(
             "rank_head_predicted_tokens{rank}",
-            "Accepted tokens among recent candidates of this rank, as the rank head predicted.",
+            "Predicted accepted tokens of recent candidates.",
             lambda s: s.rank_predicted,
             RANKS,
         ),
-        Gauge(
-            "rank_head_right_tokens{rank}", "Accepted among recent candidates of a rank.", lambda s: s.rank_right, RANKS
-        ),
+        Gauge("rank_head_right_tokens{rank}", "Accepted tokens among these candidates.", lambda s: s.rank_right, RANKS),
         Gauge("budget_nodes", "Draft nodes verified in the latest step.", lambda s: s.drafted_nodes),
         Counter(
-            "budget_decisions{reason}",
-            "Steps by reason for the budget.",
-            lambda s: {s.budget_reason: 1},
-            budget_reasons,
+            "budget_decisions{reason}", "Steps by reason of the budget.", lambda s: {s.budget_reason: 1}, budget_reasons
         ),
-        *_DRAFTING,
-        histogram(
-            "cost_prediction_error_ratio", "Relative error of the predicted verify seconds.", _ERROR, _cost_errors
-        ),
+        histogram("cost_prediction_error_ratio", "Relative error of predicted verify seconds.", _ERROR, _cost_errors),
     )
 
 
@@ -265,15 +243,13 @@ MEMORY: Final[Table[MemoryCounts]] = (
     Counter("memory_remembered_tokens", "Tokens of answers remembered.", lambda m: m.remembered_tokens),
     Counter(
         "memory_known_tokens{context}",
-        "Tokens generated that remembered answers, this one included, had seen, by the longest context in tokens.",
+        "Generated tokens that past answers had seen, by the longest context in tokens.",
         lambda m: dict(zip(CONTEXTS, m.known_tokens, strict=True)),
         CONTEXTS,
     ),
     Gauge("memory_bytes", "Memory set aside for past answers.", lambda m: m.reserved_bytes),
     Gauge("memory_usage_ratio", "Share of its places in use, 0 to 1, by a sample.", lambda m: m.used_share),
-    Counter(
-        "memory_evicted_scopes", "Scopes whose past answers made room for another one's.", lambda m: m.evicted_scopes
-    ),
+    Counter("memory_evicted_scopes", "Scopes evicted from past answers.", lambda m: m.evicted_scopes),
     Counter("memory_forgotten_shares", "Shares of past answers emptied on request.", lambda m: m.forgotten_shares),
 )
 """Metrics of past answers; all stay at 0 for a drafter without a memory."""

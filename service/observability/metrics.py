@@ -16,6 +16,7 @@ from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.observability.learning_tables import ADAPTATION, EVENTS
 from service.observability.metric_tables import (
     ACCEPTED_BY_SOURCE,
+    DRAFTING,
     FINISH,
     LOAD,
     MEMORY,
@@ -49,7 +50,16 @@ class Metrics(Collector):
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons))
         self._server = server_table(key_names)
-        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *MEMORY, *FINISH, *EVENTS, *self._server, *ADAPTATION)
+        rows: tuple[Row[Any], ...] = (
+            *LOAD,
+            *self._steps,
+            *DRAFTING,
+            *MEMORY,
+            *FINISH,
+            *EVENTS,
+            *self._server,
+            *ADAPTATION,
+        )
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
         labels = {"model_name": model, "engine": "0"}
@@ -71,6 +81,8 @@ class Metrics(Collector):
         self._add(self._steps, stats)
         if stats.memory is not None:
             self._set(MEMORY, stats.memory)
+        if stats.drafting is not None:
+            self._add(DRAFTING, stats.drafting)
 
     def observe_finish(self, stats: FinishStats) -> None:
         """Count a finished sequence."""
