@@ -23,8 +23,8 @@ from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import EngineThread
 from service.observability.live import Live
 from service.prompts import read_prompt_set, refuse_too_long
-from service.runtime import Runtime, Served
-from service.serve import api_settings, card_of, metrics_of, rendered, telling
+from service.runtime import Runtime, ServedModel
+from service.serve import api_settings, card_of, metrics_of, observed_by, rendered
 
 _STARTING_SECONDS = 60.0
 
@@ -68,12 +68,12 @@ class ObservingRow:
 async def run_turn(assembly: Assembly, requests: Sequence[GenerationRequest], *, streams: int, watched: bool) -> Turn:
     """Answer all requests, so many at a time."""
     metrics, live = metrics_of(assembly.config), Live()
-    observe = telling(metrics, live) if watched else telling()
+    observe = observed_by(metrics, live) if watched else observed_by()
     served = assembly.engine()
     metrics.credit(served.drafter.sources)
     engine = EngineThread(served, observe)
     runtime = Runtime(
-        lambda: Served(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
+        lambda: ServedModel(engine, assembly.tokenizer, card_of(assembly)), max_waiting=assembly.config.max_waiting
     )
     is_open = {"api_keys": (), "admin_key": None, "open_metrics": True}
     settings = api_settings(assembly.config.model_copy(update=is_open))

@@ -21,7 +21,7 @@ from service.bench.experiment import Column, Row, conclude, counted, prepare, re
 from service.config import LoadedConfig
 from service.engine.thread import EngineThread
 from service.observability.live import Live
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.serve import api_settings, card_of, metrics_of, rendered
 
 _FIRST = 48  # packets that are looked at one by one
@@ -104,7 +104,7 @@ async def _watch(
     """By way, run and prompt; ways take turns, because a machine's speed drifts. # bodies: by run and prompt"""
     metrics, live = metrics_of(assembly.config), Live()
     runtime = Runtime(
-        lambda: Served(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1
+        lambda: ServedModel(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1
     )
     settings = api_settings(assembly.config.model_copy(update={"api_keys": ()}))
     app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))

@@ -8,11 +8,7 @@ import pytest
 from pydantic import JsonValue
 
 from service.grammars import GrammarCompiler, GrammarError, GrammarKind
-from service.tokenizer import ChatTokenizer
-from tests.tiny_models import tiny_tokenizer
-
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
+from tests.service.grammar_parts import EOS, TOKENIZER, matches
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +18,7 @@ def compiler() -> GrammarCompiler:
 
 def accepts(compiler: GrammarCompiler, kind: GrammarKind, source: JsonValue, text: str) -> bool:
     """Whether the text is one of the grammar's, whole."""
-    matcher = compiler.compile(kind, source)._matcher.deep_copy()
-    return bool(matcher.consume_tokens([*TOKENIZER.encode(text), EOS]))
+    return matches(compiler.compile(kind, source), text)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from benchmarks.schema_suite import Case, read_suite
-from service.grammars import Grammar, GrammarCompiler, GrammarError
+from service.grammars import Grammar, GrammarError
 from service.json_schemas import restated
-from service.tokenizer import ChatTokenizer
-from tests.tiny_models import tiny_tokenizer
+from tests.service.grammar_parts import COMPILER, matches
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
-COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
 PACKAGE = "jsonschema==4.26.0"
 """Its source holds the suite."""
 LEAST_ACCEPTED = 0.85
@@ -40,8 +36,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 
 def accepts(grammar: Grammar, value: Any) -> bool:
-    matcher = grammar._matcher.deep_copy()
-    return bool(matcher.consume_tokens([*TOKENIZER.encode(json.dumps(value, ensure_ascii=False)), EOS]))
+    return matches(grammar, json.dumps(value, ensure_ascii=False))
 
 
 def grammar_of(schema: dict[str, Any]) -> Grammar:

@@ -5,11 +5,10 @@ import random
 import pytest
 from pydantic import JsonValue
 
-from service.grammars import GrammarCompiler, GrammarKind, as_lark
+from service.grammars import GrammarKind, as_lark
 from service.thinking import Thinking, ThoughtTokens, thinks
-from service.tokenizer import ChatTokenizer
 from service.tools import HERMES, AnswerReader, Call, CallReader
-from tests.tiny_models import tiny_tokenizer
+from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
 BEFORE, BEGUN = Thinking(has_begun=False), Thinking(has_begun=True)
 ANSWERS = [
@@ -84,9 +83,6 @@ def test_models_that_think_have_it_in_their_template() -> None:
     assert not thinks(None)
 
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
-COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
 YES: dict[GrammarKind, tuple[JsonValue, str]] = {
     "json_schema": ({"enum": ["yes"]}, '"yes"'),
     "regex": ("y/?es", "yes"),
@@ -96,9 +92,7 @@ YES: dict[GrammarKind, tuple[JsonValue, str]] = {
 
 
 def accepts(grammar: str, text: str) -> bool:
-    matcher = COMPILER.compile("lark", grammar)._matcher.deep_copy()
-    ids = list(TOKENIZER._parsing.encode(text, add_special_tokens=False).ids)
-    return bool(matcher.consume_tokens([*ids, EOS]))
+    return matches(COMPILER.compile("lark", grammar), TOKENIZER._parsing.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("kind", YES)

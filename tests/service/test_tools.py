@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from service.grammars import GrammarCompiler
-from service.tokenizer import ChatTokenizer
 from service.tools import (
     HERMES,
     LLAMA_3,
@@ -21,10 +19,8 @@ from service.tools import (
     form_of,
     with_tools_in_text,
 )
-from tests.tiny_models import tiny_tokenizer
+from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
 RECORDED = {
     HERMES: (
@@ -101,9 +97,7 @@ def test_the_form_is_what_the_template_teaches() -> None:
 
 
 def accepts(calling: Calling, text: str, answer: dict[str, JsonValue] | None = None) -> bool:
-    compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
-    grammar = compiler.compile("lark", calling.grammar(answer, TOKENIZER.special_ids))
-    return bool(grammar._matcher.deep_copy().consume_tokens([*TOKENIZER.encode(text), EOS]))
+    return matches(COMPILER.compile("lark", calling.grammar(answer, TOKENIZER.special_ids)), text)
 
 
 @pytest.mark.parametrize("form", FORMS)
