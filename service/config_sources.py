@@ -147,12 +147,12 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
         given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
         return f"{name} is impossible: {reason}. Fix: change {given}."
     if inside and name == section:  # an entry of a list
-        place, *field = inside
-        reason = f"{' of '.join([*field, f'entry {int(place) + 1}'])}: {reason}"
+        index, *field = inside
+        reason = f"{' of '.join([*field, f'entry {int(index) + 1}'])}: {reason}"
     is_secret = _holds_keys(SETTINGS[name]) or "Secret" in str(SETTINGS[name].annotation)
     shown = "(secret)" if is_secret else repr(values.get(name))
-    kind, _, place = origin[name].partition(" ")
-    fix = f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"
+    kind, _, source = origin[name].partition(" ")
+    fix = f"change `{name}` in {source}" if kind == "file" else f"change or drop {source}"
     accepts = allowed_values(SETTINGS[name])
     fix += f"; it takes {accepts}" if accepts else ""
     return f"{name} = {shown}, from {origin[name]}, is impossible: {reason}. Fix: {fix}."

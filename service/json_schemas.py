@@ -193,7 +193,7 @@ class _Translation:
                 }
                 return [_object(minProperties=1, additionalProperties=negation(value), **named)]
             case "prefixItems":
-                return [_item_at(place, negation(part)) for place, part in enumerate(value)]
+                return [_item_at(index, negation(part)) for index, part in enumerate(value)]
             case "items":
                 index = len(siblings.get("prefixItems", ()))
                 return None if isinstance(value, list) else [_item_at(index, negation(value))]
@@ -272,8 +272,8 @@ def _object(**words: Any) -> Schema:
     return {"type": "object", **words}
 
 
-def _item_at(place: int, part: Part) -> Schema:
-    return {"type": "array", "minItems": place + 1, "prefixItems": [*[True] * place, part]}
+def _item_at(index: int, part: Part) -> Schema:
+    return {"type": "array", "minItems": index + 1, "prefixItems": [*[True] * index, part]}
 
 
 def _other_values(values: list[Any]) -> list[Part] | None:
@@ -297,8 +297,8 @@ def _other_words(words: set[str]) -> str:
     """A regular expression for all strings but these: each one leaves the prefixes of the words, or ends inside one."""
     following: dict[str, set[str]] = {word: set() for word in words}
     for word in words:
-        for place, letter in enumerate(word):
-            following.setdefault(word[:place], set()).add(letter)
+        for index, letter in enumerate(word):
+            following.setdefault(word[:index], set()).add(letter)
     ways = []
     for begun, letters in sorted(following.items()):
         begins, but = _written(begun), _written("".join(sorted(letters)))

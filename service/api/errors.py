@@ -1,4 +1,4 @@
-"""The one place where failures become OpenAI's error bodies."""
+"""Convert all failures to OpenAI's error bodies."""
 
 import difflib
 import logging

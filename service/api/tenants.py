@@ -13,7 +13,7 @@ from pathlib import Path
 
 from service.api.limits import Clock, MonthlyUse, PerMinute, PerMonth, duration
 from service.api_keys import ApiKey, digest_in, is_same
-from service.errors import InvalidRequest, QuotaUsedUp, RequestLimit, TokenLimit
+from service.errors import InvalidRequest, QuotaUsedUp, RequestError, RequestLimit, TokenLimit
 
 _CODE, _QUOTA_CODE = "rate_limit_exceeded", "insufficient_quota"
 _SOON_SECONDS = 1  # until running requests may have released their reservations
@@ -57,22 +57,23 @@ class Tenant:
     def admit(self) -> "AdmittedRequest":
         """Count a request of this key until its `end`. Raises RequestLimit."""
         if self._max_concurrent is not None and self._num_running >= self._max_concurrent:
-            self.refused["concurrency"] += 1
             what = f"concurrent requests: Limit {self._max_concurrent}, Running {self._num_running}, Requested 1"
-            raise RequestLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
-        if self._requests is not None:
-            self._take_request(self._requests)
+            raise self._refusal("concurrency", RequestLimit, what, _SOON_SECONDS)
+        if (limit := self._requests) is not None:
+            if limit.remaining < 1:
+                what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
+                raise self._refusal("requests", RequestLimit, what, limit.seconds_until(1))
+            limit.reserve(1)
+            limit.use(1)
         self._num_running += 1
         return AdmittedRequest(self)
 
-    def _take_request(self, limit: PerMinute) -> None:
-        if limit.remaining < 1:
-            self.refused["requests"] += 1
-            wait = limit.seconds_until(1)
-            what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
-            raise RequestLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
-        limit.reserve(1)
-        limit.use(1)
+    def _refusal(self, reason: str, error: type[RequestError], what: str, wait_seconds: float) -> RequestError:
+        """Count a refusal that ends by itself."""
+        self.refused[reason] += 1
+        wait = _whole(wait_seconds)
+        message = f"Rate limit reached for this API key on {what}. Please try again in {duration(wait)}."
+        return error(message, code=_CODE, retry_after_seconds=wait)
 
     def leave(self) -> None:
         """Count the end of a request."""
@@ -87,13 +88,9 @@ class Tenant:
             raise self._too_large(tokens, f"{self._budget.limit} tokens per month", param, reason="budget")
         if self._budget is not None and tokens > self._budget.remaining:
             raise self._beyond_budget(tokens, self._budget)
-        if self._tokens is not None and tokens > self._tokens.remaining:
-            self.refused["tokens"] += 1
-            limit, wait = self._tokens, self._tokens.seconds_until(tokens)
-            what = (
-                f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested {tokens}"
-            )
-            raise TokenLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
+        if (limit := self._tokens) is not None and tokens > limit.remaining:
+            what = f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}"
+            raise self._refusal("tokens", TokenLimit, f"{what}, Requested {tokens}", limit.seconds_until(tokens))
         for limited in self.token_limits:
             limited.reserve(tokens)
 
@@ -111,12 +108,12 @@ class Tenant:
             code=_CODE,
         )
 
-    def _beyond_budget(self, tokens: int, budget: PerMonth) -> TokenLimit | QuotaUsedUp:
-        self.refused["budget"] += 1
+    def _beyond_budget(self, tokens: int, budget: PerMonth) -> RequestError:
         what = f"tokens per month: Limit {budget.limit}, Used {budget.used}, Requested {tokens}"
         if budget.used + tokens <= budget.limit:  # running requests may release enough
             what = f"{what}, held by running requests {budget.limit - budget.used - budget.remaining}"
-            return TokenLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
+            return self._refusal("budget", TokenLimit, what, _SOON_SECONDS)
+        self.refused["budget"] += 1
         begins, wait = budget.next_month
         message = f"You exceeded your current quota on {what}. It begins anew at {begins}."
         return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
@@ -184,10 +181,6 @@ class Tenants:
             return
         async with self._use.kept():
             yield
-
-
-def _reached(what: str, wait_seconds: float) -> str:
-    return f"Rate limit reached for this API key on {what}. Please try again in {duration(_whole(wait_seconds))}."
 
 
 def _whole(seconds: float) -> int:

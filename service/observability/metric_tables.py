@@ -248,7 +248,7 @@ MEMORY: Final[Table[MemoryCounts]] = (
         CONTEXTS,
     ),
     Gauge("memory_bytes", "Memory set aside for past answers.", lambda m: m.reserved_bytes),
-    Gauge("memory_usage_ratio", "Share of its places in use, 0 to 1, by a sample.", lambda m: m.used_share),
+    Gauge("memory_usage_ratio", "Share of it in use, 0 to 1, by a sample.", lambda m: m.used_share),
     Counter("memory_evicted_scopes", "Scopes evicted from past answers.", lambda m: m.evicted_scopes),
     Counter("memory_forgotten_shares", "Shares of past answers emptied on request.", lambda m: m.forgotten_shares),
 )

@@ -99,7 +99,7 @@ async def test_every_route_is_admitted_with_the_most_it_may_take(
         error = error_of(refused)
         assert (refused.status_code, error["code"]) == (400, "rate_limit_exceeded")
         assert error["param"] == {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}.get(path, "max_tokens")
-        assert f"it may use {most} tokens" in error["message"]
+        assert f"answers are {most} tokens" in error["message"]
         assert f"limited to {most - 1} tokens per minute" in error["message"]
         assert f"lower '{error['param']}'" in error["message"]
     async with limited({"key": "key", "tokens_per_minute": most}) as client:
