@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.api.client import ASK, client_of, error_of
+from tests.service.api.client import ASK, client_of, error_of, post
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
 
 pytestmark = pytest.mark.anyio
@@ -12,11 +12,6 @@ PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
 ROOM = CARD.max_model_len - len(PROMPT)
 TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-
-
-async def post(engine: ScriptedEngine, **fields: Any) -> Any:
-    async with client_of(engine) as client:
-        return await client.post("/v1/chat/completions", json={**ASK, **fields})
 
 
 async def built(**fields: Any) -> Any:

@@ -15,14 +15,13 @@ from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.thread import EngineThread
 from service.runtime import Runtime, ServedModel
 from service.serve import card_of
-from tests.service.api.client import Body, app_of, client_for, error_of
+from tests.service.api.client import CHAT, TEXT, Body, app_of, client_for, error_of
 from tests.service.api.client import client_of as scripted
 from tests.service.bench.parts import save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = {"messages": [{"role": "user", "content": "so it is"}]}
 TOOL: dict[str, Any] = {
     "type": "function",

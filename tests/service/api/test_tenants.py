@@ -20,12 +20,11 @@ from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
-from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, error_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT = {"model": "tiny", "prompt": [1, 2, 3, 4, 5]}  # 5 tokens
 UNUSED = Path("nowhere")
 
