@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
-from service.json_schemas import restated
+from service.json_schemas import translated
 from service.schema_keywords import DEFINITIONS, Schema
 from service.tokenizer import ChatTokenizer
 
@@ -276,7 +276,7 @@ def json_rule(schema: JsonValue) -> str:
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
     try:
-        supported = restated(schema)
+        supported = translated(schema)
     except OverflowError as error:
         raise GrammarError(str(error)) from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of wrong types

@@ -43,7 +43,7 @@ _MAX_COMPARED = 100_000  # pairs of parts
 _MAX_DEPTH = 8  # of nested parts that are examined
 
 
-def restated(schema: Schema) -> Schema:
+def translated(schema: Schema) -> Schema:
     """Translate a schema. Raises OverflowError if the result would be too large."""
     whole = with_definitions(schema)
     definitions = {f"#/{group}/{name}": part for group in DEFINITIONS for name, part in whole.pop(group, {}).items()}

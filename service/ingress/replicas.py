@@ -215,7 +215,7 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def _checked(url: str) -> str:
-    """Raises StartupError."""
+    """The address of a server without a trailing slash. Raises StartupError."""
     try:
         parsed = httpx.URL(url)
         is_address = (

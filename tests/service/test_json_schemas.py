@@ -14,7 +14,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 
 from benchmarks.schema_suite import Case, read_suite
 from service.grammars import Grammar, GrammarError
-from service.json_schemas import restated
+from service.json_schemas import translated
 from tests.service.grammar_parts import COMPILER, matches
 
 PACKAGE = "jsonschema==4.26.0"
@@ -189,7 +189,7 @@ def test_many_options_that_a_property_tells_apart_stay_small() -> None:
         for n in range(40)
     ]
     schema = {"oneOf": options, "$defs": {"base": {"type": "object", "required": ["kind"]}}}
-    assert len(json.dumps(restated(schema))) < 3 * len(json.dumps(schema))
+    assert len(json.dumps(translated(schema))) < 3 * len(json.dumps(schema))
     assert accepts(grammar_of(schema), {"kind": "k7", "a": "x"})
     assert not accepts(grammar_of(schema), {"kind": "k40"})
 
@@ -199,9 +199,9 @@ def test_many_options_of_one_kind_each_are_not_compared() -> None:
         {"type": "object", "properties": {"kind": {"const": f"k{n}"}, "v": {"type": "string"}}, "required": ["kind"]}
         for n in range(600)
     ]
-    assert len(restated({"oneOf": options})["anyOf"]) == 600
+    assert len(translated({"oneOf": options})["anyOf"]) == 600
     with pytest.raises(OverflowError):  # two of one kind: all are compared
-        restated({"oneOf": [*options, {**options[0], "required": ["kind", "v"]}]})
+        translated({"oneOf": [*options, {**options[0], "required": ["kind", "v"]}]})
 
 
 def test_what_grows_without_end_is_refused() -> None:
@@ -234,13 +234,13 @@ def test_an_object_holds_the_properties_that_one_schema_names(schema: dict[str, 
 
 def test_what_is_no_schema_is_left_as_it_is() -> None:
     schema = {"properties": {"not": {"enum": [{"if": 1.0, "properties": {}}]}}, "additionalProperties": False}
-    assert restated(schema) == schema
+    assert translated(schema) == schema
 
 
 def test_the_given_schema_is_not_changed() -> None:
     schema = {"properties": {"a": {"contains": {}, "minContains": 0, "minItems": 1.0}}}
     before = json.dumps(schema)
-    restated(schema)
+    translated(schema)
     assert json.dumps(schema) == before
 
 
