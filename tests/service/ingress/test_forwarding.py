@@ -18,6 +18,7 @@ from service.ingress.app import create_ingress
 from service.ingress.forwarding import Forwarding, WholeAnswer
 from service.ingress.replicas import Broken, ForwardedRequest, ReplicaAnswer, Unreachable
 from tests.service.api.client import Body, call_raw, client_for, error_of
+from tests.service.api.client import 
 from tests.service.api.test_resumption import (
     CASES,
     CHAT,

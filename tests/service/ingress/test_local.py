@@ -9,8 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.ingress.replicas import ForwardedRequest, answer_locally
-from tests.service.api.client import ASK, Body, app_of, client_for
-from tests.service.api.test_resumption import CHAT
+from tests.service.api.client import ASK, CHAT, Body, app_of, client_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio
