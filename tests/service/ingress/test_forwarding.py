@@ -17,15 +17,11 @@ from service.errors import NotReady, QueueFull, RequestError
 from service.ingress.app import create_ingress
 from service.ingress.forwarding import Forwarding, WholeAnswer
 from service.ingress.replicas import Broken, ForwardedRequest, ReplicaAnswer, Unreachable
-from tests.service.api.client import Body, call_raw, client_for, error_of
-from tests.service.api.client import 
+from tests.service.api.client import CHAT, RESPONSES, TEXT, Body, call_raw, client_for, error_of
 from tests.service.api.test_resumption import (
     CASES,
-    CHAT,
     RESPONSE_CASES,
-    RESPONSES,
     SAY,
-    TEXT,
     USUAL,
     Event,
     event_of,
