@@ -125,7 +125,7 @@ def build_drafter(name: str, parts: Parts) -> Drafter:
 def memory_of(drafter: Drafter) -> MemoryDrafter | None:
     """The memory of past answers in a drafter, if it has one."""
     parts = drafter.parts if isinstance(drafter, SwitchDrafter) else (drafter,)
-    return next((part for part in parts if isinstance(part, MemoryDrafter) and part.share_buckets), None)
+    return next((part for part in parts if isinstance(part, MemoryDrafter) and part.past.share_buckets), None)
 
 
 def _built(one: _Named, parts: Parts) -> Drafter:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from adaptation.checkpoint import sync_folder
 from adaptation.worker import step_back
-from drafters.memory.drafter import MemoryDrafter, PastAnswers
+from drafters.memory.drafter import MemoryDrafter
+from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, KINDS, WAYS
 from service.engine.thread import EngineThread
 from service.errors import StartupError
@@ -75,10 +76,10 @@ class AnswersFile:
         self._secret = key_beside(path)
         self._drafter = drafter
         named = hmac.digest(self._secret, names, "sha256").hex()
-        sizes = [drafter.share_buckets, WAYS, *_WEIGHTS_SHAPE]
+        sizes = [drafter.past.share_buckets, WAYS, *_WEIGHTS_SHAPE]
         self._header = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
 
-    def write(self, past: Iterable[PastAnswers], stopping: threading.Event | None = None) -> int:
+    def write(self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None) -> int:
         """Replace the file; returns its size in bytes. Raises OSError, and CancelledError when `stopping` is set."""
         temporary = self.path.with_name(f".{self.path.name}.new")
         try:
@@ -93,7 +94,7 @@ class AnswersFile:
             raise
         return size
 
-    def _put(self, file: BinaryIO, past: Iterable[PastAnswers], stopping: threading.Event | None) -> bytes:
+    def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], stopping: threading.Event | None) -> bytes:
         """Write everything but the keyed hash; returns the hash."""
         mac = self._hash()
 
@@ -109,7 +110,7 @@ class AnswersFile:
                 if stopping is not None and stopping.is_set():
                     raise CancelledError
                 put(piece.cpu().numpy().tobytes())
-            if not self._drafter.is_current(one):
+            if not self._drafter.past.is_current(one):
                 file.seek(start)
                 file.truncate()
                 mac = before
@@ -146,8 +147,8 @@ class AnswersFile:
         return scope, weights, squares, self._entries(file)
 
     def _entries(self, file: BinaryIO) -> Iterator[tuple[int, Tensor]]:
-        for start in range(0, self._drafter.share_buckets, _PIECE // WAYS):
-            count = min(_PIECE // WAYS, self._drafter.share_buckets - start)
+        for start in range(0, self._drafter.past.share_buckets, _PIECE // WAYS):
+            count = min(_PIECE // WAYS, self._drafter.past.share_buckets - start)
             yield start, _tensor(file, torch.int64, count * WAYS).view(count, WAYS)
 
     def _hash(self) -> "hashlib.blake2b":
@@ -174,7 +175,7 @@ class MemoryFile:
         self._forgotten: list[str | None] = []  # scopes, until the file has been read; None: all
         self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
-        drafter.listeners.append(self)
+        drafter.past.listeners.append(self)
 
     @property
     def path(self) -> Path:
@@ -191,7 +192,7 @@ class MemoryFile:
         self._at_once.set()
         self._thread.join()
         if self._is_read:
-            self._write(self._drafter.past_answers())
+            self._write(self._drafter.past.by_scope())
         elif self._is_ours and self._forgotten:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
@@ -249,10 +250,10 @@ class MemoryFile:
         self._at_once.clear()
         self._has_new = False
         self._forgotten.clear()
-        self._write(self._between(self._drafter.past_answers), self._stopping, forgot=forgot)
+        self._write(self._between(self._drafter.past.by_scope), self._stopping, forgot=forgot)
 
     def _write(
-        self, past: Iterable[PastAnswers], stopping: threading.Event | None = None, *, forgot: bool = False
+        self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None, *, forgot: bool = False
     ) -> None:
         """Replace the file. If that fails the old one stays, unless some of its answers were forgotten."""
         try:
@@ -294,16 +295,16 @@ class MemoryFile:
                 self._between(partial(self._fill, past, start, words))
         return past is not None
 
-    def _adopt(self, scope: str, weights: Tensor, squares: Tensor) -> PastAnswers | None:
-        past = None if {None, scope} & set(self._forgotten) else self._drafter.adopt(scope)
+    def _adopt(self, scope: str, weights: Tensor, squares: Tensor) -> ScopeAnswers | None:
+        past = None if {None, scope} & set(self._forgotten) else self._drafter.past.adopt(scope)
         if past is not None:
             past.weights.copy_(weights)
             past.squares.copy_(squares)
         return past
 
-    def _fill(self, past: PastAnswers, start: int, words: Tensor) -> None:
+    def _fill(self, past: ScopeAnswers, start: int, words: Tensor) -> None:
         """Fill buckets that are still empty. # words [buckets, WAYS]"""
-        if self._drafter.is_current(past):
+        if self._drafter.past.is_current(past):
             buckets = past.entries[start : start + len(words)]
             is_empty = (buckets == 0).all(1, keepdim=True)
             buckets.copy_(torch.where(is_empty, words.to(buckets.device), buckets))

@@ -23,7 +23,7 @@ from adaptation.records import Refused, StoreLost
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore
 from adaptation.replicas.wire import sign, verify
 from adaptation.worker import step_back
-from drafters.memory.drafter import ANSWERED, MemoryDrafter
+from drafters.memory.drafter import MAX_ANSWER_TOKENS, MemoryDrafter
 from kernels.memory import CONTEXT
 from service.engine.thread import EngineThread
 from service.errors import StartupError
@@ -49,11 +49,11 @@ class SharedAnswer:
     sender: str
     tokenizer: str  # hash of the vocabulary
     scope: str | None  # None: all scopes are forgotten
-    tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=ANSWERED + CONTEXT)] = field(
-        default_factory=list
+    tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_ANSWER_TOKENS + CONTEXT)] = (
+        field(default_factory=list)
     )
     # That many of them, at the end, are the answer; 0: the scope is forgotten.
-    num_new: Annotated[int, Field(ge=0, le=ANSWERED, strict=True)] = 0
+    num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = 0
 
 
 _ANSWER = TypeAdapter(SharedAnswer)
@@ -150,7 +150,7 @@ class SharedAnswers:
         self._is_forgetting = False  # on behalf of another replica
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared answers", daemon=True)
-        drafter.listeners.append(self)
+        drafter.past.listeners.append(self)
 
     def start(self) -> None:
         """Start the thread."""
@@ -163,7 +163,9 @@ class SharedAnswers:
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
         """Queue an answer for sending; the oldest ones are dropped from a full queue. Never waits."""
-        self._to_send.append(self._stream.entry(scope, tokens[-ANSWERED - CONTEXT :], min(num_new, ANSWERED)))
+        self._to_send.append(
+            self._stream.entry(scope, tokens[-MAX_ANSWER_TOKENS - CONTEXT :], min(num_new, MAX_ANSWER_TOKENS))
+        )
 
     def forgot(self, scope: str | None) -> None:
         """Make all replicas forget a scope, or all scopes, and delete the stream."""

@@ -148,7 +148,7 @@ def test_listeners_hear_nothing_of_what_was_forgotten() -> None:
             return
 
     drafter, text = Said().drafter, [1, 2]
-    drafter.listeners.append(Listener())
+    drafter.past.listeners.append(Listener())
     drafter.start([DraftContext(0, text, scope="a/1")])
     text += [7, 8]
     drafter.forget("a/1")

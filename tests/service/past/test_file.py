@@ -96,7 +96,7 @@ def test_what_is_forgotten_leaves_the_file_at_once(path: Path, monkeypatch: pyte
     full = path.read_bytes()
     monkeypatch.setattr(module, "_LEAST_PAUSE_SECONDS", 3600.0)
     with serving(path) as server:
-        words = server.memory.past_answers()[0].entries.clone()
+        words = server.memory.past.by_scope()[0].entries.clone()
         assert words.any()
         assert words.numpy().tobytes() in full
         server.forget("a")
@@ -122,13 +122,13 @@ def test_a_share_that_begins_again_while_it_is_copied_is_left_out(path: Path, mo
     """Its words could be those of another scope."""
     with serving(path, replace(SIZES, owners=1)) as server:
         server.answer(PROMPT)
-        (past,) = server.memory.past_answers()
-        monkeypatch.setattr(server.memory, "is_current", lambda one: False)
+        (past,) = server.memory.past.by_scope()
+        monkeypatch.setattr(server.memory.past, "is_current", lambda one: False)
         path.unlink(missing_ok=True)
         server.answer(OTHER)
     assert past.entries.any()
     with serving(path, replace(SIZES, owners=1)) as server:
-        assert server.memory.past_answers() == []
+        assert server.memory.past.by_scope() == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_keys_that_are_gone_make_room(path: Path) -> None:
         server.answer(PROMPT, "b")
         server.answer(OTHER, "c")
         assert server.tree(OTHER, "c").num_nodes.item()
-        assert [past.scope for past in server.memory.past_answers()] == ["b", "c"]
+        assert [past.scope for past in server.memory.past.by_scope()] == ["b", "c"]
 
 
 def test_whatever_kills_leave_is_used_and_a_file_in_use_waited_for(

@@ -1,0 +1,185 @@
+"""Past answers by scope: each scope has a fixed share of the table's buckets, a row of learnt weights, and nothing of
+any other scope's."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from operator import add
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drafters.memory.counts import MemoryCounts
+from drafters.memory.shares import Shares
+from drafters.protocol import DraftContext, MemorySizes
+from kernels.memory import BUCKET_BYTES, CONTEXT, ORDERS, Memory
+
+_PRIOR_SQUARES = 20.0  # squared gradients that the fitted weights start with: they count as some hundred labels
+_SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: the usage is known to 1/64
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeAnswers:
+    """The past answers of a scope, as views of tensors that later steps keep writing to."""
+
+    scope: str
+    share: int
+    generation: int  # of the share: it grows each time the share is cleared
+    entries: Tensor  # [buckets, WAYS] int64
+    weights: Tensor  # [KINDS, FEATURES] float32
+    squares: Tensor  # like weights
+
+
+class PastListener(Protocol):
+    """Is notified of changes to past answers, on the engine thread."""
+
+    def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """An answer has ended and is remembered: the last `num_new` of these tokens, after up to CONTEXT others."""
+
+    def forgot(self, scope: str | None) -> None:
+        """The past answers of a scope, or of all scopes, were deleted."""
+
+
+class _RunningAnswer(NamedTuple):
+    scope: str
+    tokens: Sequence[int]  # of the sequence, which grows while it runs
+    num_known: int  # of the tokens, that listeners need not hear of
+
+
+class PastAnswers:
+    """Assigns shares of the memory's table to scopes, and deletes and copies their contents. Called on the engine
+    thread, except `is_current`."""
+
+    def __init__(self, memory: Memory, sizes: MemorySizes) -> None:
+        """Shares stand first in the table: share i has buckets [i * share_buckets, (i + 1) * share_buckets)."""
+        self.listeners: list[PastListener] = []
+        self.share_buckets = buckets_per_share(sizes)  # 0: no past answers are remembered
+        self._memory = memory
+        self._shares = Shares(sizes)
+        self._held: dict[int, int] = {}  # share by row, of running sequences that have one
+        self._running: dict[int, _RunningAnswer] = {}  # by row, of running sequences that store
+        self._generations = [0] * num_shares(sizes)
+        used = len(self._generations) * self.share_buckets
+        self._counts = MemoryCounts(reserved_bytes=used * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))
+        self._sample = memory.entries[: used : max(1, used // _SAMPLED)]
+        self._num_steps = 0
+        memory.weights[:] = _prior()
+        memory.squares[:] = _PRIOR_SQUARES
+
+    @property
+    def counts(self) -> MemoryCounts:
+        """Totals since the start, for metrics."""
+        return self._counts
+
+    def begin(self, context: DraftContext) -> int | None:
+        """Give a sequence that starts running the share of its scope; None if it has none."""
+        share = self.take(context.row, context.scope, stores=context.store)
+        if share is not None and context.store and context.scope is not None:
+            self._running[context.row] = _RunningAnswer(context.scope, context.tokens, len(context.tokens))
+        return share
+
+    def take(self, row: int, scope: str | None, *, stores: bool) -> int | None:
+        """The share that a row reads, and adds to if it stores: one of the scope's own, or one that was evicted for
+        it. None without a scope, and where no share is free."""
+        self.end(row)
+        if scope is None:
+            return None
+        share, evicted = (self._shares.take(scope) or (None, None)) if stores else (self._shares.read(scope), None)
+        if share is not None:
+            self._held[row] = share
+        if share is not None and evicted is not None:
+            self._clear([share])
+            self._counts = replace(self._counts, evicted_scopes=self._counts.evicted_scopes + 1)
+        return share
+
+    def end(self, row: int) -> None:
+        """Release the row's share, and notify listeners of its answer."""
+        if row in self._held:
+            self._shares.release(self._held.pop(row))
+        if row in self._running:
+            scope, tokens, known = self._running.pop(row)
+            num_new = len(tokens) - known
+            for listener in self.listeners if num_new > 0 else ():
+                listener.answered(scope, tokens[max(0, known - CONTEXT) :], num_new)
+
+    def forget(self, scope: str | None = None) -> None:
+        """Delete the past answers of a scope, or of all, and the weights learnt from them."""
+        shares = self._shares.forget(scope)
+        self._clear(shares)
+        for row, running in self._running.items():  # listeners hear only of tokens that follow
+            if self._held[row] in shares:
+                self._running[row] = running._replace(num_known=len(running.tokens))
+        self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
+        for listener in self.listeners:
+            listener.forgot(scope)
+
+    def by_scope(self) -> list[ScopeAnswers]:
+        """The past answers of every scope, the least recently used one first."""
+        return [self._answers_of(scope, share) for scope, share in self._shares.held().items()]
+
+    def is_current(self, answers: ScopeAnswers) -> bool:
+        """Whether the share has not been cleared since; from any thread."""
+        return self._generations[answers.share] == answers.generation
+
+    def adopt(self, scope: str) -> ScopeAnswers | None:
+        """The scope's share, or an unused one of its owner, to be filled with answers of an earlier run; None if all
+        are in use."""
+        share = self._shares.adopt(scope)
+        return None if share is None else self._answers_of(scope, share)
+
+    def with_usage(self, counts: Tensor) -> Tensor:
+        """Append, every 64th step, how many places of a sample of the table are in use. # counts [n] -> [n or n + 1]"""
+        self._num_steps += 1
+        if self._num_steps % _SAMPLE_EVERY != 1 or not self.share_buckets:
+            return counts
+        return torch.cat([counts, (self._sample != 0).sum()[None]])
+
+    def count(self, remembered: int, known: Sequence[int], used: int | None = None) -> None:
+        """Add to the totals what a step remembered, how many of its tokens each context length had known, and the
+        number of sampled places in use, where it was taken."""
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            used_share=counts.used_share if used is None else used / self._sample.numel(),
+            remembered_tokens=counts.remembered_tokens + remembered,
+            known_tokens=tuple(map(add, counts.known_tokens, known)),
+        )
+
+    def _answers_of(self, scope: str, share: int) -> ScopeAnswers:
+        memory, first = self._memory, share * self.share_buckets
+        entries = memory.entries[first : first + self.share_buckets]
+        return ScopeAnswers(
+            scope, share, self._generations[share], entries, memory.weights[share], memory.squares[share]
+        )
+
+    def _clear(self, shares: Iterable[int]) -> None:
+        for share in shares:
+            self._generations[share] += 1  # before the content goes: a thread that copies it sees that its copy is void
+            self._memory.entries[share * self.share_buckets : (share + 1) * self.share_buckets] = 0
+            self._memory.weights[share] = _prior()
+            self._memory.squares[share] = _PRIOR_SQUARES
+
+
+def num_shares(sizes: MemorySizes) -> int:
+    """Shares of all owners."""
+    return sizes.owners * sizes.scopes
+
+
+def buckets_per_share(sizes: MemorySizes) -> int:
+    """Buckets of each share, a power of two; 0 if the memory has no room."""
+    return power_of_two(sizes.num_bytes // (num_shares(sizes) * BUCKET_BYTES))
+
+
+def power_of_two(limit: int) -> int:
+    """The largest power of two up to a limit; 0 for 0."""
+    return 1 << limit.bit_length() - 1 if limit else 0
+
+
+@cache
+def _prior() -> Tensor:
+    """Initial weights, fitted by penalised maximum likelihood to 161,000 labels of answers to training prompts at
+    T = 0 and 0.7. # [KINDS, FEATURES]"""
+    return torch.tensor(json.loads(files(__package__).joinpath("prior.json").read_text()))
