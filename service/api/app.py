@@ -14,10 +14,9 @@ from starlette.middleware.cors import CORSMiddleware
 from service import __version__
 from service.api.completions import completions_router
 from service.api.errors import REQUEST_ID_HEADER, install_error_handlers
-from service.api.feed import Feed, feed_router
 from service.api.info import RenderMetrics, adaptation_router, info_router, memory_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, HeadMiddleware, LimitMiddleware, RefusingMiddleware
-from service.api.page import page_router
+from service.api.page import Feed, feed_router, page_router
 from service.api.request_builder import RELAXED_HEADER
 from service.api.responses import responses_router
 from service.api.responses_schemas import ResponsesRequest

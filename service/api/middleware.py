@@ -15,8 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, error_response
-from service.api.feed import FEED_PATH
-from service.api.page import PAGE_PATHS
+from service.api.page import FEED_PATH, PAGE_PATHS
 from service.api.settings import ApiSettings
 from service.api.tenants import Tenant
 from service.api_keys import digest_of, is_same

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adaptation.records import AdaptationError, AdaptationStatus
-from service.api.feed import FEED_PATH, Feed
+from service.api.page import FEED_PATH, Feed
 from service.observability.live import Live
 from service.runtime import Runtime
 from tests.service.api.client import Message, app_of, client_of
