@@ -35,10 +35,9 @@ from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temp
 from service.bench.driver import Run
 from service.bench.experiment import Measure, Row, conclude, mismatches, prepare, read_sets, request_of, tau
 from service.config import LoadedConfig
-from service.engine.requests import GenerationRequest
+from service.engine.requests import GenerationRequest, Scope
 from service.errors import StartupError
 from service.prompts import refuse_too_long
-from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 
 ATTACKED, UNATTACKED, ANCHOR = RUNS = ("attacked", "unattacked", "anchor")

@@ -25,11 +25,10 @@ from service.bench.driver import ClosedLoop, Drive
 from service.bench.experiment import Column, Row, conclude, counted, prepare, read_sets, rotated, table_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine, StepReport
-from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
+from service.engine.requests import GenerationRequest, SamplingParams, Scope, SpeculationParams
 from service.engine.thread import EngineThread
 from service.observability.live import Live
-from service.runtime import Runtime, Served
-from service.scope import Scope
+from service.runtime import Runtime, ServedModel
 from service.serve import api_settings, card_of, metrics_of, rendered
 
 _FIRST = 48  # packets that are single features
@@ -122,7 +121,7 @@ async def _watch(
     """Return traces by way, run and prompt, of bodies by run and prompt; ways take turns."""
     metrics, live = metrics_of(assembly.config), Live()
     runtime = Runtime(
-        lambda: Served(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1
+        lambda: ServedModel(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1
     )
     settings = api_settings(assembly.config.model_copy(update={"api_keys": ()}))
     app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))

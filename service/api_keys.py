@@ -1,4 +1,4 @@
-"""API keys as the configuration names them: hashed from the moment they are read, with the limits they carry."""
+"""API keys of the configuration with their limits. Only hashes of keys are kept."""
 
 import hashlib
 import hmac
@@ -20,24 +20,25 @@ from pydantic import (
 _HASHED = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = r"^[A-Za-z0-9._-]{1,64}$"
-_MOST = 10**12  # of anything a limit counts
+_MAX_LIMIT = 10**12
 
 
 def digest_of(key: bytes) -> bytes:
+    """The SHA-256 hash of a key."""
     return hashlib.sha256(key).digest()  # not a slow hash: keys are drawn at random, and every request would pay
 
 
 def is_same(digest: bytes, other: bytes) -> bool:
-    """In a time that does not tell where they differ."""
+    """Compare hashes in constant time."""
     return hmac.compare_digest(digest, other)
 
 
 def _hashed(key: SecretStr) -> SecretStr:
-    """`sha256:` and the hash in hexadecimal digits, of a key or of what is hashed already. Raises ValueError."""
+    """`sha256:HEX` of a key, which may be given in this form already. Raises ValueError."""
     text = key.get_secret_value()
     if text.startswith(_HASHED):
         if not _HASH.fullmatch(text.lower()):
-            raise ValueError("behind sha256: there must be the 64 hexadecimal digits of the key's SHA-256")
+            raise ValueError("sha256: must be followed by the 64 hexadecimal digits of the key's SHA-256")
         return SecretStr(text.lower())
     if not text.isascii() or not text.isprintable():
         raise ValueError("a key must be printable ASCII, or no client can send it in a header")
@@ -47,24 +48,24 @@ def _hashed(key: SecretStr) -> SecretStr:
 
 
 KeyHash = Annotated[SecretStr, AfterValidator(_hashed)]
-"""A key given plainly or as `sha256:HEX`. Only the hash is kept."""
+"""A key that is given as plain text or as `sha256:HEX`, and kept as the hash."""
 
 
 def digest_in(key: SecretStr) -> bytes:
-    """The hash that a `KeyHash` holds."""
+    """The hash in a `KeyHash`, as bytes."""
     return bytes.fromhex(key.get_secret_value().removeprefix(_HASHED))
 
 
-Amount = Annotated[int | None, Field(ge=1, le=_MOST, strict=True)]
+Amount = Annotated[int | None, Field(ge=1, le=_MAX_LIMIT, strict=True)]
 
 
 class ApiKey(BaseModel):
-    """A key that clients may send, and its limits; None: unlimited. A key alone may be given as a plain string."""
+    """An API key and its limits; None: unlimited. A key without limits may be given as a string."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     key: KeyHash
-    name: str | None = Field(default=None, pattern=_NAME)  # a label of metrics, and what a budget is kept by
+    name: str | None = Field(default=None, pattern=_NAME)  # a label of metrics, and the account of the budget
     requests_per_minute: Amount = None
     tokens_per_minute: Amount = None
     max_concurrent: Amount = None
@@ -81,7 +82,7 @@ class ApiKey(BaseModel):
 
 
 def distinct(keys: Sequence[ApiKey]) -> tuple[ApiKey, ...]:
-    """Each entry once. Raises ValueError for a key or a name with two meanings."""
+    """The entries without repetitions. Raises ValueError if different entries share a key or a name."""
     entries = tuple(dict.fromkeys(keys))
     for what, values in (("key", [entry.key for entry in entries]), ("name", list(_names(entries)))):
         if len(set(values)) < len(values):

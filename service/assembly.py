@@ -1,7 +1,5 @@
-"""From settings to a working engine: the one place where configuration is unpacked into the parts that do the work.
-
-The server, the benchmarks and the checks all start here, so that what is measured is what is served.
-"""
+"""Builds an engine from the settings; no other module unpacks the configuration. The server, the benchmarks and the
+checks all use it, so that what is measured is what is served."""
 
 import hashlib
 import importlib.util
@@ -11,40 +9,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from adaptation.config import Tuning
-from drafters.kinds import Need
 from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Drafter, MemorySizes, Observer
-from drafters.registry import TrainedWeights, needs_of, taps_of, trained_kind_of
+from drafters.registry import TrainedWeights, taps_of
 from drafters.regret import RegretLedger
-from drafters.specblock.model import SpecBlock
 from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
-from service.engine import build, drafter_weights, memory_planner
+from service.drafter_choice import begin_drafter, choose_drafter, drafter_needs, load_weights
+from service.engine import build, memory_planner
 from service.engine.accounting import Learning
 from service.engine.budget import BudgetPolicy
 from service.engine.captured import capture_forwards
 from service.engine.costs.measuring import costs_at_start
 from service.engine.costs.model import Costs
 from service.engine.draft_model import DraftModel, taken_over
-from service.engine.drafter_start import unmade_for
-from service.engine.drafter_weights import (
-    import_place,
-    imported_folder,
-    kind_in,
-    shipped_by_target,
-    shipped_folder,
-)
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
 from service.engine.target import Target
-from service.engine.weights import BeginDrafter, LoadedModel, load_model
+from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
 from service.grammars import GrammarCompiler
 from service.logging import bar
@@ -55,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A loaded target with its tokenizer: everything an engine needs but drafter and budget."""
+    """A loaded target with its tokenizer, from which engines are made."""
 
     config: ServiceConfig
     loaded: LoadedModel
@@ -65,22 +53,24 @@ class Assembly:
     limits: EngineLimits
     costs: Costs | None  # None with a fixed budget
     drafter_name: str
-    drafter_folder: Path | None  # its weights come from; None: it has none, or they are made up
-    weights: TrainedWeights | None  # of a drafter that was trained
-    draft_model: DraftModel | None = None  # of a drafter that is a language model of its own
+    drafter_folder: Path | None  # of the weights; None: there are none, or random ones
+    weights: TrainedWeights | None  # of a trained drafter
+    draft_model: DraftModel | None = None  # a language model that drafts
 
     @property
     def fingerprint(self) -> str:
-        """What makes two servers give equal text: weights, dtype, numerics and kernels, but no drafter."""
+        """A hash of what the text depends on: weights, dtype, numerics, kernels and threads; the drafter is not in
+        it."""
         kernels = ops.kernel_set(self.target.device)
         if self.loaded.is_quantised and self.target.runs_by_ops and kernels != "torch":
-            kernels = platform.machine()  # what torch computes depends on the width of its vectors
+            kernels = platform.machine()  # torch's results depend on the width of its vectors
         layout = f"{torch.get_num_threads()} {kernels}"
         parts = f"{self.loaded.fingerprint} {self.loaded.dtype_name} {self.numerics} {layout}"
         return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]
 
     @property
     def grammars(self) -> GrammarCompiler:
+        """A compiler of grammars for the target's tokens."""
         return GrammarCompiler(self.tokenizer, self.target.vocab_size, self.loaded.eos_token_ids)
 
     def drafter(
@@ -91,8 +81,8 @@ class Assembly:
         ledger: RegretLedger | None = None,
         observer: Observer | None = None,
     ) -> Drafter:
-        """The configured drafter, or the one of that name, or with other weights; with the ledger of its engine, if
-        that has one that others enter their losses in; with an observer of its forwards."""
+        """The configured drafter, or another one by name or with other weights. `ledger`: of the engine; `observer`:
+        receives the forwards of its network."""
         name, limits = name or self.drafter_name, limits or self.limits
         weights = weights or self.weights
         return build.make_drafter(name, self.target, limits, weights, ledger, self.draft_model, observer)
@@ -105,8 +95,8 @@ class Assembly:
         learning: Learning | None = None,
         ledger: RegretLedger | None = None,
     ) -> Engine:
-        """An idle engine as configured, or with another drafter, budget policy, other limits, or watched; with a ledger
-        that others enter their losses in too, or with one of its own."""
+        """An idle engine as configured; arguments replace its drafter, budget policy, limits or ledger. `learning`:
+        receives finished queries."""
         ledger = ledger or RegretLedger()
         with memory_for("captured steps", "lower kv_cache"):
             return Engine(
@@ -123,20 +113,18 @@ class Assembly:
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
-    """Load the model, check its numerics and measure its cost. Raises StartupError naming what to change.
-
-    `graphs`: whether forwards of decoding are captured, which changes no text; None: on a GPU.
-    """
+    """Load the model, check its numerics and measure its costs. `graphs`: whether decoding is captured in CUDA graphs,
+    which changes no text; None: on a GPU. Raises StartupError naming the setting to change."""
     torch.set_num_threads(config.num_threads)
     device = device_of(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
     captures = device.type == "cuda" if graphs is None else graphs
-    choose_drafter(config, starts=True)  # one that cannot be is refused before anything is loaded
+    choose_drafter(config, starts=True)  # refuse an impossible one before loading anything
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
-    weights = _weights(config, folder, loaded)
+    weights = load_weights(config, folder, loaded)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
     numerics = _numerics(target, limits, captures=captures)
@@ -151,7 +139,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
 
 
 def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """The configured model, in the configured type unless another one is given. Raises StartupError."""
+    """Load the configured model, in the configured type or in `dtype`. Raises StartupError."""
     if (config.load_dtype, device.type) in (("int8", "cuda"), ("float16", "cpu")):
         raise StartupError(
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
@@ -168,7 +156,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             dtype=dtype,
             device=device,
             cache_dir=config.state_dir / "cache",
-            begin_drafter=_begin_drafter(config),
+            begin_drafter=begin_drafter(config),
             as_it_is=as_it_is,
         )
     return replace(loaded, in_8_bits=in_8_bits)
@@ -177,8 +165,8 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
 def _draft_model(
     config: ServiceConfig, drafter_name: str, loaded: LoadedModel, limits: EngineLimits
 ) -> DraftModel | None:
-    """The language model that drafts beside the target, if one does."""
-    if "model" not in _needs(drafter_name):
+    """The language model that drafts, if the drafter is one."""
+    if "model" not in drafter_needs(drafter_name):
         return None
     name = str(config.drafter_path)
     settings = config.model_copy(update={"model": name, "drafter": "none", "drafter_path": None})
@@ -196,9 +184,9 @@ def _target(
     *,
     captures: bool,
 ) -> Target:
-    """The target with its pool; on a GPU what everything else will need there is set aside first."""
+    """The target with its pool of keys and values; on a GPU, the memory of all other parts is set aside first."""
     scratch = scratch_places(limits.max_sequences)
-    in_pool = scratch if "layers" in _needs(drafter_name) else 0
+    in_pool = scratch if "layers" in drafter_needs(drafter_name) else 0
     beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
     taps = taps_of(drafter_name, loaded.kv_shape.num_layers, network.config.tap_layers if network else ())
@@ -235,8 +223,8 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
-    """Whether rows depend on their company, in forwards as they will run."""
-    logger.info("checking that rows do not depend on their company")
+    """Check whether rows depend on other rows of a forward, in forwards as they will run."""
+    logger.info("checking that rows of a batch do not depend on each other")
     if captures:
         with memory_for("captured forwards", "lower kv_cache"):
             capture_forwards(
@@ -252,7 +240,7 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
 def _costs(assembly: Assembly) -> Costs:
     limits, loaded, weights, drafting = assembly.limits, assembly.loaded, assembly.weights, assembly.draft_model
     if weights is not None:
-        weights = replace(weights, ready=lambda: True)  # what it costs does not depend on what it says
+        weights = replace(weights, ready=lambda: True)  # its cost does not depend on its weights
     drafter = f"{assembly.drafter_name} {weights.blocks if weights else 1}"
     if drafting is not None:
         drafter += f" {drafting.fingerprint}"
@@ -272,76 +260,8 @@ def _costs(assembly: Assembly) -> Costs:
         )
 
 
-def starts_drafter(config: ServiceConfig) -> bool:
-    """Whether a drafter is to be made from what is served: learning is on, and there is none for this target."""
-    return config.drafter == "auto" and config.adaptation.enabled and not _folder(config)
-
-
-def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
-    """How a drafter begins that learning makes, or puts to the proof."""
-    is_trained = config.drafter == "auto" or "weights" in _needs(config.drafter)
-
-    def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:
-        folder = _folder(config)  # what the target ships is there by now
-        return unmade_for(model, identity, folder) if folder or starts_drafter(config) else None
-
-    return begin if config.adaptation.enabled and is_trained else None
-
-
-def _folder(config: ServiceConfig) -> Path | None:
-    """Where trained weights for this target lie."""
-    shipped = shipped_folder(config.model_source) or shipped_by_target(config)
-    return config.drafter_path or imported_folder(config) or shipped
-
-
-def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:
-    """The drafter's name, and the folder of its weights if it has any; `starts`: whether one can be made from what is
-    served. Raises StartupError."""
-    folder = _folder(config)
-    name: str = config.drafter
-    if name == "auto":
-        name = f"memory+{kind_in(folder)}" if folder or starts else "memory"
-        if name == "memory":
-            logger.info("no trained drafter for %s: drafting by memory", config.model)
-    needs = _needs(name)
-    if "model" in needs and config.drafter_path is None:
-        raise StartupError(f"drafter {name} needs a model: set drafter_path to a folder, a .gguf file or a hub id")
-    if "weights" in needs and folder is None and not starts:
-        raise StartupError(
-            f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
-            "make them with `adaptree train drafter`, or set drafter to memory"
-        )
-    wanted = trained_kind_of(name)
-    if wanted is not None and folder is not None and (kind := kind_in(folder)) != wanted:
-        raise StartupError(
-            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or memory+{kind}"
-        )
-    return name, folder if "weights" in needs else None
-
-
-def _needs(drafter: str) -> frozenset[Need]:
-    """What this drafter needs; `auto` is none. Raises StartupError for what is no drafter."""
-    try:
-        return needs_of(drafter)
-    except ValueError as error:
-        raise StartupError(f"{error}. Fix: change `drafter`.") from error
-
-
-def _weights(config: ServiceConfig, folder: Path | None, loaded: LoadedModel) -> TrainedWeights | None:
-    if loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(loaded, folder, blocks=config.draft_blocks).weights
-    if folder is not None:
-        try:
-            return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights
-        except StartupError as error:
-            if folder != import_place(config):
-                raise
-            raise StartupError(f"{error}; it was imported: delete {folder} to do without it") from error
-    return None
-
-
 def start_up_line(assembly: Assembly) -> str:
-    """Model, device, dtype, slots, numerics and kernels in one line."""
+    """Model, device, dtype, slots, numerics, kernels and drafter in one line."""
     target = assembly.target
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
@@ -356,7 +276,7 @@ def start_up_line(assembly: Assembly) -> str:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name, or the best there is. Raises StartupError for one that is not there, or its kernels."""
+    """The device with this name, or for `auto` the best one. Raises StartupError if it or its kernels are missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -393,7 +313,7 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
 
 
 def _memory_sizes(config: ServiceConfig) -> MemorySizes:
-    """A share for each API key; where users of a key are kept apart, for as many of each as can be served at a time."""
+    """Sizes of past answers: a share per API key, and if the users of a key are separated, one per concurrent user."""
     scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
     owners, has_keys = max(1, len(config.api_keys)), bool(config.api_keys)
     return MemorySizes(num_bytes=config.memory_bytes, owners=owners, scopes=scopes, has_keys=has_keys)

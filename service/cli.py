@@ -1,7 +1,7 @@
-"""The `adaptree` command. Every option is derived from `ServiceConfig`, so each knob is written once.
+"""The `adaptree` command. Its options are derived from `ServiceConfig`, so that each setting is declared once.
 
-It imports nothing heavy: torch enters only when a command that needs it runs, so that help and typing errors answer
-at once. A sub-app (its own module with a `typer.Typer`) joins by one `app.add_typer` line here and keeps the same rule.
+This module imports nothing heavy: a command imports torch only when it runs, so that help and typing errors answer at
+once. Sub-apps (modules with a `typer.Typer`) follow the same rule.
 """
 
 import inspect
@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic.fields import FieldInfo
@@ -21,14 +21,13 @@ from service.bench.commands import bench_app, check_app
 from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
-from service.ingress.command import ingress
 from service.learning.commands import drafter_app
 from service.learning.trainer import trainer
 from service.observability.top import top
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
-_IN_IDENTIFIERS = "__"  # stands for the separator of sections, which Python's names cannot hold
+_IN_IDENTIFIERS = "__"  # replaces the dot of a section's settings in Python names
 _CONFIG = Annotated[
     Path | None,
     typer.Option(
@@ -45,12 +44,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 
 def main() -> None:
-    """The console entry: what an operator can cause ends in a message, never in a traceback."""
+    """Run the command line; a StartupError ends in a message instead of a traceback."""
     try:
         app()
     except StartupError as error:
@@ -59,10 +58,7 @@ def main() -> None:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per setting, plus --config, beside the options it declares itself.
-
-    Its first argument is the configuration that they add up to.
-    """
+    """Add --config and one option per setting to a command, which receives the loaded configuration first."""
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def run(**options: object) -> None:
@@ -83,21 +79,17 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(name: str, field: FieldInfo) -> object:
-    # A section's switches take a value: `--no-section.name` would read badly.
+    # Switches of a section take a value, because `--no-section.name` reads badly.
     flag, is_switch = flag_name(name), field.annotation is bool and "." not in name
-    return _text_or_switch(
+    option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
         metavar=None if is_switch else _metavar(field),
         help=_help_text(field),
         rich_help_panel=panel_of(name),
         show_default=False,
     )
-
-
-def _text_or_switch(flags: str, **words: Any) -> object:
-    # Text goes to the settings as it is, so that a bad value is explained in the same words wherever it was set.
-    option = typer.Option(flags, **words)
-    return Annotated[bool | None, option] if "--no-" in flags else Annotated[str | None, option]
+    # Values are passed on as text, so that a bad one is reported in the same words wherever it was set.
+    return Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
 
 
 def _metavar(field: FieldInfo) -> str:
@@ -142,7 +134,7 @@ def _show(
     loaded: LoadedConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Print the settings in force and where each was set; options here act as they would on serve."""
+    """Print the settings in force and where each was set; options act as on serve."""
     values = flat_values(loaded.config.model_dump(mode="json"))  # secrets come out masked
     rows = {name: {"value": values[name], "origin": loaded.origin[name]} for name in SETTINGS}
     if as_json:
@@ -159,6 +151,21 @@ app.add_typer(bench_app(with_settings), name="bench")
 app.add_typer(check_app(with_settings), name="check")
 app.add_typer(train_app(), name="train")
 app.add_typer(drafter_app(with_settings), name="drafter")
-app.command("ingress")(ingress)
+
+
+@app.command("ingress")
+def _ingress(
+    replicas: Annotated[str, typer.Option(metavar="URL,...", help="Addresses of the servers, separated by commas.")],
+    host: Annotated[str, typer.Option(help="Address to listen on. The servers check keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", min=0, max=65535)] = 8080,
+) -> None:
+    """Provide one address for several servers of the same model; a stream goes on when its server ends."""
+    from service.ingress.app import serve
+    from service.logging import configure_logging
+
+    configure_logging("info", as_json=False)
+    serve(replicas.split(","), host, port)
+
+
 app.command("top")(top)
 app.command("trainer")(with_settings(trainer))

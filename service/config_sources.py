@@ -1,6 +1,6 @@
-"""Settings as given: defaults, then a file, then variables, then flags; each overrides the one before.
+"""Load settings from defaults, a file, environment variables and flags; later sources override earlier ones.
 
-Each has a flat name (`adaptation.alpha`) and is kept with where it was set, so that an impossible one is explained.
+Each setting has a flat name (`adaptation.alpha`). Its source is recorded, so that an error can name it.
 """
 
 import difflib
@@ -27,10 +27,8 @@ Entry = tuple[str, object, str]  # flat name, value, where it was set
 
 
 def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """`flags` holds those that were given by their flat names, and `config` for the path of the file.
-
-    Raises StartupError with a line for each impossible value.
-    """
+    """Load the settings. `flags`: the given ones by their flat names, and `config`, the path of the file. Raises
+    StartupError with a line per invalid value."""
     variables = dict(os.environ if environ is None else environ)
     named = variables.pop(CONFIG_VARIABLE, None)
     file = flags.get("config") or named
@@ -51,7 +49,7 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of sections under their flat names."""
+    """Nested values under their flat names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         inside = isinstance(value, dict)
@@ -60,7 +58,7 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Flat names as the model takes them."""
+    """Values under flat names as nested ones."""
     tree: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for name in values.keys() - tree.keys():
         section, _, key = name.partition(".")
@@ -94,7 +92,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterator[Entry]:
         if variable.startswith(ENV_PREFIX):
             name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _check(name, "the environment sets", _variable)
-            if value:  # an empty one counts as unset: compose files pass those for settings that were left out
+            if value:  # an empty one counts as unset: compose files pass such for omitted settings
                 yield name, value, f"environment {variable}"
 
 
@@ -109,7 +107,7 @@ def _variable(name: str) -> str:
 
 
 def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
-    """Stops the start for a name that is no setting, with the nearest one there is."""
+    """Raise StartupError for an unknown setting, with the most similar name."""
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists the settings there are"
@@ -117,11 +115,12 @@ def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
 
 
 def flag_name(field_name: str) -> str:
+    """The command line flag of a setting."""
     return "--" + field_name.replace("_", "-")
 
 
 def allowed_values(field: FieldInfo) -> str:
-    """What a setting accepts, in a few words; empty when that is any text."""
+    """A short description of the accepted values; empty if any text is accepted."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(get_args(field.annotation))
     if field.annotation is bool:
@@ -137,7 +136,8 @@ def _holds_keys(field: FieldInfo) -> bool:
 
 
 def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin: Mapping[str, str]) -> str:
-    """Names the setting, or every one that was set of a section whose settings do not fit together."""
+    """An error message with the setting and its source, or with all set ones of a section that contradict each
+    other."""
     section, *inside = map(str, problem["loc"])
     name = next((name for name in (section, ".".join([section, *inside[:1]])) if name in SETTINGS), section)
     text = str(problem["msg"]).removeprefix("Value error, ")
@@ -146,13 +146,13 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
         ours = [other for other, source in origin.items() if other.startswith(f"{name}.") and source != "default"]
         given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
         return f"{name} is impossible: {reason}. Fix: change {given}."
-    if inside and name == section:  # of a list
-        place, *field = inside
-        reason = f"{' of '.join([*field, f'entry {int(place) + 1}'])}: {reason}"
+    if inside and name == section:  # an entry of a list
+        index, *field = inside
+        reason = f"{' of '.join([*field, f'entry {int(index) + 1}'])}: {reason}"
     is_secret = _holds_keys(SETTINGS[name]) or "Secret" in str(SETTINGS[name].annotation)
     shown = "(secret)" if is_secret else repr(values.get(name))
-    kind, _, place = origin[name].partition(" ")
-    fix = f"change `{name}` in {place}" if kind == "file" else f"change or drop {place}"
+    kind, _, source = origin[name].partition(" ")
+    fix = f"change `{name}` in {source}" if kind == "file" else f"change or drop {source}"
     accepts = allowed_values(SETTINGS[name])
     fix += f"; it takes {accepts}" if accepts else ""
     return f"{name} = {shown}, from {origin[name]}, is impossible: {reason}. Fix: {fix}."

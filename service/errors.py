@@ -1,18 +1,18 @@
-"""Everything a caller can cause, as one tree of exceptions."""
+"""The exceptions that a caller can cause; each request error has an HTTP status and a type of OpenAI's."""
 
 from typing import ClassVar
 
 
 class AdaptreeError(Exception):
-    """Base of every error that is not a bug of ours."""
+    """Base of all errors that are not bugs."""
 
 
 class StartupError(AdaptreeError):
-    """The server cannot start as configured; the message says which setting to change and how."""
+    """The server cannot start as configured; the message names the setting to change, and how."""
 
 
 class RequestError(AdaptreeError):
-    """A request that cannot be served, in the terms of OpenAI's error body."""
+    """A request that cannot be served, with the fields of OpenAI's error body."""
 
     status: ClassVar[int]
     kind: ClassVar[str] = "invalid_request_error"
@@ -28,7 +28,7 @@ class RequestError(AdaptreeError):
 
 
 class InvalidRequest(RequestError):
-    status = 400  # a field has a value that cannot be honoured; `param` names it
+    status = 400  # `param` names a field whose value cannot be honoured
 
 
 class Unauthorized(RequestError):
@@ -36,7 +36,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    status = 403  # it comes from, or is meant for, a host that is not allowed
+    status = 403  # from a page of, or addressed to, a host that is not allowed
 
 
 class NotFound(RequestError):
@@ -44,7 +44,7 @@ class NotFound(RequestError):
 
 
 class Conflict(RequestError):
-    status = 409  # it goes on with something that was not asked of this server, or not so
+    status = 409  # it resumes another request, or one of another model
 
 
 class RequestTimeout(RequestError):
@@ -56,7 +56,7 @@ class RequestTooLarge(RequestError):
 
 
 class UnsupportedMedia(RequestError):
-    status = 415  # the body is encoded as nobody here reads it
+    status = 415  # the body has an unsupported encoding
 
 
 class QueueFull(RequestError):
@@ -65,7 +65,7 @@ class QueueFull(RequestError):
 
 
 class RequestLimit(RequestError):
-    status = 429  # with Retry-After: requests of a key, per minute or at the same time
+    status = 429  # with Retry-After: requests of a key, per minute or concurrent
     kind = "requests"
 
 

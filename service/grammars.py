@@ -1,8 +1,8 @@
-"""Grammars as clients write them, compiled once for all who send the same (JSON schemas, regular expressions, choices,
-and grammars in Lark's or GBNF's form), and where a text stands in one.
+"""Grammars of clients (JSON schemas, regular expressions, choices, Lark and GBNF), compiled once and cached, and the
+state of a text in its grammar.
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and walks them; a text's matcher stands behind
-its last committed token, and is moved down a path and back again for every node."""
+llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and matches tokens. The matcher of a text is
+positioned after its last committed token; for a node of a tree it moves down the path and back again."""
 
 import json
 import re
@@ -17,73 +17,75 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
-from service.json_schemas import DEFINITIONS, Schema, restated
+from service.json_schemas import translated
+from service.schema_keywords import DEFINITIONS, Schema
 from service.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # which is known to type checkers alone
+    from llguidance._lib import JsonCompileOptions  # which exists for type checkers only
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
-_MOST_KEPT = 256  # compiled grammars
-_MOST_TRIED = 256  # parts of a schema that are compiled to find the one that cannot be honoured
-_MOST_DROPPED = 32  # of one schema
+_MAX_CACHED = 256  # compiled grammars
+_MAX_TRIED = 256  # parts of a schema that are compiled to find the unsupported one
+_MAX_DROPPED = 32  # keywords of one schema
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as Python writes it: with free whitespace little is certain, and small models never end."""
+"""JSON on one line, as Python writes it: free whitespace leaves few tokens forced, and small models never end."""
 _LARGE = re.compile(r"-9223372036854775\d{3}(?![\d.eE])")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Grammar:
-    """A compiled grammar. Requests share it; each of their sequences begins a text of its own."""
+    """A compiled grammar, shared by requests; each sequence has a state of its own."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        """`matcher`: at the grammar's beginning; it stays there."""
+        """`matcher`: at the beginning of the grammar; it is never moved."""
         self._matcher = matcher
 
     def begin(self) -> "GrammarState":
+        """The state of an empty text."""
         return GrammarState(self._matcher.deep_copy())
 
 
 class GrammarState:
-    """Where one text stands in its grammar."""
+    """The position of one text in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Move behind tokens that were committed. Raises RuntimeError where one is not allowed there: the text would
-        have left its form."""
+        """Advance over committed tokens. Raises RuntimeError if the grammar does not allow one of them."""
         if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
             raise RuntimeError(f"the grammar does not allow the tokens {list(tokens)} that were chosen")
 
     def fill(self, mask: np.ndarray, path: Sequence[int]) -> None:
-        """Write which tokens may stand behind this path. # mask [vocab bits] uint8"""
-        with self._behind(path) as is_possible:
-            if self._matcher.is_error():  # it grew beyond a limit: nothing may stand there, and the text ends
+        """Write the mask of tokens that may follow this path. # mask [vocab bits] uint8"""
+        with self._after(path) as is_possible:
+            if self._matcher.is_error():  # a limit of the compiler is exceeded: no token is allowed, and the text ends
                 mask[:] = 0
             elif is_possible:
                 mask[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: mask.shape[0]]
-            else:  # nobody gets there: the token above is never chosen
+            else:  # unreachable: the token before it is never chosen
                 mask[:] = 0xFF
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """Whether a token may stand behind this path, known without a mask; what only ends a finished text is not."""
+        """Whether a token may follow this path, without computing a mask; an end token of a finished text may not."""
         forced = self.forced(path)
         if forced is None or forced:
             return forced is not None and token == forced[0]
-        with self._behind([*path, token]) as is_possible:
+        with self._after([*path, token]) as is_possible:
             return is_possible
 
     def forced(self, path: Sequence[int]) -> list[int] | None:
-        """Tokens that must stand behind this path, as far as the grammar leaves no choice of characters; None where the
-        path itself is impossible."""
-        with self._behind(path) as is_possible:
+        """The tokens that must follow this path, as far as the grammar forces each character; None: the path itself is
+        impossible."""
+        with self._after(path) as is_possible:
             return self._matcher.compute_ff_tokens() if is_possible else None
 
     @contextmanager
-    def _behind(self, path: Sequence[int]) -> Iterator[bool]:
-        """While it lasts the matcher stands behind as much of a path as is possible; yields whether that is all."""
+    def _after(self, path: Sequence[int]) -> Iterator[bool]:
+        """Advance the matcher over as much of a path as is possible during the block; yields whether that is all of
+        it."""
         consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
         yield consumed == len(path)
         if consumed:
@@ -91,7 +93,7 @@ class GrammarState:
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be honoured; `path` leads into the schema."""
+    """A grammar that cannot be enforced; `path` leads to the part of the schema."""
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -99,27 +101,28 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """May be called from any thread; compiling takes milliseconds, for large schemas seconds."""
+    """Compiles and caches grammars. May be called from any thread; compiling takes milliseconds, for large schemas
+    seconds."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
-        self._relaxed = lru_cache(_MOST_KEPT)(self._relax)
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
+        self._relaxed = lru_cache(_MAX_CACHED)(self._relax)
 
     def compile(self, kind: GrammarKind, source: JsonValue) -> Grammar:
-        """`source`: the schema, the expression, the list of choices, the grammar. Raises GrammarError."""
+        """Compile a grammar. `source`: a schema, an expression, a list of choices or a grammar. Raises GrammarError."""
         return self._compiled(kind, json.dumps(source))
 
     def relaxed(self, schema: Schema) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
-        """A schema that can be honoured and allows whatever this one does, and the paths of what it leaves out."""
+        """An enforceable schema that allows all that this one allows, and the paths of the keywords it leaves out."""
         return self._relaxed(json.dumps(schema))
 
     def _relax(self, source: str) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
         schema: Schema = json.loads(source)
         dropped: list[tuple[str, ...]] = []
-        while len(dropped) < _MOST_DROPPED:
+        while len(dropped) < _MAX_DROPPED:
             try:
                 self.compile("json_schema", schema)
                 return schema, tuple(dropped)
@@ -129,28 +132,31 @@ class GrammarCompiler:
         return {"type": "object"}, ((),)
 
     def _drop_from(self, part: Schema, schema: Schema) -> tuple[str, ...]:
-        """Make a part less strict; returns the keyword that was dropped, or nothing where all were."""
-        beside = {name: schema[name] for name in DEFINITIONS if name in schema}
+        """Remove the keyword that cannot be enforced from a part; returns it, or nothing if all keywords were
+        removed."""
+        definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
         rest = {key: value for key, value in part.items() if key not in DEFINITIONS}
-        alone = (key for key in rest if self._is_refused({key: rest[key], **beside}))
-        decisive = (key for key in rest if not self._is_refused({**_without(rest, key), **beside}))
+        alone = (key for key in rest if self._is_refused({key: rest[key], **definitions}))
+        decisive = (key for key in rest if not self._is_refused({**_without(rest, key), **definitions}))
         at_fault = next(chain(alone, decisive), None)
         if at_fault is None:
             part.clear()
             return ()
         value = part.pop(at_fault)
-        if at_fault == "oneOf" and "anyOf" not in part and not self._is_refused({"anyOf": value, **beside}):
-            part["anyOf"] = value  # any of them, where one could not be told from the others
+        if at_fault == "oneOf" and "anyOf" not in part and not self._is_refused({"anyOf": value, **definitions}):
+            part["anyOf"] = value  # any of them, if exactly one cannot be enforced
         return (at_fault,)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """Raises GrammarError for a tokenizer whose tokens are no strings of bytes."""
+        """The tokens as llguidance takes them. Raises GrammarError for a tokenizer whose tokens are no byte strings."""
         try:
-            size = max(self._vocab_size, self._tokenizer.vocab_size)  # nobody chooses those beyond the target's
+            size = max(
+                self._vocab_size, self._tokenizer.vocab_size
+            )  # tokens beyond the target's vocabulary are never chosen
             tokens = LLTokenizer(self._tokenizer.backend_json(), n_vocab=size)
             return LLTokenizer(_LiteralTokenizer(self._tokenizer, tokens), eos_token=self._eos_ids)
-        except Exception as error:  # whatever its library says
+        except Exception as error:  # its library raises various types
             raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 
     def _compile(self, kind: GrammarKind, source: str) -> Grammar:
@@ -164,23 +170,23 @@ class GrammarCompiler:
         begun = matcher.deep_copy()
         begun.compute_bitmask()
         if begun.is_stopped() and not begun.is_accepting():
-            raise GrammarError("no text is of this form")
+            raise GrammarError("no text matches it")
         return Grammar(matcher)
 
     def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
-        """To the part of a schema that cannot be honoured."""
+        """The path to the part of a schema that cannot be enforced."""
         return next(self._faulty(value), ()) if kind == "json_schema" and isinstance(value, dict) else ()
 
     def _faulty(self, schema: Any) -> Iterator[tuple[str, ...]]:
-        """Where in a schema the part stands that cannot be honoured, the innermost first."""
-        beside = {name: schema[name] for name in DEFINITIONS if name in schema}
+        """Yield the paths to parts of a schema that cannot be enforced, the innermost first."""
+        definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
         tried = 0
 
         def search(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             nonlocal tried
             for name, inner in _parts(part):
                 tried += 1
-                if tried <= _MOST_TRIED and self._is_refused({**inner, **beside}):
+                if tried <= _MAX_TRIED and self._is_refused({**inner, **definitions}):
                     yield from search(inner, (*path, *name))
                     yield (*path, *name)
 
@@ -193,22 +199,22 @@ class GrammarCompiler:
             return True
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
-        told = in_lark(kind, value)
-        _refuse_the_least_integer(told)
-        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(told), log_level=0)
+        lark = as_lark(kind, value)
+        _refuse_least_integer(lark)
+        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
 
 
 class _LiteralTokenizer(TokenizerWrapper):
-    """A tokenizer as llguidance calls it, to which the names of special tokens are text.
+    """A tokenizer in llguidance's interface that treats the names of special tokens as text.
 
-    The one that llguidance makes itself writes the literal "<|im_end|>" as the special token of that name, which ends
-    the text; and it takes every added token named <...> for a special one, as Qwen's <tool_call>, which is text.
+    llguidance's own one encodes the literal "<|im_end|>" as the special token of that name, which ends the text; and it
+    takes every added token named <...> for a special one, such as Qwen's <tool_call>, which is text.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, tokens: LLTokenizer) -> None:
-        """`tokens`: which knows the bytes of each token."""
+        """`tokens`: llguidance's tokenizer, which has the bytes of each token."""
         beyond = range(tokenizer.vocab_size, tokens.vocab_size)
-        self.eos_token_id, self.bos_token_id = 0, None  # those that end a text are named beside
+        self.eos_token_id, self.bos_token_id = 0, None  # end tokens are passed to LLTokenizer
         self.tokens = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
         self.special_token_ids = [*tokenizer.special_ids.values(), *beyond]
         self.is_tokenizer_wrapper = True
@@ -218,12 +224,11 @@ class _LiteralTokenizer(TokenizerWrapper):
         return self._tokenizer.encode(text)
 
 
-def _refuse_the_least_integer(told: str) -> None:
-    """llguidance 1.9 never returns from an integer whose size is none of 64 bits, and takes the process along.
-    Raises GrammarError."""
-    for found in _LARGE.findall(told):
+def _refuse_least_integer(lark: str) -> None:
+    """Raise GrammarError for the integer -2**63, on which llguidance 1.9 hangs the process."""
+    for found in _LARGE.findall(lark):
         if float(found) == -(2.0**63):
-            raise GrammarError(f"the integer {found} cannot be honoured")
+            raise GrammarError(f"the integer {found} is not supported")
 
 
 def _without(schema: Schema, key: str) -> Schema:
@@ -239,18 +244,18 @@ def _part_at(schema: Schema, path: Sequence[str]) -> Schema:
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The schemas directly inside one, with their paths."""
+    """The schemas directly inside a schema, with their paths."""
     for key, value in schema.items():
         if isinstance(value, dict) and key in ("properties", "patternProperties", *DEFINITIONS):
             yield from (((key, name), inner) for name, inner in value.items() if isinstance(inner, dict))
         elif isinstance(value, dict):
             yield (key,), value
         elif isinstance(value, list):
-            yield from (((key, str(place)), inner) for place, inner in enumerate(value) if isinstance(inner, dict))
+            yield from (((key, str(index)), inner) for index, inner in enumerate(value) if isinstance(inner, dict))
 
 
-def in_lark(kind: GrammarKind, value: Any) -> str:
-    """A grammar in Lark's form. Raises GrammarError."""
+def as_lark(kind: GrammarKind, value: Any) -> str:
+    """A grammar of any kind in Lark's form. Raises GrammarError."""
     if kind == "json_schema":
         return f"start: {json_rule(value)}"
     if kind == "regex":
@@ -262,23 +267,23 @@ def in_lark(kind: GrammarKind, value: Any) -> str:
         return str(value)
     try:
         return str(any_to_lark(value))
-    except Exception as error:  # of a parser that names no kinds of its own
+    except Exception as error:  # its parser raises various types
         raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
 
 
 def json_rule(schema: JsonValue) -> str:
-    """Right side of a rule in Lark's form. Raises GrammarError for what is no schema."""
+    """The right side of a Lark rule for a schema. Raises GrammarError if it is no schema."""
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
     try:
-        told = restated(schema)
+        supported = translated(schema)
     except OverflowError as error:
         raise GrammarError(str(error)) from error
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of other types
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of wrong types
         raise GrammarError(f"this is no JSON schema: {error}") from error
-    return f"%json {json.dumps({**told, 'x-guidance': _JSON_FORM})}"
+    return f"%json {json.dumps({**supported, 'x-guidance': _JSON_FORM})}"
 
 
 def _first_line(message: str) -> str:
-    """Without the place in our own words before it, and the grammar that is quoted below it."""
+    """The compiler's message without the position in the generated grammar and the quotation of it."""
     return _PLACE.sub("", message.strip()).partition("\n   1 |")[0].strip()

@@ -1,5 +1,5 @@
-"""What goes to standard error: log records, as text or as one JSON object per line, and progress bars for what takes
-long. Where standard error is no terminal, as in a container's log, a bar is a line for each tenth instead.
+"""Output on standard error: log records, as text or as one JSON object per line, and progress bars. Where standard
+error is no terminal, a bar becomes a line per tenth of the task.
 """
 
 import json
@@ -30,9 +30,10 @@ _CHATTY = ("httpx", "httpcore", "uvicorn.access", "filelock", "urllib3")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line; what a caller passed as `extra` becomes fields of its own."""
+    """Formats a record as one JSON object per line; `extra` values of a call become fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -46,7 +47,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, as_json: bool) -> None:
-    """Send everything from `level` up to standard error; replaces any earlier set-up."""
+    """Log records of at least `level` to standard error; replaces an earlier configuration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -56,13 +57,13 @@ def configure_logging(level: str, *, as_json: bool) -> None:
 
 
 Advance = Callable[[float, str], None]
-"""Set how much is done in all, and a note to show beside the bar."""
+"""Sets how much is done in total, and the note beside the bar."""
 
 _LINES = 10  # for a whole task
 
 
 class Bars(Progress):
-    """One for each task, or lines."""
+    """Progress bars, or lines without a terminal."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         console = Console(stderr=True)
@@ -70,15 +71,17 @@ class Bars(Progress):
         self._lines: dict[TaskID, int] = {}
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance a task by a number of steps."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print_line(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task."""
         super().update(task_id, **changes)
-        self._tell(task_id)
+        self._print_line(task_id)
 
-    def _tell(self, task_id: TaskID) -> None:
-        """A line, if there is no bar and the next one is due."""
+    def _print_line(self, task_id: TaskID) -> None:
+        """Print a line if there is no bar and the next tenth is done."""
         task = self._tasks[task_id]
         lines = int(_LINES * task.percentage / 100)
         if self.disable and lines > self._lines.get(task_id, 0):
@@ -88,19 +91,19 @@ class Bars(Progress):
 
 
 def counting(*columns: ProgressColumn) -> Bars:
-    """Bars that say how many of how many are done, or what these columns say."""
+    """Bars with a count of finished steps, or with the given columns."""
     middle = columns or (MofNCompleteColumn(),)
     return Bars(TextColumn("{task.description}"), BarColumn(), *middle, TimeRemainingColumn())
 
 
 @contextmanager
 def bar(title: str, total: float) -> Iterator[Advance]:
-    """One bar while the block runs."""
+    """Show one bar while the block runs."""
     with counting(TaskProgressColumn(), TextColumn("{task.fields[note]}")) as progress:
         task = progress.add_task(title, total=total, note="")
         yield lambda done, note: progress.update(task, completed=done, note=note)
 
 
 def say(text: str) -> None:
-    """One line for the person who waits."""
+    """Print one line."""
     Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Files of JSON lines: prompts to bench or to train with, and a target's answers. Bad lines are named."""
+"""Files of JSON lines: prompts for benchmarks and training, and answers of a target. Errors name file and line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,40 +13,47 @@ from service.tokenizer import ChatTokenizer
 _Line = TypeVar("_Line", bound=BaseModel)
 
 
-class Message(BaseModel):
+class PromptMessage(BaseModel):
+    """A message of a prompt."""
+
     role: str
     content: str
 
 
 class Prompt(BaseModel):
+    """A line of a file of training prompts."""
+
     id: str = Field(min_length=1)
     task: str = ""
-    messages: list[Message] = Field(min_length=1)
+    messages: list[PromptMessage] = Field(min_length=1)
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+        """The rendered prompt."""
         return tokenizer.render_chat([message.model_dump() for message in self.messages])
 
 
 class PromptLine(BaseModel):
-    """`messages`, or `turns` (the first is used), or `prompt` as plain text; other keys are for people."""
+    """A line of a file of benchmark prompts: `messages`, or `turns` (the first is used), or `prompt` as plain text.
+    Other keys are ignored."""
 
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[PromptMessage] = Field(default_factory=list)
     turns: list[str] = Field(default_factory=list)
     prompt: str = ""
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> "PromptLine":
         if not (self.messages or self.turns or self.prompt):
-            raise ValueError("none of `messages`, `turns` and `prompt` says anything")
+            raise ValueError("`messages`, `turns` and `prompt` are all empty")
         return self
 
     @property
     def chat(self) -> list[dict[str, str]]:
-        """Empty where it is plain text."""
-        first = [Message(role="user", content=turn) for turn in self.turns[:1]]
+        """The prompt as messages; empty if it is plain text."""
+        first = [PromptMessage(role="user", content=turn) for turn in self.turns[:1]]
         return [message.model_dump() for message in self.messages or first]
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
+        """The rendered prompt."""
         chat = self.chat
         return tokenizer.render_chat(chat) if chat else tokenizer.encode(self.prompt, add_special_tokens=True)
 
@@ -60,13 +67,13 @@ class PromptSet:
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """Prompts to train with, in the order of the files. Raises StartupError naming file and line."""
+    """All training prompts, in the order of the files. Raises StartupError naming file and line."""
     found: dict[str, Prompt] = {}
     for file in files:
         before = len(found)
-        for place, line in read_lines(file, Prompt, "prompt file"):
+        for where, line in read_lines(file, Prompt, "prompt file"):
             if line.id in found:
-                raise StartupError(f"{place}: the id {line.id!r} stands here again")
+                raise StartupError(f"{where}: the id {line.id!r} is used twice")
             found[line.id] = line
         if len(found) == before:
             raise StartupError(f"prompt file {file} holds no prompt: give lines with id, task and messages")
@@ -74,13 +81,13 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 
 
 def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None = None) -> PromptSet:
-    """The first `limit` prompts of a file to bench with. Raises StartupError naming file and line."""
+    """The first `limit` prompts of a file of benchmark prompts. Raises StartupError naming file and line."""
     prompts: list[tuple[int, ...]] = []
-    for place, line in read_lines(file, PromptLine, "prompt file"):
+    for where, line in read_lines(file, PromptLine, "prompt file"):
         try:
             prompts.append(tuple(line.tokens(tokenizer)))
         except RequestError as error:
-            raise StartupError(f"{place}: {error.message}") from error
+            raise StartupError(f"{where}: {error.message}") from error
         if limit is not None and len(prompts) == limit:
             break
     if not prompts:
@@ -89,7 +96,7 @@ def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None =
 
 
 def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int, source: str) -> None:
-    """Raise StartupError if a prompt leaves no room for its answer."""
+    """Raise StartupError if a prompt with its answer exceeds the context."""
     longest = max(map(len, prompts))
     if longest + max_tokens > max_model_len:
         raise StartupError(
@@ -99,13 +106,13 @@ def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model
 
 
 def source_of(prompt_id: str) -> str:
-    """The source a prompt was taken from: its id without the number at the end."""
+    """The source of a prompt: its id without the number at the end."""
     source, dash, number = prompt_id.rpartition("-")
     return source if dash and number.isdigit() else prompt_id
 
 
 def read_lines(file: Path, kind: type[_Line], what: str) -> Iterator[tuple[str, _Line]]:
-    """Name of the place and content of each line that is not blank. Raises StartupError naming file and line."""
+    """Yield the location (file and line) and content of each line that is not blank. Raises StartupError naming it."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -114,19 +121,19 @@ def read_lines(file: Path, kind: type[_Line], what: str) -> Iterator[tuple[str, 
 
 
 def lines_of(content: bytes, kind: type[_Line], name: str) -> Iterator[tuple[str, _Line]]:
-    """As `read_lines`, of what was read of the file of that name."""
-    # Only line feeds end a line of JSON: other separators may stand inside a string.
+    """As `read_lines`, of the content of the file `name`."""
+    # Only line feeds end a line of JSON: other separators may occur inside a string.
     for number, line in enumerate(content.split(b"\n"), start=1):
-        place = f"{name}, line {number}"
+        where = f"{name}, line {number}"
         if not line.strip():
             continue
         try:
             parsed = kind.model_validate_json(line)
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
-            raise StartupError(f"{place}: {problems}") from None
-        yield place, parsed
+            raise StartupError(f"{where}: {problems}") from None
+        yield where, parsed
 
 
-def _problem(place: tuple[int | str, ...], message: str) -> str:
-    return f"{'.'.join(map(str, place))}: {message}" if place else message
+def _problem(path: tuple[int | str, ...], message: str) -> str:
+    return f"{'.'.join(map(str, path))}: {message}" if path else message

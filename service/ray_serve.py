@@ -1,6 +1,6 @@
-"""The service on Ray Serve: replicas of it as one deployment, the ingress as another.
+"""The service on Ray Serve: the replicas are one deployment, the ingress is another.
 
-Ray places, scales, replaces and routes; streams are kept whole by the ingress as in front of plain processes.
+Ray places, scales, replaces and routes; the ingress resumes streams as in front of plain processes.
 """
 
 import fcntl
@@ -19,32 +19,31 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from service.config_sources import load_config
 from service.errors import QueueFull
 from service.ingress.app import create_ingress
-from service.ingress.forwarding import Whole
-from service.ingress.local import answered
-from service.ingress.replicas import Answer, Asked, Broken, Headers
+from service.ingress.forwarding import WholeAnswer
+from service.ingress.replicas import Broken, ForwardedRequest, Headers, ReplicaAnswer, answer_locally
 from service.logging import configure_logging
 from service.serve import application
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_LEAST_REPLICAS = 2  # with one, streams wait until another has loaded
-_MOST_TRIES = 3
-_MOST_STREAMS = 10_000  # of one ingress
+_MIN_REPLICAS = 2  # with one, interrupted streams wait until another has loaded
+_MAX_TRIES = 3
+_MAX_STREAMS = 10_000  # of one ingress
 _INGRESS_DRAIN_SECONDS = 600.0
 _HEALTH_SECONDS = 5.0
 _RETRY_AFTER_SECONDS = 5
 
 
 def app(settings: dict[str, Any]) -> Any:
-    """What `serve run service.ray_serve:app NAME=VALUE` and `args` of a configuration file build.
+    """Build the Ray application for `serve run service.ray_serve:app NAME=VALUE` or the `args` of a configuration file.
 
-    Settings are those of `adaptree serve` by their flat names, and `config` for the path of a file with more of them.
+    `settings`: those of `adaptree serve` by their flat names, and `config`, the path of a file with further ones.
     Raises StartupError.
     """
-    return deployed(settings, _LEAST_REPLICAS)
+    return deployed(settings, _MIN_REPLICAS)
 
 
 def deployed(settings: dict[str, Any], replicas: int) -> Any:
-    """An ingress before so many replicas, and twice as many under load."""
+    """An ingress in front of `replicas` replicas, and of up to twice as many under load. Raises StartupError."""
     config = load_config(settings).config
     replica = serve.deployment(
         name="Replica",
@@ -59,13 +58,13 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
         graceful_shutdown_timeout_s=config.drain_seconds,
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=_HEALTH_SECONDS,
-    )(Replica).bind(settings)
+    )(ServerReplica).bind(settings)
     return serve.deployment(
-        name="Ingress", max_ongoing_requests=_MOST_STREAMS, graceful_shutdown_timeout_s=_INGRESS_DRAIN_SECONDS
+        name="Ingress", max_ongoing_requests=_MAX_STREAMS, graceful_shutdown_timeout_s=_INGRESS_DRAIN_SECONDS
     )(serve.ingress()(Ingress)).bind(replica)
 
 
-class Replica:
+class ServerReplica:
     """One server without a socket."""
 
     async def __init__(self, settings: Mapping[str, object]) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -77,24 +76,24 @@ class Replica:
             await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
             await self._runtime.wait_until_loaded()
 
-    async def answer(self, asked: Asked) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Status and headers, then the body in pieces."""
-        async with aclosing(answered(self._app, asked)) as pieces:
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
+        """Yield status and headers, then the body in pieces."""
+        async with aclosing(answer_locally(self._app, request)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def check_health(self) -> None:
-        """Raises where the replica is to be replaced."""
+        """Raise RuntimeError if Ray must replace the replica."""
         if self._runtime.state == "failed":
             raise RuntimeError("the engine has stopped")
 
     async def __del__(self) -> None:
-        """Called by Ray once running requests have ended, or drain_seconds are over."""
+        """Stop the server; Ray calls this when running requests have ended, or after drain_seconds."""
         await self._running.aclose()
 
 
 class Ingress:
-    """The one that clients speak to."""
+    """The deployment that clients connect to."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = HandleReplicas(replicas)
@@ -104,19 +103,19 @@ class Ingress:
 
 
 class HandleReplicas:
-    """Those of a deployment, one of which Ray's router chooses by the prompt's beginning."""
+    """Replicas of a Ray deployment; Ray's router chooses one by the prompt's beginning."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(stream=True)
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
-        # Another session is most likely another replica's.
-        names = (f"{asked.affinity}-{attempt}" for attempt in range(_MOST_TRIES))
+    async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
+        """As in Replicas; `tried` holds session ids, another of which most likely leads to another replica."""
+        names = (f"{request.affinity}-{attempt}" for attempt in range(_MAX_TRIES))
         affinity = next((name for name in names if name not in tried), None)
         if affinity is None:
             return None
         tried.add(affinity)
-        answers = self._handle.options(session_id=affinity).answer.remote(asked)
+        answers = self._handle.options(session_id=affinity).answer.remote(request)
 
         async def close() -> None:
             answers.cancel()
@@ -125,16 +124,16 @@ class HandleReplicas:
             status, headers = await anext(answers)
         except BackPressureError as error:
             full = QueueFull(str(error), code="queue_full", retry_after_seconds=_RETRY_AFTER_SECONDS)
-            return _told(Whole.of(full))
+            return _buffered(WholeAnswer.of(full))
         except (RayError, RayServeException) as error:
-            raise Broken(f"a replica broke off: {type(error).__name__}") from error
+            raise Broken(f"a replica failed: {type(error).__name__}") from error
         except BaseException:
             answers.cancel()
             raise
-        return Answer(status, headers, _chunks(answers), close)
+        return ReplicaAnswer(status, headers, _chunks(answers), close)
 
     async def close(self) -> None:
-        """Handles are Ray's."""
+        """Do nothing: handles belong to Ray."""
 
 
 async def _chunks(answers: Any) -> AsyncGenerator[bytes, None]:
@@ -142,21 +141,21 @@ async def _chunks(answers: Any) -> AsyncGenerator[bytes, None]:
         async for chunk in answers:
             yield chunk
     except (RayError, RayServeException) as error:
-        raise Broken(f"a replica broke off: {type(error).__name__}") from error
+        raise Broken(f"a replica failed: {type(error).__name__}") from error
 
 
-def _told(whole: Whole) -> Answer:
+def _buffered(whole: WholeAnswer) -> ReplicaAnswer:
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield whole.body
 
     async def close() -> None: ...
 
-    return Answer(whole.status, whole.headers, chunks(), close)
+    return ReplicaAnswer(whole.status, whole.headers, chunks(), close)
 
 
 @asynccontextmanager
 async def _alone_on_this_node(folder: Path) -> AsyncIterator[None]:
-    """One replica after the other: what the first one of a node fetches and converts, the others find."""
+    """Load one replica of a node at a time: the first one fetches and converts the model for all."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "loading").open("w") as file:
         await anyio.to_thread.run_sync(fcntl.flock, file, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
-"""The async bridge: requests go to the engine's thread, its outputs come back to whoever waits for them. The event loop
-never waits for a lock that the engine holds, and a consumer that stops reading delays nobody."""
+"""The bridge between the event loop and the engine's thread: it submits requests and distributes their outputs. The
+event loop never waits for a lock that the engine holds, and a consumer that stops reading delays no other."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ _LOOP_WATCH_SECONDS = 0.005
 _LOADING_RETRY_SECONDS = 5
 _TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
-_LONGEST_RETRY_SECONDS = 30
+_MAX_RETRY_SECONDS = 30
 _NOT_LEARNING = (
     "This server does not learn while it serves: start it with --adaptation.enabled true and --drafter auto, or a "
     "drafter that has weights."
@@ -36,56 +36,71 @@ _NOT_LEARNING = (
 
 
 class EngineHandle(Protocol):
-    """What the bridge asks of an engine; everything may be called from any thread."""
+    """The engine as the bridge uses it; all methods may be called from any thread."""
 
-    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None: ...  # deliver: once per step, from there
+    def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
+        """Start the engine's thread, which calls `deliver` once per step."""
 
-    def submit(self, request: GenerationRequest) -> None: ...
+    def submit(self, request: GenerationRequest) -> None:
+        """Add a request to the waiting queue."""
 
     def abort(self, request_id: str) -> None:
-        """Free what the request holds within one step; nothing more is delivered for it. Unknown ids are ignored."""
+        """End a request within one step; no more of its outputs are delivered. Unknown ids are ignored."""
 
     def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all, before the next step."""
+        """Forget the past answers of a scope, or of all scopes, before the next step."""
 
-    def wake(self) -> None: ...  # an idle engine steps once, so that new weights need not wait for a request
+    def wake(self) -> None:
+        """Make an idle engine take one step, so that new weights need not wait for a request."""
 
-    def drain(self) -> None: ...  # finish what runs
+    def drain(self) -> None:
+        """Complete all running requests."""
 
-    def stop(self) -> None: ...  # give up what still runs; harmless when repeated
-
-    @property
-    def failure(self) -> BaseException | None: ...  # why the thread ended by itself
-
-    @property
-    def num_waiting(self) -> int: ...
+    def stop(self) -> None:
+        """End the thread and abort what still runs; harmless when repeated."""
 
     @property
-    def num_running(self) -> int: ...
+    def failure(self) -> BaseException | None:
+        """The exception that ended the thread, if one did."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the waiting queue."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences being generated."""
 
 
 class AdaptationControl(Protocol):
-    """What the server asks of learning. May be called from any thread, and may wait for an update under way."""
+    """Learning as the server uses it. Methods may be called from any thread, and may wait for an update under way."""
 
-    def start(self, wake: Callable[[], None]) -> None: ...  # wake: called when weights wait for the engine
+    def start(self, wake: Callable[[], None]) -> None:
+        """Start learning; it calls `wake` when new weights wait for the engine."""
 
-    def stop(self) -> None: ...  # and keep its state
+    def stop(self) -> None:
+        """Stop learning and save its state."""
 
-    def status(self) -> AdaptationStatus: ...
+    def status(self) -> AdaptationStatus:
+        """The present state."""
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """Stop learning until `resume`."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Learn again after `pause`."""
 
-    def rollback(self) -> int: ...  # serve what was served before; -> the version of the drafter
+    def rollback(self) -> int:
+        """Serve the previous weights; returns the new version."""
 
     def load_from_disk(self, folder: Path) -> int:
-        """-> its version. Raises ValueError naming what is wrong with it, AdaptationError when it cannot be kept."""
+        """Serve the drafter in a folder; returns the new version. Raises ValueError for an unusable drafter,
+        AdaptationError if it cannot be stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What clients may know of the model that is served."""
+    """The public description of the served model."""
 
     name: str
     created: int  # seconds since the epoch
@@ -94,46 +109,35 @@ class ModelCard:
     drafter: str
     numerics: str
     vocab_size: int
-    num_spec_tokens: int  # longest path that a step can accept
+    num_spec_tokens: int  # the longest path that a step can accept
     eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What loading brings about."""
+class ServedModel:
+    """The loaded model with its engine."""
 
     engine: EngineHandle
     tokenizer: ChatTokenizer
     card: ModelCard
     adaptation: AdaptationControl | None = None
-    seeds: tuple[tuple[int, ...], ...] = ()  # prompts to answer while nobody asks
+    seeds: tuple[tuple[int, ...], ...] = ()  # bootstrap prompts, to answer while the server is idle
 
 
 class Meter(Protocol):
-    """Counts what requests use of what was held for them."""
-
-    def use(self, tokens: int) -> None: ...
-
-    def let_go(self) -> None: ...  # of the rest; harmless when repeated
-
-
-class Unmetered:
-    """For requests that nobody counts."""
+    """Counts the tokens that requests use of their reservation."""
 
     def use(self, tokens: int) -> None:
-        pass
+        """Use up a part of the reservation."""
 
-    def let_go(self) -> None:
-        pass
-
-
-_UNMETERED = Unmetered()
+    def release(self) -> None:
+        """Give back the rest; harmless when repeated."""
 
 
 class OutputStream:
     """The outputs of some requests, in the order in which the engine delivers them. Closing early (`with stream:`)
-    aborts what is unfinished. The outputs of each sequence end with one that has a `finish_reason`; an error of the
-    engine is raised instead."""
+    aborts unfinished requests. The last output of each sequence has a `finish_reason`; an error of the engine is raised
+    instead."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class OutputStream:
         *,
         abort: Callable[[str], None],
         release: Callable[[str], object],
-        meter: Meter,
+        meter: Meter | None,
     ) -> None:
         self._unfinished = {request.request_id: request.n for request in requests}  # sequences, by request
         self._abort = abort
@@ -161,7 +165,7 @@ class OutputStream:
         if item.finish_reason == "error":
             raise EngineFailure(item.error or "The engine could not finish this request.", code="engine_error")
         if item.finish_reason == "abort":
-            raise _not_ready("The server gave this request up because it is shutting down.")
+            raise _not_ready("The server aborted this request because it is shutting down.")
         self._unfinished[item.request_id] -= item.finish_reason is not None
         return item
 
@@ -172,40 +176,43 @@ class OutputStream:
         self.close()
 
     def put(self, item: SequenceOutput) -> None:
-        self._meter.use(len(item.token_ids))
+        """Count and queue an output."""
+        if self._meter is not None:
+            self._meter.use(len(item.token_ids))
         self._queue.put_nowait(item)
 
     def fail(self, error: RequestError) -> None:
-        """End with this, before what has not been taken yet: whoever takes slowly shall hear of it, too."""
+        """End with an error and drop queued outputs, so that a slow reader receives the error too."""
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(error)
 
     def close(self) -> None:
-        """Take nothing more; harmless when repeated."""
+        """Abort unfinished requests and release the reservation; harmless when repeated."""
         for request_id, num_unfinished in self._unfinished.items():
             self._release(request_id)
             if num_unfinished:
                 self._abort(request_id)
         self._unfinished = {}
-        self._meter.let_go()
+        if self._meter is not None:
+            self._meter.release()
 
 
 class Runtime:
-    """Loads in the background, admits requests, hands their outputs out, drains and stops."""
+    """Loads the model in the background, admits requests, distributes their outputs, drains and stops."""
 
-    def __init__(self, load: Callable[[], Served], *, max_waiting: int) -> None:
+    def __init__(self, load: Callable[[], ServedModel], *, max_waiting: int) -> None:
         self._load_served = load
         self._max_waiting = max_waiting
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
         self.state: State = "loading"
         self._streams: dict[str, OutputStream] = {}
         self._max_lag_seconds = 0.0
-        self.num_refused = 0  # requests, because too many were waiting
+        self.num_refused = 0  # requests refused because too many were waiting
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Begin to load; returns at once."""
+        """Begin to load the model; returns at once."""
         self._loop = asyncio.get_running_loop()
         self._limiter = anyio.CapacityLimiter(_TOKENIZER_THREADS)
         self._operators = anyio.CapacityLimiter(_OPERATOR_THREADS)
@@ -213,7 +220,7 @@ class Runtime:
         self._tasks = [self._loading, self._loop.create_task(self._watch())]
 
     async def wait_until_loaded(self) -> None:
-        """Return once the model is loaded, or raise what prevented it."""
+        """Wait until the model is loaded, or raise what prevented it."""
         await asyncio.shield(self._loading)
 
     @property
@@ -223,23 +230,26 @@ class Runtime:
 
     @property
     def card(self) -> ModelCard:
+        """The description of the loaded model. Raises RequestError before it is loaded."""
         return self._loaded().card
 
     @property
     def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer of the loaded model."""
         return self._loaded().tokenizer
 
     @property
     def seeds(self) -> tuple[tuple[int, ...], ...]:
+        """The bootstrap prompts, as tokens."""
         return self._loaded().seeds
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles what answers are to be."""
+        """The compiler of grammars for the loaded model."""
         return GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
 
     def check_ready(self) -> None:
-        """Raise what a new request would meet with."""
+        """Raise NotReady or EngineFailure if new requests are not admitted."""
         if self.state == "loading":
             raise _not_ready("The model is still loading.")
         if self.state == "draining":
@@ -247,10 +257,10 @@ class Runtime:
         if self.state == "failed":
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
-    def generate(self, *requests: GenerationRequest, meter: Meter = _UNMETERED) -> OutputStream:
-        """Submit requests and return their outputs. To be called on the event loop; raises before anything runs.
+    def generate(self, *requests: GenerationRequest, meter: Meter | None = None) -> OutputStream:
+        """Submit requests and return their outputs. Call on the event loop; raises RequestError before anything runs.
 
-        The meter is told of every token that comes, and to let go of the rest when nothing more is taken.
+        `meter` counts every output token, and is released when the stream is closed.
         """
         self.check_ready()
         engine = self._loaded().engine
@@ -259,7 +269,7 @@ class Runtime:
             raise QueueFull(
                 f"{waiting} requests are waiting already; try again later.",
                 code="queue_full",
-                retry_after_seconds=min(_LONGEST_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
+                retry_after_seconds=min(_MAX_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
             )
         stream = OutputStream(
             requests, abort=engine.abort, release=lambda name: self._streams.pop(name, None), meter=meter
@@ -275,28 +285,28 @@ class Runtime:
         return stream
 
     def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all: no request that is submitted later reads them."""
+        """Forget the past answers of a scope, or of all scopes: no later request reads them."""
         self.check_ready()
         self._loaded().engine.forget(scope)
 
     async def off_loop(self, call: Callable[[], Result]) -> Result:
-        """Run blocking work, such as tokenization, beside the event loop."""
+        """Run blocking work, such as tokenization, in a thread."""
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
     async def ask_adaptation(self, ask: Callable[[AdaptationControl], Result]) -> Result:
-        """Ask something of learning, beside the event loop; an answer nobody waits for any more is dropped."""
+        """Call learning in a thread. Raises NotFound if it is off."""
         self.check_ready()
         control = self._loaded().adaptation
         if control is None:
             raise NotFound(_NOT_LEARNING, code="adaptation_off")
         try:
-            # Threads of their own: an answer may wait for an update, and tokenization must not wait with it.
+            # Separate threads: the call may wait for an update, and tokenization must not wait with it.
             return await anyio.to_thread.run_sync(ask, control, limiter=self._operators, abandon_on_cancel=True)
         except CancelledError as error:
             raise _not_ready("Learning is being stopped.") from error
 
     def max_loop_lag_seconds(self) -> float:
-        """How late the event loop was at worst since this was last asked."""
+        """The longest delay of the event loop since the last call."""
         lag, self._max_lag_seconds = self._max_lag_seconds, 0.0
         return lag
 
@@ -311,7 +321,7 @@ class Runtime:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop at once: what still runs is answered with an error."""
+        """Stop at once; running requests end with an error."""
         self.state = "draining"
         for task in self._tasks:
             task.cancel()
@@ -319,9 +329,9 @@ class Runtime:
         self._tasks = []
         if self._served is not None:
             await anyio.to_thread.run_sync(_stop, self._served)
-        self._give_up(_not_ready("The server is shutting down."))
+        self._fail_all(_not_ready("The server is shutting down."))
 
-    def _loaded(self) -> Served:
+    def _loaded(self) -> ServedModel:
         if self._served is None:
             self.check_ready()
         assert self._served is not None, "ready without a model"
@@ -332,7 +342,7 @@ class Runtime:
             served = await anyio.to_thread.run_sync(self._load_served, abandon_on_cancel=True)
             if served.adaptation is not None:
                 served.adaptation.start(served.engine.wake)
-                served.engine.wake()  # what an earlier process has learnt waits for a step
+                served.engine.wake()  # weights learnt by an earlier process wait for a step
             served.engine.start(self._deliver)
         except Exception:
             logger.exception("the model could not be loaded")
@@ -342,11 +352,11 @@ class Runtime:
         self.state = "ready"
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)  # one call per engine step serves all requests
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)  # one call per engine step for all requests
 
     def _dispatch(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            # A request that was aborted while its outputs were on their way has no taker any more.
+            # A request may have been aborted while its outputs were on their way.
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(output)
 
@@ -355,21 +365,21 @@ class Runtime:
             due = self._loop.time() + _LOOP_WATCH_SECONDS
             await asyncio.sleep(_LOOP_WATCH_SECONDS)
             self._max_lag_seconds = max(self._max_lag_seconds, self._loop.time() - due)
-            self._notice_engine_failure()
+            self._check_engine()
 
-    def _notice_engine_failure(self) -> None:
+    def _check_engine(self) -> None:
         if self.state == "failed" or self._served is None or self._served.engine.failure is None:
             return
         self.state = "failed"
-        self._give_up(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
+        self._fail_all(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
 
-    def _give_up(self, error: RequestError) -> None:
+    def _fail_all(self, error: RequestError) -> None:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
 
-def _stop(served: Served) -> None:
-    """The engine first: its last queries are still observed."""
+def _stop(served: ServedModel) -> None:
+    """Stop the engine before learning, which still observes the last queries."""
     served.engine.stop()
     if served.adaptation is not None:
         served.adaptation.stop()

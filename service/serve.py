@@ -1,8 +1,10 @@
-"""The server process: HTTP answers while the model loads; a line says when it is ready; SIGTERM drains."""
+"""The server process: HTTP is up while the model loads, a log line reports when it is ready, SIGTERM drains it."""
 
 import asyncio
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -27,6 +29,7 @@ from service.config import ServiceConfig
 from service.engine.budget import REASONS
 from service.engine.costs.gains_file import keep_gains, restore_gains
 from service.engine.engine import StepReport
+from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
@@ -37,14 +40,16 @@ from service.observability.metrics import Metrics
 from service.past.file import MemoryFile, key_beside
 from service.past.sharing import SharedAnswers
 from service.prompts import read_prompt_set, refuse_too_long
-from service.runtime import ModelCard, Runtime, Served
-from service.seeding import ANSWER_TOKENS, answer_seeds
+from service.runtime import ModelCard, Runtime, ServedModel
 
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
-_SPARE_CONNECTIONS = 256  # beside one for each request that runs or waits
+_SPARE_CONNECTIONS = 256  # in addition to one for each request that runs or waits
+_IDLE_CHECK_SECONDS = 0.25
+_BOOTSTRAP_TOKENS = 256  # of an answer, at most: learning uses no more of a text
+_BOOTSTRAP_SCOPE = Scope(name="bootstrap prompts")
 
 
 def serve(config: ServiceConfig) -> None:
@@ -71,7 +76,7 @@ async def _serve(config: ServiceConfig) -> None:
     try:
         await _announce(server, runtime, serving)
         if not serving.done():
-            seeding = asyncio.create_task(answer_seeds(runtime))
+            seeding = asyncio.create_task(answer_bootstrap_prompts(runtime))
     finally:
         await serving
         if seeding is not None:
@@ -81,15 +86,15 @@ async def _serve(config: ServiceConfig) -> None:
 
 
 def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
-    """What answers HTTP, and what it starts and stops; for whoever runs ASGI. Raises StartupError."""
+    """The ASGI application, and the runtime that its lifespan starts and stops. Raises StartupError."""
     metrics, live, api = metrics_of(config), Live(), api_settings(config)
-    runtime = Runtime(lambda: load_served(config, metrics, live), max_waiting=config.max_waiting)
+    runtime = Runtime(lambda: load_model_service(config, metrics, live), max_waiting=config.max_waiting)
     app = create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, runtime, api.tenants))
     return app, runtime
 
 
 def metrics_of(config: ServiceConfig) -> Metrics:
-    """What is exported by a server of this configuration."""
+    """The metrics that a server of this configuration exports."""
     return Metrics(
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
@@ -99,7 +104,7 @@ def metrics_of(config: ServiceConfig) -> Metrics:
 
 
 async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tuple[bytes, str]:
-    """The metrics page, with learning as it is now, or as it was last when an update keeps it from answering."""
+    """The metrics page and its content type. While an update keeps learning from answering, its last state is shown."""
     with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
         metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
     status = ServerStatus(
@@ -114,7 +119,7 @@ async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tupl
 
 
 async def _announce(server: "_DrainingServer", runtime: Runtime, serving: asyncio.Task[None]) -> None:
-    """Say when the server is ready; end it when loading fails."""
+    """Log when the server is ready; end it if loading fails."""
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if serving.done():
@@ -128,7 +133,7 @@ async def _announce(server: "_DrainingServer", runtime: Runtime, serving: asynci
 
 
 class _DrainingServer(uvicorn.Server):
-    """uvicorn that lets running answers end before it shuts down, while probes can see the server draining."""
+    """A uvicorn server that completes running answers before it shuts down; probes see it draining meanwhile."""
 
     def __init__(self, config: uvicorn.Config, runtime: Runtime, drain_seconds: float) -> None:
         super().__init__(config)
@@ -138,12 +143,13 @@ class _DrainingServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
+        """The address of the server, with the port in use."""
         port = self.servers[0].sockets[0].getsockname()[1]
         host = self.config.host
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second one ends at once."""
+        """Drain on the first signal; end at once on the second."""
         if self._draining is not None:
             super().handle_exit(sig, frame)
             return
@@ -155,8 +161,8 @@ class _DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
-    """Everything that is served, loaded and wired but not started. Raises StartupError."""
+def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> ServedModel:
+    """Load the model, and build all that is served, not started yet. Raises StartupError."""
     assembly = assemble(config)
     adaptive = _adaptive(assembly, metrics, live)
     engine = assembly.engine() if adaptive is None else adaptive.engine
@@ -165,19 +171,19 @@ def load_served(config: ServiceConfig, metrics: Metrics, live: Live) -> Served:
     if gains is not None:
         restore_gains(engine.policy, gains)
     ended: list[Callable[[], None]] = [] if gains is None else [partial(keep_gains, engine.policy, gains)]
-    thread = EngineThread(engine, telling(metrics, live), ended)
+    thread = EngineThread(engine, observed_by(metrics, live), ended)
     ended += keep_past_answers(assembly, engine.drafter, thread)
-    return Served(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
+    return ServedModel(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
 
 
 def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread) -> list[Callable[[], None]]:
-    """Begin to keep what is remembered over restarts, and to share it with replicas, as far as that is configured.
-    Raises StartupError. # -> what is to be called when the engine has ended"""
+    """Start to keep past answers over restarts and to share them with replicas, as configured. Returns the functions to
+    call when the engine has ended. Raises StartupError."""
     config, memory = assembly.config, memory_of(drafter)
     learning, tokenizer = config.adaptation, assembly.tokenizer.fingerprint
     if memory is None:
         if config.memory_file is not None:
-            logger.warning("memory_file: the drafter %s remembers no past answers", assembly.drafter_name)
+            logger.warning("memory_file has no effect: the drafter %s keeps no past answers", assembly.drafter_name)
         return []
     keepers: list[MemoryFile | SharedAnswers] = []
     if config.memory_file is not None:
@@ -194,19 +200,19 @@ def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread
 
 
 def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
-    """The prompts that the server shall answer itself. Raises StartupError for a file that cannot be used."""
+    """The bootstrap prompts, as tokens. Raises StartupError for a file that cannot be used."""
     file = assembly.config.adaptation.bootstrap_prompts
     if file is None:
         return ()
     prompts = read_prompt_set(file, assembly.tokenizer).prompts
-    refuse_too_long(prompts, ANSWER_TOKENS, assembly.limits.max_model_len, f"bootstrap prompts {file}")
+    refuse_too_long(prompts, _BOOTSTRAP_TOKENS, assembly.limits.max_model_len, f"bootstrap prompts {file}")
     if assembly.loaded.unmade is None:
-        logger.info("bootstrap prompts are not needed: no drafter is made here")
+        logger.info("bootstrap prompts are not used: there is a drafter already")
     return prompts
 
 
-def telling(*observers: Metrics | Live) -> Observe:
-    """What the engine's thread calls after each step: every observer sees it."""
+def observed_by(*observers: Metrics | Live) -> Observe:
+    """The callback of the engine's thread that passes each step to all observers."""
 
     def observe(report: StepReport, load: LoadStats) -> None:
         for observer in observers:
@@ -220,7 +226,7 @@ def telling(*observers: Metrics | Live) -> Observe:
 
 
 def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | None:
-    """Learning, if it is wanted and there is something to train."""
+    """Learning, if it is enabled and the drafter has weights to train."""
     config = assembly.config
     if not config.adaptation.enabled:
         return None
@@ -239,7 +245,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
 
 
 def card_of(assembly: Assembly) -> ModelCard:
-    """What clients may know of the model."""
+    """The public description of the model."""
     return ModelCard(
         name=assembly.config.public_model_name,
         created=int(time.time()),
@@ -254,7 +260,7 @@ def card_of(assembly: Assembly) -> ModelCard:
 
 
 def api_settings(config: ServiceConfig) -> ApiSettings:
-    """Limits and keys of the HTTP interface. Raises StartupError when what is used of budgets cannot be kept."""
+    """Settings of the HTTP interface. Raises StartupError if used budgets cannot be stored."""
     return ApiSettings(
         tenants=Tenants(config.api_keys, config.state_dir),
         admin_digest=None if config.admin_key is None else digest_in(config.admin_key),
@@ -270,8 +276,52 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
 
 
 def naming_secret(config: ServiceConfig) -> bytes | None:
-    """What scopes shall have the same names by as long as it is the same. Raises StartupError."""
+    """The secret that makes the hashes of scopes the same over restarts and replicas, if any. Raises StartupError."""
     shared, file = config.adaptation.redis_secret, config.memory_file
     if shared is not None:
         return shared.get_secret_value().encode()
     return None if file is None else key_beside(file)
+
+
+async def answer_bootstrap_prompts(runtime: Runtime) -> None:
+    """Answer the bootstrap prompts while the server is idle, so that a drafter is made before its first user comes.
+    Ends when learning collects no more. An answer that another request interrupts is repeated later."""
+    await runtime.wait_until_loaded()
+    waiting, answered = deque(runtime.seeds), 0
+    if not waiting:
+        return
+    numbers = itertools.count()
+    while waiting and await _is_collecting(runtime):
+        await asyncio.sleep(_IDLE_CHECK_SECONDS)
+        if runtime.state != "ready":
+            return
+        if not runtime.num_open and await _answered(runtime, waiting[0], next(numbers)):
+            waiting.popleft()
+            answered += 1
+    logger.info("answered %d of %d bootstrap prompts", answered, len(runtime.seeds))
+
+
+async def _is_collecting(runtime: Runtime) -> bool:
+    try:
+        status = await runtime.ask_adaptation(lambda control: control.status())
+    except RequestError:
+        return False
+    return status.phase == "collecting"
+
+
+async def _answered(runtime: Runtime, prompt: tuple[int, ...], number: int) -> bool:
+    """Answer a prompt; returns whether no other request came in between."""
+    request = GenerationRequest(
+        request_id=f"bootstrap-{number}",
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=_BOOTSTRAP_TOKENS, temperature=0.0, seed=0),
+        scope=_BOOTSTRAP_SCOPE,
+    )
+    try:
+        with runtime.generate(request) as stream:
+            async for _ in stream:
+                if runtime.num_open > 1:
+                    return False
+    except RequestError as error:
+        logger.warning("a bootstrap prompt is skipped: %s", error)
+    return True

@@ -1,5 +1,4 @@
-"""Models that think between tags before they answer: where a thought begins and ends, and how it is read while it is
-written."""
+"""Models that think between tags before they answer: the grammar of a thought, and its parser during generation."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -7,52 +6,53 @@ from dataclasses import dataclass
 from typing import Literal
 
 BEGIN, END = "<think>", "</think>"
-"""As Qwen 3, DeepSeek R1, SmolLM3 and their like write them."""
+"""The tags of Qwen 3, DeepSeek R1, SmolLM3 and similar models."""
 
 
 def thinks(template: str | None) -> bool:
-    """Whether a chat template is one of a model that thinks."""
+    """Whether a chat template belongs to a model that thinks."""
     return template is not None and END in template
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How an answer to a prompt begins."""
+    """How the answer of a model that thinks begins."""
 
     has_begun: bool
-    """The prompt ends within a thought; otherwise the answer may begin with one."""
+    """Whether the prompt ends inside a thought; if not, the answer may begin with one."""
 
     @staticmethod
-    def behind(prompt: str) -> "Thinking":
+    def after(prompt: str) -> "Thinking":
+        """How the answer to a rendered prompt begins."""
         return Thinking(prompt.rstrip().endswith(BEGIN))
 
-    def before(self, grammar: str, special_ids: Mapping[str, int]) -> str:
-        """In Lark: a thought as it comes, and then what a grammar says. `special_ids`: of strings that are tokens
-        outside of the text."""
+    def grammar(self, answer: str, special_ids: Mapping[str, int]) -> str:
+        """The Lark grammar of a free thought followed by an answer of the grammar `answer`. `special_ids`: token ids of
+        strings that are special tokens."""
         rules = [f"thought[lazy]: ANY {json.dumps(END)}", "ANY: /(.|\\n)*/", "rest: GAP answer", "GAP: /\\n*/"]
         if END in special_ids:
             rules[0] = f"thought: ANY <[{special_ids[END]}]>"
         begin = f"<[{special_ids[BEGIN]}]>" if BEGIN in special_ids else json.dumps(BEGIN)
         start = "start: thought rest" if self.has_begun else f"start: {begin} thought rest | answer"
-        return "\n".join((start, *rules, f"answer: %lark {{\n{grammar}\n}}"))
+        return "\n".join((start, *rules, f"answer: %lark {{\n{answer}\n}}"))
 
 
 class ThoughtReader:
-    """Parts a thought from the answer behind it. What looks like a tag is held back until it is known."""
+    """Separates a thought from the answer after it. What may be a tag is held back until it is known."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._held = ""
         self._state: Literal["before", "thought", "answer"] = "thought" if thinking.has_begun else "before"
-        self.thinks = thinking.has_begun  # or has thought
-        self._is_behind_tag = thinking.has_begun  # and nothing but line breaks since
+        self.thinks = thinking.has_begun  # whether there is a thought
+        self._is_after_tag = thinking.has_begun  # with nothing but line breaks in between
 
     @property
     def answers(self) -> bool:
-        """Whether nothing more of a thought can come."""
+        """Whether the thought, if any, is complete."""
         return self._state == "answer"
 
     def read(self, text: str, *, ends: bool) -> tuple[str, str]:
-        """What more there is of the thought, and of the answer; `ends`: it was the last of it."""
+        """The new text of the thought and of the answer; `ends`: `text` is the last of it."""
         self._held += text
         thought = answer = ""
         if self._state == "before":
@@ -64,10 +64,10 @@ class ThoughtReader:
         return thought, answer
 
     def _begin(self, *, ends: bool) -> None:
-        """A thought stands at the beginning or nowhere."""
+        """A thought is at the beginning or absent."""
         text = self._held.lstrip()
         if text.startswith(BEGIN):
-            self._held, self._state, self._is_behind_tag = text[len(BEGIN) :], "thought", True
+            self._held, self._state, self._is_after_tag = text[len(BEGIN) :], "thought", True
             self.thinks = True
         elif ends or not BEGIN.startswith(text):
             self._state = "answer"
@@ -76,34 +76,35 @@ class ThoughtReader:
         thought, found, rest = self._held.partition(END)
         if not found:
             return self._take(len(thought) if ends else len(thought) - _undecided(thought))
-        told = self._take(len(thought)).rstrip("\n")
-        self._held, self._state, self._is_behind_tag = rest, "answer", True
-        return told
+        text = self._take(len(thought)).rstrip("\n")
+        self._held, self._state, self._is_after_tag = rest, "answer", True
+        return text
 
     def _take(self, count: int) -> str:
-        """The next characters, without line breaks behind a tag."""
+        """The next characters, without the line breaks after a tag."""
         text, self._held = self._held[:count], self._held[count:]
-        if self._is_behind_tag:
+        if self._is_after_tag:
             text = text.lstrip("\n")
-            self._is_behind_tag = not text
+            self._is_after_tag = not text
         return text
 
 
 def _undecided(text: str) -> int:
-    """Length of the end of a thought that may belong to the tag behind it: line breaks, and the tag's beginning."""
+    """Length of the end of `text` that may belong to the closing tag: line breaks, and the beginning of the tag."""
     return len(text) - len(text[: len(text) - overlap(text, END)].rstrip("\n"))
 
 
 class ThoughtTokens:
-    """Counts the tokens of a thought, its tags among them; a token that ends it and begins the answer is one."""
+    """Counts the tokens of a thought with its tags, and a token that both ends it and begins the answer."""
 
     def __init__(self, thinking: Thinking, text_of: Callable[[int], str]) -> None:
-        """`text_of`: what a token adds to the text."""
+        """`text_of`: the text that a token adds."""
         self._reader, self._text_of = ThoughtReader(thinking), text_of
         self._seen = 0
         self.count = 0
 
     def read(self, tokens: Iterable[int]) -> None:
+        """Count further tokens of the answer."""
         for token in tokens:
             if self._reader.answers:
                 return
@@ -114,5 +115,5 @@ class ThoughtTokens:
 
 
 def overlap(text: str, start: str) -> int:
-    """Length of the longest end of the text with which `start` begins, and is longer."""
+    """Length of the longest end of `text` that is a proper prefix of `start`."""
     return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)

@@ -1,5 +1,5 @@
-"""Text to tokens and back: chat templates, plain encoding, and detokenization one token at a time. Special tokens are
-control tokens only where the template writes them; in anything a client wrote they are text."""
+"""Text to tokens and back: chat templates, plain encoding, and incremental detokenization. The names of special tokens
+are control tokens only where the template writes them; in a client's text they are plain text."""
 
 import copy
 import hashlib
@@ -26,12 +26,12 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.
     "messages",
     "conversations",
 }
-# Whatever a template does with a client's values (slicing, arithmetic, look-ups) can fail in these ways.
+# The errors of operations that templates apply to a client's values: slicing, arithmetic, look-ups.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come, without ever splitting a character."""
+    """Converts tokens to text one at a time, without splitting a character."""
 
     def __init__(self, backend: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._backend = backend
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
         self._unshown: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes; empty while a character is incomplete."""
+        """The text that a token completes; empty while a character is incomplete."""
         self._unshown.append(token_id)
         text = self._stream.step(self._backend, token_id)
         if text is None:
@@ -49,14 +49,14 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Text of the tokens still held back, with U+FFFD for bytes that never became a character."""
+        """The text of tokens still held back, with U+FFFD for bytes of incomplete characters."""
         text = self._backend.decode(self._unshown, skip_special_tokens=self._skip_special_tokens)
         self._unshown.clear()
         return text
 
 
 class ChatTokenizer:
-    """A fast tokenizer and its chat template. Safe to call from several threads: nothing in it changes after start."""
+    """A fast tokenizer and its chat template. Immutable, so that threads may share it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -69,7 +69,7 @@ class ChatTokenizer:
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self._parsing.encode_special_tokens = False
-        # A second copy, because the switch is a setting of the shared object and not of the call.
+        # A second copy, because `encode_special_tokens` is a property of the object and not of the call.
         self._literal: Tokenizer = copy.deepcopy(self._parsing)
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
@@ -80,40 +80,44 @@ class ChatTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what each token means."""
+        """A hash of the vocabulary."""
         return hashlib.sha256(json.dumps(sorted(self._parsing.get_vocab().items())).encode()).hexdigest()
 
     @property
     def chat_template(self) -> str | None:
-        """The template as the model has it; of several the one for tools."""
+        """The model's chat template; of several, the one for tools."""
         if self._tokenizer.chat_template is None:
             return None
         return str(self._tokenizer.get_chat_template(tools=[{}]))
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
         return self._parsing.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokens of a client's text; special tokens in it are text, the ones the tokenizer adds itself are not."""
+        """Tokens of a client's text, in which names of special tokens are plain text. `add_special_tokens`: with those
+        that the tokenizer adds itself."""
         return list(self._literal.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """A detokenizer for one sequence."""
         return IncrementalDetokenizer(self._parsing, skip_special_tokens=skip_special_tokens)
 
     def backend_json(self) -> str:
-        """The tokenizer as its library writes it, special tokens included."""
+        """The tokenizer in the JSON form of its library, with special tokens."""
         return str(self._parsing.to_str())
 
     def token_string(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, None for an id it does not have."""
+        """The vocabulary's spelling of a token; None: there is no token with this id."""
         return self._parsing.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, also when they are only a part of a character."""
+        """The bytes of a token, which may be a part of a character."""
         text = self.decode([token_id])
         spelling = self.token_string(token_id)
         if _REPLACEMENT not in text or spelling is None:
@@ -162,7 +166,7 @@ class ChatTokenizer:
         return self._encode_guarded(str(rendered), guard)
 
     def _encode_guarded(self, rendered: str, guard: "_SpecialTokenGuard") -> list[int]:
-        """Parse the template's special tokens, and encode every run of text between them literally."""
+        """Parse the template's special tokens, and encode the text between them as plain text."""
         encoding = self._parsing.encode(rendered, add_special_tokens=False)
         control_ids = frozenset(self.special_ids.values())
         ids: list[int] = []
@@ -176,8 +180,8 @@ class ChatTokenizer:
 
 
 class _SpecialTokenGuard:
-    """Replaces special tokens in a client's strings by unguessable words, so that rendering cannot revive them. A
-    template that trims, splits or looks into content sees all the rest of it."""
+    """Replaces names of special tokens in a client's strings by random words, so that the rendered prompt does not
+    contain them as control tokens. A template sees the rest of the strings unchanged."""
 
     def __init__(self, special_strings: Sequence[str]) -> None:
         self._nonce = secrets.token_hex(12)
@@ -187,7 +191,7 @@ class _SpecialTokenGuard:
         self.hid_something = False
 
     def hide(self, value: JsonValue) -> JsonValue:
-        """The same value with every text in it changed."""
+        """The value with the names in all of its strings replaced."""
         if isinstance(value, list):
             return [self.hide(item) for item in value]
         if isinstance(value, dict):

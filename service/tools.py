@@ -1,5 +1,5 @@
-"""Calls of a client's functions: how families of models write them, the grammar of an answer that may hold them, and
-how they are read while they are written.
+"""Function calls: the form in which families of models write them, the grammar of answers with calls, and the parser of
+answers while they are generated.
 
     opening {"name": "NAME", "KEY": ARGUMENTS} (between {...})* closing
 """
@@ -12,19 +12,19 @@ from typing import Literal, NamedTuple
 from pydantic import JsonValue
 
 from service.grammars import json_rule
-from service.json_schemas import DEFINITIONS
-from service.thinking import overlap
+from service.schema_keywords import DEFINITIONS
+from service.thinking import Thinking, ThoughtReader, overlap
 
-_NAME = '{"name": "'  # in the form of grammars of JSON
+_NAME = '{"name": "'  # as the grammar of JSON writes it
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a family of models writes calls."""
+    """The form in which a family of models writes calls."""
 
-    marker: str  # in the chat templates of those who write so
-    trigger: str  # with which calls begin, anywhere in an answer; empty: at its beginning or nowhere
+    marker: str  # by which a chat template is recognised
+    trigger: str  # begins the calls, anywhere in an answer; empty: they are at its beginning or absent
     lead: str  # between trigger and first call
     between: str
     closing: str
@@ -32,29 +32,30 @@ class ToolForm:
 
     @property
     def opening(self) -> str:
+        """The text before the first call."""
         return self.trigger + self.lead
 
     def written(self, calls: Iterable["Call"]) -> str:
-        """Calls of the past, as the model would have written them."""
+        """Earlier calls in this form."""
         objects = (f'{_NAME}{call.name}", "{self.key}": {call.arguments}}}' for call in calls)
         return self.opening + self.between.join(objects) + self.closing
 
 
 HERMES = ToolForm("<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-"""Of Hermes and Qwen, and of models that were taught none."""
+"""The form of Hermes and Qwen, also used for models that were not trained to call."""
 MISTRAL = ToolForm("[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]")
 LLAMA_3 = ToolForm('"parameters"', "", "", "; ", "", key="parameters")
 
 
 def form_of(template: str | None) -> ToolForm | None:
-    """The form that a chat template teaches; None: it knows no tools."""
+    """The form of a chat template; None: it does not support tools."""
     if template is None or "tools" not in template:
         return None
     return next((form for form in (HERMES, MISTRAL, LLAMA_3) if form.marker in template), HERMES)
 
 
 class Call(NamedTuple):
-    """One call of a function."""
+    """One function call."""
 
     name: str
     arguments: str  # JSON
@@ -62,17 +63,17 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """What an answer may call, and whether it must."""
+    """The functions that an answer may, or must, call."""
 
     form: ToolForm
-    schemas: Mapping[str, Mapping[str, JsonValue]]  # of the arguments, by function
+    schemas: Mapping[str, Mapping[str, JsonValue]]  # of arguments, by function
     must: bool = False
     parallel: bool = True
-    relaxed: tuple[str, ...] = ()  # places of the request where the grammar allows more than a schema
+    relaxed: tuple[str, ...] = ()  # paths of the request that the grammar does not enforce
 
     def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> str:
-        """In Lark. `answer`: the schema of an answer that calls nothing, which is any text otherwise; `special_ids`: of
-        strings that are tokens outside of the text."""
+        """The answer's grammar in Lark. `answer`: the schema of an answer without calls; None: any text. `special_ids`:
+        token ids of strings that are special tokens."""
         form = self.form
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
@@ -90,9 +91,9 @@ class Calling:
         return "\n".join(("start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", *lines))
 
     def _call_of(self, name: str, schema: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """A call as a schema; what the arguments' schema refers to stands where references look for it."""
+        """The schema of a call; definitions of the arguments' schema move up to where references look for them."""
         return {
-            **{beside: schema[beside] for beside in DEFINITIONS if beside in schema},
+            **{group: schema[group] for group in DEFINITIONS if group in schema},
             "type": "object",
             "properties": {"name": {"const": name}, self.form.key: dict(schema)},
             "required": ["name", self.form.key],
@@ -105,32 +106,32 @@ def _literal(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of an answer: a thought, text beside calls, the name with which a call begins, or more of its
-    arguments."""
+    """A part of an answer: a thought, text outside calls, the name of a new call, or more of its arguments."""
 
     kind: Literal["thought", "text", "name", "arguments"]
     text: str
-    call: int = 0  # number of the call
+    call: int = 0  # index of the call
 
 
 class CallReader:
-    """Reads an answer while it is written. What looks like the beginning of a call is held back until it is known."""
+    """Splits an answer, while it is generated, into text and calls. What may begin a call is held back until it is
+    known."""
 
     def __init__(self, form: ToolForm, *, must: bool = False, holds_calls: bool = False) -> None:
-        """`must`: the answer is nothing but calls; `holds_calls`: each is told when it is whole, for the answer may be
-        cut anywhere."""
+        """`must`: the answer consists of calls; `holds_calls`: report each call only when it is complete, because the
+        answer may be cut anywhere."""
         self._form = form
         self._must = must
         self._holds_calls = holds_calls
         self._held = ""
-        self._state: Literal["text", "name", "arguments", "behind"] = "text"
+        self._state: Literal["text", "name", "arguments", "after"] = "text"
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._was_text = False
-        self._pending: list[Piece] = []  # of the present call
-        self.num_calls = 0  # that are whole
+        self._pending: list[Piece] = []  # of the current call
+        self.num_calls = 0  # complete ones
 
     def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
-        """What more of the answer says; `ends`: it was the last of it; `is_cut`: it would have gone on."""
+        """The pieces that more text adds; `ends`: it is the last; `is_cut`: a limit or stop string ended the answer."""
         return [*self._push(text), *(self._finish(is_cut) if ends else ())]
 
     def _push(self, text: str) -> Iterator[Piece]:
@@ -141,7 +142,7 @@ class CallReader:
             yield from getattr(self, f"_read_{self._state}")()
 
     def _finish(self, is_cut: bool) -> Iterator[Piece]:
-        """What was held back, where it turned out to be text and not the beginning of a call."""
+        """The text that was held back, if it did not begin a call."""
         begins_call = self._must or (is_cut and self._held.startswith(self._form.trigger))
         if self._state == "text" and self._held and not begins_call:
             yield Piece("text", self._held)
@@ -151,7 +152,7 @@ class CallReader:
         start = self._form.opening + _NAME
         text, found, rest = self._held.partition(start)
         if not self._form.trigger and (self._was_text or (text and not start.startswith(text))):
-            text, found, rest = self._held, "", ""  # calls stand at the beginning or nowhere
+            text, found, rest = self._held, "", ""  # calls are at the beginning or absent
         elif not found:
             certain = len(text) - overlap(text, start)
             text, rest = text[:certain], text[certain:]
@@ -167,7 +168,7 @@ class CallReader:
         if found:
             self._enter("arguments", rest)
             self._pending.append(Piece("name", name, self.num_calls))
-            yield from self._told(is_whole=False)
+            yield from self._released(is_whole=False)
 
     def _read_arguments(self) -> Iterator[Piece]:
         end = self._end_of_value(self._held)
@@ -177,28 +178,28 @@ class CallReader:
         is_whole = end > 0 and not self._depth
         if is_whole:
             self.num_calls += 1
-            self._enter("behind", self._held)
-        yield from self._told(is_whole=is_whole)
+            self._enter("after", self._held)
+        yield from self._released(is_whole=is_whole)
 
-    def _told(self, *, is_whole: bool) -> Iterator[Piece]:
-        """What may be told of the present call by now."""
+    def _released(self, *, is_whole: bool) -> Iterator[Piece]:
+        """The pieces of the current call that may be reported by now."""
         if is_whole or not self._holds_calls:
             yield from self._pending
             self._pending = []
 
-    def _read_behind(self) -> Iterator[Piece]:
-        """Behind the arguments: the object's end, and another call or none."""
+    def _read_after(self) -> Iterator[Piece]:
+        """Read the end of the call's object, and the beginning of the next call."""
         start = "}" + self._form.between + _NAME
         if self._held.startswith(start):
             self._enter("name", self._held[len(start) :])
         yield from ()
 
-    def _enter(self, state: Literal["name", "arguments", "behind"], held: str) -> None:
+    def _enter(self, state: Literal["name", "arguments", "after"], held: str) -> None:
         self._state, self._held = state, held
 
     def _end_of_value(self, text: str) -> int:
-        """How many characters belong to an object, which may go on."""
-        for place, character in enumerate(text):
+        """Number of characters that belong to the current object, which may be incomplete."""
+        for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
             elif self._in_string:
@@ -210,11 +211,52 @@ class CallReader:
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    return place + 1
+                    return index + 1
         return len(text)
 
 
-_TOLD = """# Tools
+class ParsedAnswer(NamedTuple):
+    """The parts of a complete answer."""
+
+    thought: str
+    text: str
+    calls: list[Call]
+
+
+class AnswerReader:
+    """Splits an answer, while it is generated, into a thought, text and calls. `thinking` None: the model does not
+    think; `calls` None: the answer may not call."""
+
+    def __init__(self, thinking: Thinking | None, calls: CallReader | None) -> None:
+        self._thoughts = None if thinking is None else ThoughtReader(thinking)
+        self._calls = calls
+
+    @property
+    def num_calls(self) -> int:
+        """Number of complete calls."""
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
+        """The pieces that more text adds; `ends`: it is the last; `is_cut`: a limit or a stop string ended the
+        answer."""
+        thought, rest = ("", text) if self._thoughts is None else self._thoughts.read(text, ends=ends)
+        pieces = [Piece("thought", thought)] if thought else []
+        if self._calls is not None:
+            return pieces + self._calls.read(rest, ends=ends, is_cut=is_cut)
+        return [*pieces, Piece("text", rest)] if rest else pieces
+
+    def whole(self, text: str, *, is_cut: bool = False) -> ParsedAnswer:
+        """The parts of an answer of which `text` is all."""
+        pieces = self.read(text, ends=True, is_cut=is_cut)
+        thought, content = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("thought", "text"))
+        names = [piece.text for piece in pieces if piece.kind == "name"]
+        arguments = [
+            "".join(p.text for p in pieces if p.kind == "arguments" and p.call == n) for n in range(len(names))
+        ]
+        return ParsedAnswer(thought, content, [Call(*both) for both in zip(names, arguments, strict=True)])
+
+
+_TOOLS_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query. Here are their signatures:
 <tools>
@@ -227,9 +269,11 @@ For each call answer with a JSON object with the function's name and arguments w
 </tool_call>"""
 
 
-def told(messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]) -> list[dict[str, JsonValue]]:
-    """Messages for a template that knows no tools: what there is to call stands in the system message, calls in the
-    text of whoever called, results in one of the user's."""
+def with_tools_in_text(
+    messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
+) -> list[dict[str, JsonValue]]:
+    """Messages for a template that does not support tools: the tools are described in the system message, calls are in
+    the assistant's text, and results are in a message of the user."""
     plain: list[dict[str, JsonValue]] = []
     for message in messages:
         calls = message.get("tool_calls")
@@ -247,7 +291,7 @@ def told(messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
         else:
             plain.append(dict(message))
     if tools:
-        words = _TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        words = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool) for tool in tools))
         system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
         plain.insert(0, {"role": "system", "content": f"{system}\n\n{words}".lstrip("\n")})
     return [{name: value for name, value in message.items() if name != "is_result"} for message in plain]

@@ -1,33 +1,71 @@
-"""Assembles the HTTP application from its routes and layers. Whoever runs it brings the runtime and the settings."""
+"""The HTTP application: its routes, its middleware and its OpenAPI document."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api.adaptation import adaptation_router
 from service.api.completions import completions_router
 from service.api.errors import REQUEST_ID_HEADER, install_error_handlers
-from service.api.feed import Feed, feed_router
-from service.api.info import RenderMetrics, info_router
-from service.api.memory import memory_router
+from service.api.info import RenderMetrics, adaptation_router, info_router, memory_router
 from service.api.middleware import AccessMiddleware, BodyMiddleware, HeadMiddleware, LimitMiddleware, RefusingMiddleware
-from service.api.openapi import described
-from service.api.page import page_router
+from service.api.page import Feed, feed_router, page_router
 from service.api.request_builder import RELAXED_HEADER
 from service.api.responses import responses_router
+from service.api.responses_schemas import ResponsesRequest
+from service.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    UpdateWeightsRequest,
+)
 from service.api.settings import ApiSettings, Server
 from service.api.tenants import Tenants
 from service.observability.live import Live
 from service.runtime import Runtime
 
+BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/update_weights_from_disk": UpdateWeightsRequest,
+}
+
+_STREAM = "text/event-stream"
+_CONTENT_TYPES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("application/json", _STREAM)),
+    "/adaptree/feed": (_STREAM,),
+    "/metrics": ("text/plain", "application/openmetrics-text"),
+}
+"""Content types of answers, where they are not JSON alone."""
+
+_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+    "required": ["message", "type", "param", "code"],
+}
+REFUSAL: dict[str, Any] = {
+    "description": "What is wrong, and with which field.",
+    "content": {
+        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}
+    },
+}
+"""The error response of every route."""
+
 
 def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_metrics: RenderMetrics) -> FastAPI:
-    """The application; it starts the runtime when it starts, and stops it when it ends."""
+    """The application; its lifespan starts and stops the runtime."""
     server, feed = Server(runtime, settings), Feed(live, runtime)
     app = FastAPI(
         title="adaptree",
@@ -53,15 +91,15 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     app.include_router(memory_router(server))
     app.include_router(page_router())
     app.include_router(feed_router(feed))
-    app.openapi = cache(partial(described, app))  # type: ignore[method-assign]  # an unknown address asks for it, too
+    app.openapi = cache(partial(_openapi, app))  # type: ignore[method-assign]  # also read for each unknown path
     return app
 
 
 def _cross_origin(settings: ApiSettings) -> list[Middleware]:
-    """Lets pages of the configured origins ask, and read headers; before keys, for a preflight has none."""
+    """Admit pages of the configured origins. It precedes the check of keys: a preflight request has none."""
     if not settings.cors_origins:
         return []
-    told = [REQUEST_ID_HEADER, RELAXED_HEADER, "retry-after"]
+    exposed = [REQUEST_ID_HEADER, RELAXED_HEADER, "retry-after"]
     methods = ["GET", "HEAD", "POST", "DELETE"]
     return [
         Middleware(
@@ -69,7 +107,7 @@ def _cross_origin(settings: ApiSettings) -> list[Middleware]:
             allow_origins=settings.cors_origins,
             allow_methods=methods,
             allow_headers=["*"],
-            expose_headers=told,
+            expose_headers=exposed,
         )
     ]
 
@@ -83,3 +121,20 @@ def _lifespan(runtime: Runtime, tenants: Tenants, feed: Feed) -> Callable[[FastA
             await runtime.stop()
 
     return run
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the routes parse themselves."""
+    document = FastAPI.openapi(app)
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in BODIES.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    document["components"] = {"schemas": schemas["$defs"]}
+    for path, operations in document["paths"].items():
+        content: dict[str, Any] = {content_type: {} for content_type in _CONTENT_TYPES.get(path, ("application/json",))}
+        for operation in operations.values():
+            operation["responses"] = {"200": {"description": "The answer.", "content": content}, "default": REFUSAL}
+    for path, model in BODIES.items():
+        schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        document["paths"][path]["post"]["requestBody"] = body
+    return document

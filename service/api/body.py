@@ -1,4 +1,4 @@
-"""Reads a request's JSON body into its schema, and says in OpenAI's terms what is wrong with it."""
+"""Parse the JSON body of a request into its schema, and report errors in OpenAI's terms."""
 
 import zlib
 from functools import partial
@@ -14,41 +14,41 @@ from service.errors import InvalidRequest, RequestTooLarge, UnsupportedMedia
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 64 * 1024
-_LONGEST_QUOTE = 80
-_GZIP = 16  # added to zlib's window: gzip's header and trailer are expected
+_MAX_QUOTED_CHARACTERS = 80
+_GZIP = 16  # added to zlib's window bits: expect gzip's header and trailer
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
-    """The body as its schema has it. Raises RequestError."""
+    """Read and validate the body. Raises RequestError."""
     _check_content_type(request)
     is_packed = _is_packed(request)
     body = await request.body()
-    if is_packed:  # a few bytes may be millions
+    if is_packed:  # a few bytes may unpack to millions
         body = await server.runtime.off_loop(partial(_unpacked, body, server.settings.max_request_bytes))
     parse = partial(parse_body, body, schema)
-    # Large bodies take milliseconds, which every running stream would feel.
+    # A large body takes milliseconds, which would delay every running stream.
     return parse() if len(body) < _LARGE_BODY_BYTES else await server.runtime.off_loop(parse)
 
 
 def _is_packed(request: Request) -> bool:
-    """Whether the body is sent in gzip's form. Raises UnsupportedMedia for others."""
+    """Whether the body is packed with gzip. Raises UnsupportedMedia for other encodings."""
     encoding = ",".join(request.headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
-        message = f"The Content-Encoding may be gzip or identity, not '{encoding[:_LONGEST_QUOTE]}'."
+        message = f"The Content-Encoding may be gzip or identity, not '{encoding[:_MAX_QUOTED_CHARACTERS]}'."
         raise UnsupportedMedia(message, param="content-encoding", code="unsupported_content_encoding")
     return encoding.endswith("gzip")
 
 
-def _unpacked(body: bytes, most_bytes: int) -> bytes:
-    """The body behind gzip, whose members follow each other. Raises InvalidRequest, and RequestTooLarge before more
-    than `most_bytes` are unpacked."""
+def _unpacked(body: bytes, max_bytes: int) -> bytes:
+    """Unpack all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before more than `max_bytes` are
+    unpacked."""
     unpacked = bytearray()
     try:
         while body:
             member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
-            unpacked += member.decompress(body, most_bytes + 1 - len(unpacked))
-            if len(unpacked) > most_bytes:
-                message = f"The request is larger than {most_bytes} bytes once it is unpacked."
+            unpacked += member.decompress(body, max_bytes + 1 - len(unpacked))
+            if len(unpacked) > max_bytes:
+                message = f"The request is larger than {max_bytes} bytes once it is unpacked."
                 raise RequestTooLarge(message, code="request_too_large")
             if not member.eof:
                 raise InvalidRequest("The body is not valid gzip: it ends too soon.", param="content-encoding")
@@ -59,13 +59,14 @@ def _unpacked(body: bytes, most_bytes: int) -> bytes:
 
 
 def _check_content_type(request: Request) -> None:
-    """A web page may send any other type across origins without asking; this one makes its browser ask first."""
+    """Refuse all types but JSON: browsers send others across origins without a preflight request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(f"The Content-Type must be application/json, not '{media_type}'.")
 
 
 def parse_body(body: bytes, schema: type[Schema]) -> Schema:
+    """Validate a body. Raises InvalidRequest naming the field."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -78,8 +79,8 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
         return InvalidRequest(f"The body is not valid JSON: {failures[0]['msg']}.")
     value = pydantic_core.from_json(body)
     paths = [_path(failure, value) for failure in failures]
-    # A value may be tried as several types; the failure that got furthest into it is the one that helps, and of several
-    # there the one of the type that it has.
+    # A value may be tried as several types. The most helpful failure is the one deepest inside the value, and among
+    # those the one whose type matches.
     path, failure = max(
         zip(paths, failures, strict=True),
         key=lambda one: (
@@ -95,13 +96,13 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
     if failure["type"] in ("missing", "union_tag_not_found"):
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     given = failure["input"]
-    quote = f" (got {given!r:.{_LONGEST_QUOTE}})" if isinstance(given, str | int | float) else ""
+    quote = f" (got {given!r:.{_MAX_QUOTED_CHARACTERS}})" if isinstance(given, str | int | float) else ""
     where = f" for '{path}'" if path else ""
     return InvalidRequest(f"Invalid value{where}: {failure['msg']}{quote}.", param=path or None)
 
 
 def _path(failure: pydantic_core.ErrorDetails, value: JsonValue) -> list[int | str]:
-    """The part of a location that names things in the body: the names of union members are left out."""
+    """The location of a failure in the body, without the names of union members."""
     path: list[int | str] = []
     location, is_missing = failure["loc"], failure["type"] == "missing"
     for position, part in enumerate(location):

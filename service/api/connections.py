@@ -1,5 +1,5 @@
-"""What uvicorn leaves open: time limits for the headers of a request and for reading its answer, a cap on connections,
-clients that close their half of one, and what is no HTTP."""
+"""Protections that uvicorn lacks: time limits for the headers of a request and for reading its answer, a cap on
+connections, half-closed connections, and answers to bytes that are no HTTP."""
 
 import asyncio
 import json
@@ -19,10 +19,10 @@ PROBE_SECONDS = 1.0
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections which are slow to say what they want, take nothing of what they are answered, or
-    are one too many.
+    """HTTP/1.1 that closes connections which send their headers too slowly, do not read their answer, or exceed the
+    cap.
 
-    uvicorn's own limits begin when the headers are complete. `limit_concurrency` of its configuration is the cap here.
+    uvicorn's own limits begin when the headers are complete. The cap is `limit_concurrency` of its configuration.
     """
 
     header_seconds = HEADER_SECONDS
@@ -31,35 +31,38 @@ class GuardedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._most_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._deadline: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
         self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse a connection beyond the cap."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # whatever the client does not take at once is waited for, and watched
-        if self._most_connections is not None and len(self.connections) > self._most_connections:
+        transport.set_write_buffer_limits(0)  # pause_writing is called as soon as the client does not read
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
             self._refuse(NotReady("Too many connections are open.", code="too_many_connections"))
         else:
             self._limit_time()
 
     def data_received(self, data: bytes) -> None:
+        """Start or stop the time limit of the headers."""
         super().data_received(data)
         self._limit_time()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where the bytes that came are no HTTP, or more of headers than h11 keeps (64 KiB)."""
+        """Answer bytes that are no HTTP, or headers larger than h11 keeps (64 KiB)."""
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer is on its way, into which no other can be put
+            self.transport.close()  # an answer is already being sent
         elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == HeadersTooLarge.status:
             self._refuse(HeadersTooLarge("The request's headers are too large.", code="headers_too_large"))
         else:
             self._refuse(InvalidRequest(msg, code="invalid_http"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel all timers."""
         self._stop_limiting()
         for timer in (self._stalled, self._probing):
             if timer is not None:
@@ -67,9 +70,10 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client has said all; what it asked for is answered before the connection is closed. -> whether it stays
+        """Answer what was requested before closing a connection whose client has closed its half; returns whether the
+        connection stays open.
 
-        One that has left looks the same: writing to it tells, so streams need nothing more.
+        A client that has left looks the same until something is written to it, so only unstreamed answers need probes.
         """
         if self._half_closed:
             return True
@@ -82,15 +86,18 @@ class GuardedProtocol(H11Protocol):
         return False
 
     def on_response_complete(self) -> None:
+        """Close a half-closed connection after its last answer."""
         super().on_response_complete()
         if self._half_closed and not self._has_open_answer and not self.transport.is_closing():
             self.transport.close()
 
     def pause_writing(self) -> None:
+        """Start the time limit of reading."""
         super().pause_writing()
         self._limit_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        """Stop the time limit of reading."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -101,7 +108,7 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _limit_reading(self, num_left: int) -> None:
-        """Close the connection unless its client takes some of what is left within the time for it."""
+        """Close the connection unless its client reads some of the `num_left` bytes in time."""
 
         def check() -> None:
             left = self.transport.get_write_buffer_size()
@@ -113,7 +120,7 @@ class GuardedProtocol(H11Protocol):
         self._stalled = self.loop.call_later(self.read_seconds, check)
 
     def _probe(self) -> None:
-        """Say that the answer is still being made: a client that has left for good resets the connection."""
+        """Send an informational response: a client that has left resets the connection."""
         if self._has_open_answer and not self.cycle.response_started:
             if self.scope["http_version"] == "1.1":
                 event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
@@ -121,7 +128,7 @@ class GuardedProtocol(H11Protocol):
             self._probing = self.loop.call_later(self.probe_seconds, self._probe)
 
     def _limit_time(self) -> None:
-        """Headers must be complete in time, and so must what is still sent of a request that has been answered."""
+        """Limit the time for headers, and for the rest of a request that has been answered."""
         incomplete = self.conn.their_state is h11.IDLE
         answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         if not incomplete and not answered:
@@ -142,7 +149,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer below the application, which never learns of this connection, and close it."""
+        """Send an error without the application, and close the connection."""
         body = json.dumps(error_body(error))
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

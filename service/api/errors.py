@@ -1,4 +1,4 @@
-"""Every failure becomes OpenAI's error body here, and nowhere else."""
+"""Convert all failures to OpenAI's error bodies."""
 
 import difflib
 import logging
@@ -17,31 +17,34 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer."""
+    """The client closed its connection before the answer was complete."""
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
+    """OpenAI's error body."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_event(error: RequestError) -> dict[str, str | None]:
-    """What ends a stream of `/v1/responses`."""
+    """The event that ends a failed stream of `/v1/responses`."""
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
 
 
 def error_response(error: RequestError) -> JSONResponse:
+    """The HTTP response of an error."""
     headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
     if isinstance(error, RequestTimeout | RequestTooLarge):
-        headers["connection"] = "close"  # nobody reads the rest of the body
+        headers["connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
 def internal_error() -> EngineFailure:
-    """What a client learns of a bug of ours; the log has the rest."""
+    """The error that a client sees of a bug; the log has the details."""
     return EngineFailure("The server had an error while processing this request.", code="internal_error")
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """Make an application answer every exception with an error body."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -65,20 +68,20 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 def _near(request: Request) -> str:
-    """The route that may have been meant."""
+    """A hint to the route with the most similar path."""
     paths = [path for path in request.app.openapi()["paths"] if "{" not in path]
     found = difflib.get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this answer; the status is for the access log."""
+    """A response that is not delivered; its status is for the access log."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     response = error_response(internal_error())
-    # This answer is sent from outside of our middleware, which would have added the header.
+    # This response bypasses our middleware, which adds the header to the others.
     if (request_id := getattr(request.state, "request_id", None)) is not None:
         response.headers[REQUEST_ID_HEADER] = request_id
     return response

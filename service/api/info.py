@@ -1,35 +1,48 @@
-"""The routes that generate nothing: models, tokenization, probes, metrics, version."""
+"""The routes that generate nothing: models, tokenization, probes, metrics, version; forgetting past answers; and the
+operators' routes of learning, to which the middleware admits only the admin key."""
 
+import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
 
+import pydantic_core
 from fastapi import APIRouter
 from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adaptation.records import AdaptationError, AdaptationStatus
 from service import __version__
 from service.api.body import read_body
 from service.api.request_builder import check_model, check_token_ids, render
-from service.api.schemas import DetokenizeRequest, TokenizeRequest
+from service.api.schemas import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest
 from service.api.settings import Server
-from service.api.sse import whole
+from service.api.sse import json_response
 from service.errors import InvalidRequest, NotReady
+from service.runtime import AdaptationControl
 from service.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 RenderMetrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
 def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
+    """The routes of models, tokenization, probes, metrics and version."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return whole({"object": "list", "data": [_model(name, server) for name in server.settings.served_model_names]})
+        return json_response(
+            {"object": "list", "data": [_model(name, server) for name in server.settings.served_model_names]}
+        )
 
     @router.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
         check_model(model_id, server)
-        return whole(_model(model_id, server))
+        return json_response(_model(model_id, server))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -39,7 +52,7 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         ids = await server.runtime.off_loop(lambda: _tokenize(body, tokenizer))
         strings: JsonValue = [tokenizer.token_string(token_id) for token_id in ids] if body.return_token_strs else None
         length = server.runtime.card.max_model_len
-        return whole({"count": len(ids), "max_model_len": length, "tokens": [*ids], "token_strs": strings})
+        return json_response({"count": len(ids), "max_model_len": length, "tokens": [*ids], "token_strs": strings})
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -47,11 +60,11 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         check_model(body.model, server)
         check_token_ids(body.tokens, server.runtime.card, param="tokens")
         tokenizer = server.runtime.tokenizer
-        return whole({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
+        return json_response({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
 
     @router.get("/livez")
     async def live() -> Response:
-        return whole({"status": "alive"})
+        return json_response({"status": "alive"})
 
     @router.get("/readyz")
     @router.get("/health")
@@ -59,7 +72,7 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         if server.runtime.state == "failed":
             raise NotReady("The engine has stopped.", code="engine_stopped")
         server.runtime.check_ready()
-        return whole({"status": server.runtime.state})
+        return json_response({"status": server.runtime.state})
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -68,7 +81,7 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        return whole({"version": __version__})
+        return json_response({"version": __version__})
 
     return router
 
@@ -94,3 +107,70 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
     if body.prompt is not None and body.messages is None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
+
+
+def memory_router(server: Server) -> APIRouter:
+    """The routes that forget past answers. What a network has learnt from them remains."""
+    router = APIRouter()
+
+    @router.delete("/v1/memory", name="forget_own")
+    async def forget_own(request: Request, safety_identifier: str | None = None, user: str | None = None) -> Response:
+        """Forget the past answers of the sender's scope: no later request is drafted from them. Where the users of a
+        key are separated, the query names the user, as bodies do."""
+        return _forgotten(server, server.scope_of(request, safety_identifier or user).cache_namespace)
+
+    @router.delete("/v1/adaptation/memory", name="forget_all")
+    async def forget_all() -> Response:
+        """Forget the past answers of all scopes. For operators."""
+        return _forgotten(server, None)
+
+    return router
+
+
+def _forgotten(server: Server, scope: str | None) -> Response:
+    server.runtime.forget(scope)
+    return json_response({"object": "memory", "deleted": True})
+
+
+def adaptation_router(server: Server) -> APIRouter:
+    """The operators' routes of learning. Answers may wait for an update under way."""
+    router = APIRouter()
+
+    @router.get("/v1/adaptation")
+    async def show() -> Response:
+        return await _state_after(server)
+
+    for command in ("pause", "resume", "rollback"):
+        change = partial(_state_after, server, methodcaller(command))
+        router.add_api_route(f"/v1/adaptation/{command}", change, methods=["POST"], name=command, description=command)
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(request: Request) -> Response:
+        return await _load(await read_body(request, UpdateWeightsRequest, server), server)
+
+    return router
+
+
+async def _state_after(server: Server, change: Callable[[AdaptationControl], object] = lambda _: None) -> Response:
+    """Apply a command, and answer with the state after it."""
+
+    def changed(control: AdaptationControl) -> AdaptationStatus:
+        change(control)
+        return control.status()
+
+    status = await server.runtime.ask_adaptation(changed)
+    return json_response({"object": "adaptation", **pydantic_core.to_jsonable_python(status)})
+
+
+async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
+    """Load a drafter. A refusal is an answer with `success: false`, as other servers with this route send it."""
+    for name in body.model_extra or {}:
+        server.note_ignored(name)
+    try:
+        version = await server.runtime.ask_adaptation(lambda control: control.load_from_disk(Path(body.model_path)))
+    except (ValueError, AdaptationError) as error:
+        logger.warning("the drafter in %s was refused: %s", body.model_path, error)
+        return json_response({"success": False, "message": str(error)}, status=400)
+    return json_response(
+        {"success": True, "message": f"Serving the drafter in {body.model_path} as version {version}."}
+    )

@@ -1,26 +1,45 @@
-"""What a key may use: so much a minute, so much a month. Counts only; who is refused how is told in `tenants`."""
+"""Counters of what an API key has used: per minute in buckets that refill, per calendar month in a file that survives
+restarts. `tenants` decides what is refused, and how.
 
+The file is written every two seconds while tokens are used, and at the end. A killed process therefore loses the
+counts since the last write, and what its running answers were still going to use.
+"""
+
+import asyncio
+import json
+import logging
 import math
-from collections.abc import Callable
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
 
-from service.api.budgets import MonthlyUse
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from service.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+BUDGETS_FILE = "budgets.json"
+SAVE_SECONDS = 2.0
 
 Clock = Callable[[], float]  # seconds, from any beginning
 
 _MINUTE_SECONDS = 60
-_SLACK = 1e-6  # what sums of refills may lack of a whole one
+_SLACK = 1e-6  # rounding error of summed refills
 
 
 class PerMinute:
-    """So many a minute, from a bucket that refills all the time.
+    """A limit per minute: a bucket that refills continuously.
 
-    The bucket's level is at most `limit` and grows by `limit / 60` a second. What a request may use at most is held
-    when it is admitted, and only what the level has beyond all that is held already: `held <= level`. What it uses is
-    taken from both as it is used; the rest of its hold is let go at its end. Over any T seconds, therefore,
+    The level is at most `limit` and grows by `limit / 60` per second. Admitting a request reserves the most it may use,
+    provided that the level covers all reservations: `reserved <= level`. Using an amount lowers both; the end of the
+    request releases the rest of its reservation. Over any T seconds, therefore,
 
-        used + held at the end <= level at the beginning + limit * T / 60 <= limit * (1 + T / 60).
+        used + reserved at the end <= level at the beginning + limit * T / 60 <= limit * (1 + T / 60).
 
-    So requests side by side never overrun it, and a key that was idle may begin with a burst of one minute's worth.
+    So concurrent requests never overrun the limit, and an idle key may start with a burst of one minute's worth.
     """
 
     def __init__(self, limit: int, *, clock: Clock) -> None:
@@ -28,37 +47,40 @@ class PerMinute:
         self._clock = clock
         self._level = float(limit)
         self._read_at = clock()  # seconds
-        self._held = 0
+        self._reserved = 0
 
     @property
     def remaining(self) -> int:
+        """The amount that can be reserved now."""
         return max(0, math.floor(self._free() + _SLACK))
 
     @property
     def reset_seconds(self) -> float:
-        """Until all of it is there again, if what is held is used."""
+        """Seconds until the bucket is full, if every reservation is used."""
         return self.seconds_until(self.limit)
 
     def seconds_until(self, amount: int) -> float:
-        """Until so many are free, if what is held is used."""
+        """Seconds until `amount` can be reserved, if every reservation is used."""
         return max(0.0, amount - self._free() - _SLACK) * _MINUTE_SECONDS / self.limit
 
-    def hold(self, amount: int) -> None:
-        assert amount <= self.remaining, "checked by whoever admits"
-        self._held += amount
+    def reserve(self, amount: int) -> None:
+        """Set aside the most that a request may use; the caller has checked that it remains."""
+        assert amount <= self.remaining, "the caller checks"
+        self._reserved += amount
 
     def use(self, amount: int) -> None:
-        """Of what is held."""
+        """Use up a part of a reservation."""
         self._refill()
-        self._held -= amount
+        self._reserved -= amount
         self._level -= amount
 
-    def let_go(self, amount: int) -> None:
-        self._held -= amount
+    def release(self, amount: int) -> None:
+        """Give back an unused part of a reservation."""
+        self._reserved -= amount
 
     def _free(self) -> float:
         self._refill()
-        return self._level - self._held
+        return self._level - self._reserved
 
     def _refill(self) -> None:
         now = self._clock()
@@ -66,43 +88,130 @@ class PerMinute:
         self._read_at = now
 
 
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    month: str
+    used_tokens: dict[str, NonNegativeInt]
+
+
+class MonthlyUse:
+    """Tokens used by each account in this calendar month (UTC). Used on the event loop only."""
+
+    def __init__(self, folder: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        """Read the counts of an earlier process. Raises StartupError if that fails, or another server has the file."""
+        self._now = now
+        self._file = folder / BUDGETS_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self._file.with_suffix(".lock"))
+            saved = _read(self._file)
+        except OSError as error:
+            raise StartupError(f"budgets cannot be kept in {folder}: {error}; change state_dir") from error
+        self._month, self._used = (self._this_month(), {}) if saved is None else (saved.month, saved.used_tokens)
+        self._changed = False
+        self._write_failed = False  # and has been logged
+
+    def of(self, account: str) -> int:
+        """Tokens that an account has used."""
+        self._start_month()
+        return self._used.get(account, 0)
+
+    def add(self, account: str, tokens: int) -> None:
+        """Count tokens that an account has used."""
+        self._start_month()
+        self._used[account] = self._used.get(account, 0) + tokens
+        self._changed = True
+
+    @property
+    def next_month(self) -> tuple[str, float]:
+        """The start of the next month as text, and the seconds until then."""
+        now = self._now()
+        begins = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
+        return f"{begins:%Y-%m-%dT%H:%M:%SZ}", (begins - now).total_seconds()
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write the counts to the file while the block runs, and at its end."""
+        ending = asyncio.Event()
+        saving = asyncio.create_task(self._save_until(ending))
+        try:
+            yield
+        finally:
+            ending.set()
+            await saving
+            await self._save()
+            os.close(self._lock)
+
+    async def _save_until(self, ending: asyncio.Event) -> None:
+        while not ending.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), SAVE_SECONDS)
+            await self._save()
+
+    async def _save(self) -> None:
+        if not self._changed:
+            return
+        self._changed = False
+        text = json.dumps({"month": self._month, "used_tokens": self._used})
+        try:
+            await asyncio.to_thread(_write, self._file, text)  # a slow disk must not delay the streams
+        except OSError as error:
+            if not self._write_failed:
+                logger.error("budgets are counted but cannot be written to %s: %s", self._file, error)
+            self._changed = self._write_failed = True
+        else:
+            self._write_failed = False
+
+    def _start_month(self) -> None:
+        if (month := self._this_month()) != self._month:
+            self._month, self._used, self._changed = month, {}, True
+
+    def _this_month(self) -> str:
+        return f"{self._now():%Y-%m}"
+
+
 class PerMonth:
-    """So many tokens in a calendar month, UTC. What a request may use at most is held like in a minute's bucket."""
+    """A limit of tokens per calendar month (UTC), with reservations as in `PerMinute`."""
 
     def __init__(self, limit: int, use: MonthlyUse, account: str) -> None:
         self.limit = limit
         self._use = use
         self._account = account
-        self._held = 0
+        self._reserved = 0
 
     @property
     def used(self) -> int:
+        """Tokens used this month."""
         return self._use.of(self._account)
 
     @property
     def remaining(self) -> int:
-        return max(0, self.limit - self.used - self._held)
+        """Tokens that can be reserved now."""
+        return max(0, self.limit - self.used - self._reserved)
 
     @property
     def next_month(self) -> tuple[str, float]:
-        """When it begins, in words, and the seconds until then."""
+        """The start of the next month as text, and the seconds until then."""
         return self._use.next_month
 
-    def hold(self, amount: int) -> None:
-        assert amount <= self.remaining, "checked by whoever admits"
-        self._held += amount
+    def reserve(self, amount: int) -> None:
+        """Set aside the most that a request may use; the caller has checked that it remains."""
+        assert amount <= self.remaining, "the caller checks"
+        self._reserved += amount
 
     def use(self, amount: int) -> None:
-        """Of what is held."""
-        self._held -= amount
+        """Use up a part of a reservation."""
+        self._reserved -= amount
         self._use.add(self._account, amount)
 
-    def let_go(self, amount: int) -> None:
-        self._held -= amount
+    def release(self, amount: int) -> None:
+        """Give back an unused part of a reservation."""
+        self._reserved -= amount
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI's API writes it: `0s`, `12ms`, `1s`, `8.64s`, `6m0s`, `1h0m5.5s`; never shorter than it is."""
+    """A duration in the form of OpenAI's headers, rounded up: `0s`, `12ms`, `1s`, `8.64s`, `6m0s`, `1h0m5.5s`."""
     milliseconds = math.ceil(seconds * 1000 - _SLACK)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds > 0 else "0s"
@@ -110,3 +219,38 @@ def duration(seconds: float) -> str:
     rest = f"{milliseconds / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     hours, minutes_left = divmod(minutes, 60)
     return (f"{hours}h" if hours else "") + (f"{minutes_left}m" if minutes else "") + rest
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock until it is closed or the process ends."""
+    import fcntl  # Windows has none, and needs none without budgets
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        message = f"another server keeps its budgets in {path.parent}; give this one a state_dir of its own"
+        raise StartupError(message) from None
+    return descriptor
+
+
+def _read(file: Path) -> _Saved | None:
+    if not file.exists():
+        return None
+    try:
+        return _Saved.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        message = f"the budgets in {file} cannot be read: {reason}; remove the file to begin this month with none used"
+        raise StartupError(message) from error
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file atomically."""
+    temporary = file.with_suffix(".new")
+    with temporary.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(file)

@@ -1,6 +1,7 @@
-"""Pure ASGI layers around every route: request ids, the access log, hosts, keys, limits of a key and of a body.
+"""ASGI middleware around every route: request ids, the access log, hosts, keys, limits of a key and of a body.
 
-Keys are asked for by `scope["path"]` alone, because everything else that describes the address comes from the client.
+Whether a key is needed depends on `scope["path"]` alone: everything else that describes the address comes from the
+client.
 """
 
 import asyncio
@@ -14,8 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, error_response
-from service.api.feed import FEED_PATH
-from service.api.page import PAGE_PATHS
+from service.api.page import FEED_PATH, PAGE_PATHS
 from service.api.settings import ApiSettings
 from service.api.tenants import Tenant
 from service.api_keys import digest_of, is_same
@@ -33,22 +33,21 @@ _OPERATORS = ("/v1/adaptation", "/update_weights_from_disk")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _ADDRESS = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?")
 _POLICY_VIOLATION = 1008
-_MOST_LENGTH_DIGITS = 18
-_LONGEST_LOGGED_PATH = 200
+_MAX_LENGTH_DIGITS = 18
+_MAX_LOGGED_CHARACTERS = 200
 _BUG = 500
 _NO_KEY = "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'."
 _NO_ADMIN_KEY = (
     "This is for operators: send the server's admin_key as 'Authorization: Bearer KEY'. "
-    "Where none is configured, nobody is let in."
+    "Without a configured admin_key this route is closed."
 )
 
 
 class AccessMiddleware:
-    """Every answer carries an `X-Request-Id`, the client's own when it is a sane one, and has a line in the log when
-    its last byte is out: who asked for what under which id, and how long it took.
+    """Gives every answer an `X-Request-Id`, the client's own if it is well-formed, and logs method, path, status, id
+    and duration once its last byte is sent.
 
-    Neither keys, addresses, queries nor bodies are in it. Probes, observers and the page are told of only to those who
-    debug.
+    The log holds no keys, addresses, queries or bodies. Probes, observers and the page are logged at level debug.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -63,7 +62,7 @@ class AccessMiddleware:
             request_id = f"req-{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
         if len(scope["path"]) > 1:
-            scope["path"] = scope["path"].rstrip("/") or "/"  # routes end without
+            scope["path"] = scope["path"].rstrip("/") or "/"  # routes have no trailing slash
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:
@@ -84,8 +83,8 @@ class AccessMiddleware:
 
 def _log_access(scope: Scope, status: int, seconds: float) -> None:
     quiet = scope["path"] in _PROBES | _OBSERVERS | PAGE_PATHS
-    # A path comes decoded, and a line break in it would forge a line of the log.
-    path = quote(scope["path"][:_LONGEST_LOGGED_PATH], errors="replace")
+    # A path arrives decoded, and a line break in it would forge a log line.
+    path = quote(scope["path"][:_MAX_LOGGED_CHARACTERS], errors="replace")
     fields = {"request_id": scope["state"]["request_id"], "method": scope["method"], "path": path, "status": status}
     logger.log(
         logging.DEBUG if quiet else logging.INFO,
@@ -100,7 +99,7 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
 
 
 class RefusingMiddleware:
-    """Answers whoever does not ask properly, before anything of it is read, and lets in the others."""
+    """Refuses requests by host, origin, key and announced size, before their body is read."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
@@ -125,7 +124,7 @@ class RefusingMiddleware:
         if error is not None:
             return error
         announced, most = headers.get("content-length", ""), self._settings.max_request_bytes
-        if announced.isdecimal() and (len(announced) > _MOST_LENGTH_DIGITS or int(announced) > most):
+        if announced.isdecimal() and (len(announced) > _MAX_LENGTH_DIGITS or int(announced) > most):
             return _too_large(most)
         return None
 
@@ -133,34 +132,33 @@ class RefusingMiddleware:
 def _foreign_host(
     scope: Scope, headers: Headers, allowed_hosts: frozenset[str], origins: tuple[str, ...]
 ) -> RequestError | None:
-    """Under a name that is not this server's, or a change that a page of another host asks for, unless it is one of the
-    origins that may.
+    """The refusal of a request under a foreign host name, or of a change that a page of a foreign origin requests.
 
-    A web page can make its own name resolve to this machine (DNS rebinding), and its browser then takes our answers for
-    its own; but it sends that name.
+    A web page can make its own name resolve to this machine (DNS rebinding), so that its browser takes our answers for
+    those of the page; but the browser sends that name.
     """
-    shown = [("host", host, host) for host in headers.getlist("host")]
+    addresses = [("host", host, host) for host in headers.getlist("host")]
     if scope.get("method") not in _SAFE_METHODS:
         foreign = [origin for origin in headers.getlist("origin") if origin not in origins]
-        shown += [("origin", origin, origin.partition("://")[2]) for origin in foreign]
-    for header, value, address in shown:
+        addresses += [("origin", origin, origin.partition("://")[2]) for origin in foreign]
+    for header, value, address in addresses:
         match = _ADDRESS.fullmatch(address)
         name = match["name"].lower().strip("[].") if match else ""
         if name not in allowed_hosts and not is_loopback(name):
-            told = f"the {header} {value[:_LONGEST_LOGGED_PATH]!r}"
-            message = f"This server does not answer to {told}: see allowed_hosts."
+            named = f"the {header} {value[:_MAX_LOGGED_CHARACTERS]!r}"
+            message = f"This server does not answer to {named}: see allowed_hosts."
             return Forbidden(message, code=f"{header}_not_allowed")
     return None
 
 
 def _unknown_key(scope: Scope, headers: Headers, settings: ApiSettings) -> Unauthorized | None:
-    """Only the probes, the files of the page, and `/metrics` and the feed when opened, need no key.
+    """The refusal of a request without the key that it needs; a valid key is stored in the scope's state as `tenant`.
 
-    Without API keys everything is open but what belongs to operators; that has a key of its own, and without one it is
-    closed. Whose key it is is left in the scope's state, as `tenant`.
+    Probes, the files of the page, and `/metrics` and the feed if opened, need no key. Without configured API keys
+    everything is open but the operators' routes: they need the admin key, and are closed if there is none.
     """
-    scheme, _, shown = headers.get("authorization", "").partition(" ")
-    offered = digest_of(shown.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    offered = digest_of(sent.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
     if _for_operators(scope):
         expected = settings.admin_digest
         known = offered is not None and expected is not None and is_same(offered, expected)
@@ -184,10 +182,8 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class LimitMiddleware:
-    """Keeps every key within its limits, before anything of a body is read: whatever is posted is a request.
-
-    Its answer says what is left, whether it was let in or not.
-    """
+    """Applies the limits of a key to every POST before its body is read. Headers of the answer report what is left,
+    whether the request was admitted or not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -216,7 +212,7 @@ class LimitMiddleware:
 
 
 class BodyMiddleware:
-    """Gives up bodies that turn out to be over the limit, and those that come too slowly."""
+    """Refuses bodies that exceed the limit or arrive too slowly."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
         self._app = app
@@ -232,7 +228,7 @@ class BodyMiddleware:
 
         async def limited() -> Message:
             nonlocal received, complete
-            if complete:  # what is waited for now is that the client leaves
+            if complete:  # the next message is the client's disconnect
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -249,7 +245,7 @@ class BodyMiddleware:
 
 
 class HeadMiddleware:
-    """Answers HEAD wherever GET is answered, with the same headers and nothing behind them."""
+    """Answers HEAD like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -262,6 +258,6 @@ class HeadMiddleware:
         async def send_head(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await send(message)
-                await send({"type": "http.response.body", "body": b""})  # a stream sees that its client is gone
+                await send({"type": "http.response.body", "body": b""})  # ends a stream, which sees its client as gone
 
         await self._app({**scope, "method": "GET"}, receive, send_head)

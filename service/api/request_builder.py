@@ -1,4 +1,4 @@
-"""From a request body to the engine's records: defaults, and the checks that need the model or several fields."""
+"""From a request body to engine requests: defaults, and the checks that need the model or several fields."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote
@@ -14,38 +14,35 @@ from urllib.parse import quote
 from pydantic import JsonValue
 from starlette.requests import Request
 
-from service.answers import AnswerReader
-from service.api.release import Release, release_of
 from service.api.schemas import (
     ChatCompletionRequest,
+    ChatMessage,
     ChatTemplateFields,
+    CompletionFields,
     CompletionRequest,
-    Message,
-    SamplingFields,
-    Tool,
     ToolCall,
+    ToolDefinition,
     text_of,
 )
 from service.api.settings import Server
+from service.api.sse import Release, release_of
 from service.api.structured import calling_of, grammar_of
-from service.api.tenants import Admission
-from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
+from service.api.tenants import AdmittedRequest
+from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard, OutputStream
-from service.scope import Scope
+from service.sampling_params import SamplingParams, sampling_params
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import Calling, CallReader, form_of, told
+from service.tools import AnswerReader, Calling, CallReader, form_of, with_tools_in_text
 
-# Below this a logit divided by the temperature no longer fits the numbers the sampler works with.
-_LOWEST_TEMPERATURE = 0.01
-_SEED_RANGE = 2**63  # of drawn ones
+_SEED_RANGE = 2**63  # of seeds drawn at random
 RELAXED_HEADER = "x-adaptree-relaxed"
-"""Places of the request that an answer is not held to, such as tools.0.function.parameters.properties.mail.pattern."""
-_MOST_TOLD = 8
-_TAG_TOKENS = 16  # more than a tag at a prompt's end has, and the white space behind it
+"""Paths of the request that are not enforced, such as tools.0.function.parameters.properties.mail.pattern."""
+_MAX_RELAXED_PATHS = 8
+_TAG_TOKENS = 16  # more than a tag at the end of a prompt has, with the white space after it
 
-# Fields that are known but cannot be honoured, each with the values that ask for nothing; others are refused.
+# Known fields that cannot be honoured, each with the values that have no effect; other values are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template", "conversation"), ()),
@@ -69,65 +66,83 @@ _IGNORED_ON_PURPOSE = frozenset({"best_of", "reasoning_effort", "verbosity", "th
 Completion = ChatCompletionRequest | CompletionRequest
 
 
-class Origin(NamedTuple):
-    """What is drawn when an answer begins, and is the same again when it is taken up."""
+class AnswerIdentity(NamedTuple):
+    """What is drawn at random when an answer begins. A resumed answer has the same identity."""
 
     uid: str  # 32 hexadecimal digits
     created: int  # seconds since the epoch
     seed: int
 
     @staticmethod
-    def drawn(seed: int | None) -> "Origin":
-        return Origin(uuid.uuid4().hex, int(time.time()), secrets.randbelow(_SEED_RANGE) if seed is None else seed)
+    def drawn(seed: int | None) -> "AnswerIdentity":
+        """A new identity; `seed`: the request's own, if it has one."""
+        seed = secrets.randbelow(_SEED_RANGE) if seed is None else seed
+        return AnswerIdentity(uuid.uuid4().hex, int(time.time()), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A body made ready to run: one engine request per prompt, all with the same number of choices."""
+    """A request ready to run: one engine request per prompt, all with the same number of choices."""
 
     id: str
-    origin: Origin
+    origin: AnswerIdentity
     body: Completion
     requests: tuple[GenerationRequest, ...]
     release: Release
-    calling: Calling | None = None  # what the answer may call
-    thinking: Thinking | None = None  # of a model that thinks
+    calling: Calling | None = None  # the functions that the answer may call
+    thinking: Thinking | None = None  # for models that think
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of the first prompt; those of the others differ in seed and `max_tokens` only."""
+        return self.requests[0].sampling
 
     @property
     def num_choices(self) -> int:
+        """Choices of all prompts."""
         return len(self.requests) * self.requests[0].n
 
     @property
     def first_choice(self) -> dict[str, int]:
-        """Number of the first choice of each request, by its id."""
-        return {request.request_id: place * request.n for place, request in enumerate(self.requests)}
+        """The number of each request's first choice, by the id of the request."""
+        return {request.request_id: index * request.n for index, request in enumerate(self.requests)}
+
+    def choice_of(self, output: SequenceOutput) -> int:
+        """The number of the choice that an output belongs to."""
+        return self.first_choice[output.request_id] + output.index
+
+    def prompt_of(self, choice: int) -> Sequence[int]:
+        """Token ids of the prompt that a choice continues."""
+        return self.requests[choice // self.requests[0].n].prompt
+
+    @property
+    def return_token_ids(self) -> bool:
+        """Whether the answer reports token ids."""
+        return self.body.return_token_ids is True
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer: what of the request is not enforced, as far as a header holds it."""
+        """Response headers: the parts of function schemas that are not enforced, as many as a header holds."""
         relaxed = () if self.calling is None else self.calling.relaxed
-        return {RELAXED_HEADER: ", ".join(map(quote, relaxed[:_MOST_TOLD]))} if relaxed else {}
+        return {RELAXED_HEADER: ", ".join(map(quote, relaxed[:_MAX_RELAXED_PATHS]))} if relaxed else {}
 
-    def call_id(self, choice: int, call: int) -> str:
-        return self.id_of("call", choice, call)
-
-    def id_of(self, prefix: str, *place: object) -> str:
-        """Of a part of an answer: the same one when the answer is generated again."""
-        named = " ".join(map(str, (self.id, *place)))
+    def id_of(self, prefix: str, *part: object) -> str:
+        """The id of a part of the answer; the same one when the answer is generated again."""
+        named = " ".join(map(str, (self.id, *part)))
         return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}"
 
     def reader(self) -> AnswerReader:
-        """Of one choice."""
+        """A reader of one choice."""
         if self.calling is None:
             return AnswerReader(self.thinking, None)
-        sampling = self.requests[0].sampling
-        stops = bool(sampling.stop or sampling.stop_token_ids)
+        stops = bool(self.sampling.stop or self.sampling.stop_token_ids)
         return AnswerReader(self.thinking, CallReader(self.calling.form, must=self.calling.must, holds_calls=stops))
 
 
-async def build(body: Completion, server: Server, *, scope: Scope, origin: Origin | None = None) -> Job:
-    """`origin`: of an answer that goes on. Raises RequestError."""
-    runtime, card, n = server.runtime, server.runtime.card, body.n or 1
+async def build(body: Completion, server: Server, *, scope: Scope, origin: AnswerIdentity | None = None) -> Job:
+    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed. Raises
+    RequestError."""
+    runtime, n = server.runtime, body.n or 1
     runtime.check_ready()
     _check_fields(body, server)
     calling = thinking = None
@@ -135,92 +150,103 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Origi
         kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
         calling = await calling_of(body, runtime)
         tools = [] if calling is None else body.tools or []
-        for place in () if calling is None else calling.relaxed:
-            server.note_relaxed(place)
+        for path in () if calling is None else calling.relaxed:
+            server.note_relaxed(path)
         prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools))]
         if thinks(runtime.tokenizer.chat_template):
-            thinking = Thinking.behind(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
+            thinking = Thinking.after(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
-    run, origin = secrets.token_hex(8), origin or Origin.drawn(body.seed)
-    seed, job_id = origin.seed, f"{kind}-{origin.uid}"
+    run, origin = secrets.token_hex(8), origin or AnswerIdentity.drawn(body.seed)
+    job_id = f"{kind}-{origin.uid}"
     release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
-    prediction = await _encode_prediction(body, server)
-    grammar = await grammar_of(body, calling, thinking, runtime)
-    requests = []
-    for position, prompt in enumerate(prompts):
-        check_token_ids(prompt, card, param=source)
-        max_tokens = _max_tokens(body, len(prompt), server, source=source)
-        # A drawn seed moves on from prompt to prompt, within what can be sent back; a given one is the same for each.
-        prompt_seed = (seed + position * n) % _SEED_RANGE if body.seed is None else seed
-        requests.append(
-            GenerationRequest(
-                request_id=f"{job_id}-{run}-{position}",  # an answer that goes on may be running still
-                prompt=tuple(prompt),
-                sampling=_sampling(
-                    body,
-                    seed=prompt_seed,
-                    max_tokens=max_tokens,
-                    num_logprobs=num_logprobs,
-                    shows_specials=any(mark in runtime.tokenizer.special_ids for mark in _marks(calling, thinking)),
-                ),
-                n=n,
-                prediction=prediction,
-                grammar=grammar,
-                scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
-                speculation=_speculation(body),
-                store=body.store is not False,
-                scope=scope,
-                priority=body.priority or 0,
-            )
-        )
-    return Job(job_id, origin, body, tuple(map(release.cut, requests)), release, calling, thinking)
+    shared = GenerationRequest(
+        request_id=f"{job_id}-{run}",  # the interrupted run of a resumed answer may still be going on
+        prompt=(),
+        sampling=sampling_params(
+            body,
+            seed=origin.seed,
+            max_tokens=0,
+            num_logprobs=num_logprobs,
+            keep_special_tokens=any(tag in runtime.tokenizer.special_ids for tag in _tags(calling, thinking)),
+        ),
+        n=n,
+        prediction=await _encode_prediction(body, server),
+        grammar=await grammar_of(body, calling, thinking, runtime),
+        scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
+        speculation=_speculation(body),
+        store=body.store is not False,
+        scope=scope,
+        priority=body.priority or 0,
+    )
+    requests = [_of_prompt(shared, index, prompt, body, server, source) for index, prompt in enumerate(prompts)]
+    return Job(job_id, origin, body, tuple(map(release.apply, requests)), release, calling, thinking)
+
+
+def _of_prompt(
+    shared: GenerationRequest, index: int, prompt: Sequence[int], body: Completion, server: Server, source: str
+) -> GenerationRequest:
+    """The engine request of one prompt."""
+    check_token_ids(prompt, server.runtime.card, param=source)
+    max_tokens = _max_tokens(body, len(prompt), server, source=source)
+    seed = shared.sampling.seed
+    if body.seed is None:  # a given seed is the same for each prompt; a drawn one differs, within what can be sent back
+        seed = (seed + index * shared.n) % _SEED_RANGE
+    min_tokens = min(body.min_tokens or 0, max_tokens)
+    sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens)
+    return replace(shared, request_id=f"{shared.request_id}-{index}", prompt=tuple(prompt), sampling=sampling)
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:
-    """Hand a job to the engine, once all it may use at most is held of the limits of its key. Raises RequestError."""
-    admission: Admission | None = getattr(request.state, "admission", None)
+    """Reserve the most tokens that a job may use in the limits of its key, and submit it to the engine. Raises
+    RequestError."""
+    admission: AdmittedRequest | None = getattr(request.state, "admission", None)
     if admission is None:
         return server.runtime.generate(*job.requests)
     prompts = sum(len(request.prompt) for request in job.requests)
     answers = sum(request.n * request.sampling.max_tokens for request in job.requests)
-    admission.hold(prompts + answers, param=_length_field(job.body))
+    admission.reserve(prompts + answers, param=_length_field(job.body))
     try:
         outputs = server.runtime.generate(*job.requests, meter=admission)
     except BaseException:
-        admission.let_go()
+        admission.release()
         raise
     admission.use(prompts)
     return outputs
 
 
-def _length_field(body: SamplingFields) -> str:
-    """The field that says how long an answer may be, by the name that was used or is to be."""
+def _length_field(body: CompletionFields) -> str:
+    """The name of the field that bounds the answer's length: the one that was sent, or the current one."""
     is_older = body.max_tokens is not None or isinstance(body, CompletionRequest)
     return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def _marks(calling: Calling | None, thinking: Thinking | None) -> list[str]:
-    """Strings by which an answer is read."""
+def _tags(calling: Calling | None, thinking: Thinking | None) -> list[str]:
+    """The strings that separate the parts of an answer."""
     return [*([] if calling is None else [calling.form.trigger]), *([] if thinking is None else [BEGIN, END])]
 
 
 def check_model(model: str | None, server: Server) -> None:
+    """Raise NotFound for a model that is not served."""
     if model is not None and model not in server.settings.served_model_names:
         raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
 
 
 def render(
-    messages: list[Message], body: ChatTemplateFields, tokenizer: ChatTokenizer, tools: Sequence[Tool] = ()
+    messages: list[ChatMessage],
+    body: ChatTemplateFields,
+    tokenizer: ChatTokenizer,
+    tools: Sequence[ToolDefinition] = (),
 ) -> list[int]:
+    """The tokens of a conversation by the model's chat template. Raises InvalidRequest."""
     if body.continue_final_message and body.add_generation_prompt:
         reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
         raise InvalidRequest(reason, param="continue_final_message")
-    plain = [_for_template(message, f"messages.{place}") for place, message in enumerate(messages)]
+    plain = [_for_template(message, f"messages.{index}") for index, message in enumerate(messages)]
     signatures: list[JsonValue] = [tool.model_dump(exclude_none=True, mode="json") for tool in tools]
     if form_of(tokenizer.chat_template) is None:
-        plain, signatures = told(plain, signatures), []
+        plain, signatures = with_tools_in_text(plain, signatures), []
     return tokenizer.render_chat(
         plain,
         tools=signatures,
@@ -230,11 +256,11 @@ def render(
     )
 
 
-def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
-    """A message as templates take it. Raises InvalidRequest."""
-    says = message.content if message.content is not None else message.refusal
+def _for_template(message: ChatMessage, param: str) -> dict[str, JsonValue]:
+    """A message in the form of chat templates. Raises InvalidRequest."""
+    content = message.content if message.content is not None else message.refusal
     thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if says is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
+    if content is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
         param = f"{param}.content"
         raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
     if message.tool_calls and message.role != "assistant":
@@ -243,18 +269,18 @@ def _for_template(message: Message, param: str) -> dict[str, JsonValue]:
     if message.role == "tool" and message.tool_call_id is None:
         param = f"{param}.tool_call_id"
         raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
-    # 'developer' is OpenAI's newer word for 'system', and templates know the older one.
+    # 'developer' is OpenAI's newer name of 'system'; templates know the older one.
     plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
-    plain["content"] = "" if says is None else text_of(says)
-    beside = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
-    plain |= {name: value for name, value in beside.items() if value is not None}
+    plain["content"] = "" if content is None else text_of(content)
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
+    plain |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [_past_call(call, f"{param}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
     return plain
 
 
 def _past_call(call: ToolCall, param: str) -> JsonValue:
-    """With the arguments as values, which is what templates write down."""
+    """A call of an earlier turn, with its arguments parsed, as templates expect."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError as error:
@@ -264,6 +290,7 @@ def _past_call(call: ToolCall, param: str) -> JsonValue:
 
 
 def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
+    """Raise InvalidRequest for a token outside of the vocabulary."""
     for token_id in ids:
         if token_id >= card.vocab_size:
             raise InvalidRequest(
@@ -279,7 +306,7 @@ def _check_fields(body: Completion, server: Server) -> None:
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
-        raise InvalidRequest("'max_tokens' may be 0 only where 'echo' asks for the prompt.", param="max_tokens")
+        raise InvalidRequest("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
     if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
@@ -292,8 +319,8 @@ def _check_fields(body: Completion, server: Server) -> None:
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
 
 
-def _refuse_unsupported(body: SamplingFields, server: Server) -> None:
-    """Refuse what cannot be honoured, and log once what is not known at all."""
+def _refuse_unsupported(body: CompletionFields, server: Server) -> None:
+    """Refuse fields that cannot be honoured, and log unknown ones once."""
     extra = body.model_extra or {}
     refuse(extra, _HARMLESS)
     if isinstance(body, ChatCompletionRequest):
@@ -304,7 +331,7 @@ def _refuse_unsupported(body: SamplingFields, server: Server) -> None:
 
 
 def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
-    """Raise InvalidRequest for the first field that asks for something."""
+    """Raise InvalidRequest for the first field with an effect that is not supported."""
     for name, value in extra.items():
         if value is None or name not in harmless or value in harmless[name]:
             continue
@@ -330,51 +357,24 @@ def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[l
     return encoded or [single]
 
 
-async def _encode_prediction(body: SamplingFields, server: Server) -> tuple[int, ...]:
+async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:
     if body.prediction is None:
         return ()
     text = text_of(body.prediction.content)
     return tuple(await server.runtime.off_loop(lambda: server.runtime.tokenizer.encode(text)))
 
 
-def _sampling(
-    body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, shows_specials: bool
-) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    if body.top_p == 0:  # none but the likeliest token
-        temperature = 0.0
-    return SamplingParams(
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min(body.min_tokens or 0, max_tokens),
-        temperature=max(temperature, _LOWEST_TEMPERATURE) if temperature > 0 else 0.0,
-        top_p=body.top_p or 1.0,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=tuple(sorted((body.logit_bias or {}).items())),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        include_stop_in_output=body.include_stop_str_in_output is True,
-        ignore_eos=body.ignore_eos is True,
-        skip_special_tokens=body.skip_special_tokens is not False and not shows_specials,
-        num_logprobs=num_logprobs,
-    )
-
-
-def _speculation(body: SamplingFields) -> SpeculationParams:
-    wishes = body.speculation
-    if wishes is None:
+def _speculation(body: CompletionFields) -> SpeculationParams:
+    wanted = body.speculation
+    if wanted is None:
         return SpeculationParams()
-    # Only chunks tell of single steps; an answer that is sent whole has no place for it.
-    trace = wishes.trace is True and body.stream is True
-    return SpeculationParams(enabled=wishes.enabled is not False, max_budget=wishes.max_budget, trace=trace)
+    # Only chunks report single steps; an unstreamed answer has no field for it.
+    trace = wanted.trace is True and body.stream is True
+    return SpeculationParams(enabled=wanted.enabled is not False, max_budget=wanted.max_budget, trace=trace)
 
 
-def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, source: str) -> int:
-    """How many tokens may be generated: as many as are asked for, at most the rest of the context and the server's cap.
+def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, source: str) -> int:
+    """How many tokens may be generated: as many as requested, within the rest of the context and the server's cap.
     Raises InvalidRequest for a prompt that leaves no room."""
     context = server.runtime.card.max_model_len
     room, cap = context - prompt_tokens, server.settings.max_output_tokens or context
@@ -382,16 +382,16 @@ def _max_tokens(body: SamplingFields, prompt_tokens: int, server: Server, *, sou
         raise InvalidRequest(f"'{source}' must not be empty.", param=source)
     if room < 1:
         raise _too_long(context, f"your {source} resulted in {prompt_tokens} tokens", source)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if asked is not None and (body.min_tokens or 0) > asked:
-        raise InvalidRequest(f"'min_tokens' must not exceed the {asked} tokens allowed.", param="min_tokens")
-    # Agents ask for more than any context holds; where the answer is cut, its finish_reason says so.
-    return min(room, cap) if asked is None else max(1, min(room, cap, asked))
+    requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if requested is not None and (body.min_tokens or 0) > requested:
+        raise InvalidRequest(f"'min_tokens' must not exceed the {requested} tokens allowed.", param="min_tokens")
+    # Agents request more than any context holds; the finish_reason reports where an answer was cut.
+    return min(room, cap) if requested is None else max(1, min(room, cap, requested))
 
 
-def _too_long(context: int, however: str, source: str) -> InvalidRequest:
+def _too_long(context: int, problem: str, source: str) -> InvalidRequest:
     return InvalidRequest(
-        f"This model's maximum context length is {context} tokens. However, {however}. "
+        f"This model's maximum context length is {context} tokens. However, {problem}. "
         f"Please reduce the length of the {source}.",
         param=source,
         code="context_length_exceeded",

@@ -1,4 +1,4 @@
-"""How `/v1/responses` words an answer: items of text and of calls, whole or as events in order."""
+"""The answers of `/v1/responses`: items of thoughts, text and calls, whole or as a sequence of events."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,10 +7,9 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from service.api.errors import error_event
-from service.api.reply import Body, Choice, Reply
+from service.api.reply import Json, Totals
 from service.api.request_builder import Job
-from service.api.responses_schemas import ResponsesRequest
-from service.api.responses_tools import INPUT, ClientTools
+from service.api.responses_schemas import INPUT, ClientTools, ResponsesRequest
 from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
@@ -18,70 +17,71 @@ from service.tokenizer import ChatTokenizer
 from service.tools import Piece
 
 
-class _Kind(NamedTuple):
-    """Of items."""
+class _ItemType(NamedTuple):
+    """How items of one type are written."""
 
     name: str
     prefix: str  # of ids
-    events: str  # of how one grows
-    part: Body | None  # what its content is one of; None: it is a call
-    says: str = "text"  # where it has what grows
+    events: str  # name of the events with which one grows
+    part: Json | None  # the fixed fields of its content part; None: it is a call
+    field: str = "text"  # which grows
 
 
-_NO_LOGPROBS: Body = {"logprobs": []}
-_MESSAGE = _Kind("message", "msg", "output_text", {"type": "output_text", "annotations": [], **_NO_LOGPROBS})
-_THOUGHT = _Kind("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
-_CALL = _Kind("function_call", "fc", "function_call_arguments", None, "arguments")
-_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", None, "input")
+_NO_LOGPROBS: Json = {"logprobs": []}
+_MESSAGE = _ItemType("message", "msg", "output_text", {"type": "output_text", "annotations": [], **_NO_LOGPROBS})
+_THOUGHT = _ItemType("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
+_CALL = _ItemType("function_call", "fc", "function_call_arguments", None, "arguments")
+_CUSTOM = _ItemType("custom_tool_call", "ctc", "custom_tool_call_input", None, "input")
 
 
 class _Item(NamedTuple):
     """An item of the output while it grows."""
 
-    kind: _Kind
-    place: int  # among the items
-    head: Body  # what does not grow
+    kind: _ItemType
+    position: int  # among the items
+    head: Json  # the fields that do not grow
 
     @property
-    def where(self) -> Body:
-        """It, in events."""
-        inside: Body = {} if self.kind.part is None else {"content_index": 0}
-        return {"item_id": self.head["id"], "output_index": self.place, **inside}
+    def location(self) -> Json:
+        """The fields by which events refer to the item."""
+        inside: Json = {} if self.kind.part is None else {"content_index": 0}
+        return {"item_id": self.head["id"], "output_index": self.position, **inside}
 
     @property
-    def beside(self) -> Body:
-        """What events of its text hold, too."""
+    def extra(self) -> Json:
+        """Further fields of the events of its text."""
         return _NO_LOGPROBS if self.kind is _MESSAGE else {}
 
-    def part(self, text: str) -> Body:
+    def part(self, text: str) -> Json:
+        """Its content part with this text."""
         return {**(self.kind.part or {}), "text": text}
 
-    def whole(self, text: str, status: str) -> Body:
+    def whole(self, text: str, status: str) -> Json:
+        """The item with this text."""
         if self.kind.part is None:
-            return {**self.head, "status": status, self.kind.says: text}
+            return {**self.head, "status": status, self.kind.field: text}
         content: list[JsonValue] = [] if status == "in_progress" else [self.part(text)]
         return {**self.head, "status": status, "content": content}
 
 
-class ResponseReply(Reply):
-    """One answer; `keep` is told the finished response."""
-
-    whole_object = chunk_object = "response"
+class ResponseReply:
+    """A response, whole or as events; `keep` is called with the finished one."""
 
     def __init__(
         self,
         job: Job,
         card: ModelCard,
         tokenizer: ChatTokenizer,
-        asked: ResponsesRequest,
+        request: ResponsesRequest,
         tools: ClientTools,
-        keep: Callable[[Body], None],
+        keep: Callable[[Json], None],
     ) -> None:
-        super().__init__(job, card, tokenizer)
-        self._asked = asked
+        self._job = job
+        self._card = card
+        self._totals = Totals(job, card, tokenizer)
+        self._request = request
         self._tools = tools
         self._keep = keep
-        self._id = f"resp_{job.origin.uid}"
         self._reader = job.reader()
         self._done: list[JsonValue] = []
         self._open: _Item | None = None
@@ -89,45 +89,47 @@ class ResponseReply(Reply):
         self._reason: FinishReason | None = None
         self._has_begun = False
 
-    def whole(self, outputs: Iterable[SequenceOutput]) -> Body:
+    def whole(self, outputs: Iterable[SequenceOutput]) -> Json:
+        """The body of an unstreamed answer."""
         for output in outputs:
             for _ in self.chunks(output):
                 pass
         return self._finished()
 
-    def chunks(self, output: SequenceOutput) -> Iterator[Body]:
-        self._count(output)
+    def chunks(self, output: SequenceOutput) -> Iterator[Json]:
+        """The events of one engine output."""
+        self._totals.add(output)
         if not self._has_begun:
             self._has_begun = True
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
         for piece in self._reader.read(output.text, ends=output.finish_reason is not None, is_cut=output.is_cut):
-            yield from self._told(piece)
+            yield from self._events_of(piece)
         if output.finish_reason is not None:
             self._reason = output.finish_reason
-            if not self._done and self._open is None:  # an answer of no words is one, too
+            if not self._done and self._open is None:  # an empty answer has an empty message
                 yield from self._begin(_MESSAGE, role="assistant")
             yield from self._close("completed" if self._reason == "stop" else "incomplete")
 
-    def trailer(self) -> Iterator[Body]:
+    def trailer(self) -> Iterator[Json]:
+        """The event that holds the finished response."""
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, error: RequestError) -> Body:
+    def failure(self, error: RequestError) -> Json:
+        """The event that ends a failed stream."""
         return {**error_event(error)}
 
     def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
+        """The event with its sequence number."""
         return {**chunk, "sequence_number": number}
 
-    def _choice(self, number: int, choice: Choice) -> Body:
-        raise AssertionError("a response has items, no choices")
-
-    def _told(self, piece: Piece) -> Iterator[Body]:
-        """What a piece of the answer makes of the items."""
+    def _events_of(self, piece: Piece) -> Iterator[Json]:
+        """The events of one piece of the answer, which may end an item and begin another."""
         if piece.kind == "name":
             yield from self._close("completed")
-            tool, call_id = self._tools.find(piece.text), self._job.call_id(0, piece.call)
-            within: Body = {} if tool.namespace is None else {"namespace": tool.namespace}
+            tool, call_id = self._tools.find(piece.text), self._job.id_of("call", 0, piece.call)
+            within: Json = {} if tool.namespace is None else {"namespace": tool.namespace}
             yield from self._begin(_CUSTOM if tool.is_custom else _CALL, call_id=call_id, name=tool.name, **within)
             return
         if piece.kind == "thought" and self._open is None:
@@ -137,21 +139,21 @@ class ResponseReply(Reply):
             yield from self._begin(_MESSAGE, role="assistant")
         assert self._open is not None, "an item has begun"
         self._text += piece.text
-        if self._open.kind is not _CUSTOM:  # whose text is known when it is whole
+        if self._open.kind is not _CUSTOM:  # the text of a custom call is known when its JSON is complete
             yield self._delta(self._open, piece.text)
 
-    def _delta(self, item: _Item, text: str) -> Body:
-        return self._event(f"response.{item.kind.events}.delta", **item.where, delta=text, **item.beside)
+    def _delta(self, item: _Item, text: str) -> Json:
+        return self._event(f"response.{item.kind.events}.delta", **item.location, delta=text, **item.extra)
 
-    def _begin(self, kind: _Kind, **more: JsonValue) -> Iterator[Body]:
-        head: Body = {"id": self._job.id_of(kind.prefix, len(self._done)), "type": kind.name, **more}
+    def _begin(self, kind: _ItemType, **more: JsonValue) -> Iterator[Json]:
+        head: Json = {"id": self._job.id_of(kind.prefix, len(self._done)), "type": kind.name, **more}
         self._open, self._text = _Item(kind, len(self._done), head), ""
         item = self._open
-        yield self._event("response.output_item.added", output_index=item.place, item=item.whole("", "in_progress"))
+        yield self._event("response.output_item.added", output_index=item.position, item=item.whole("", "in_progress"))
         if kind.part is not None:
-            yield self._event("response.content_part.added", **item.where, part=item.part(""))
+            yield self._event("response.content_part.added", **item.location, part=item.part(""))
 
-    def _close(self, status: str) -> Iterator[Body]:
+    def _close(self, status: str) -> Iterator[Json]:
         if self._open is None:
             return
         item, text, self._open = self._open, self._text, None
@@ -163,66 +165,66 @@ class ResponseReply(Reply):
                 yield self._delta(item, text)
         whole = item.whole(text, status)
         self._done.append(whole)
-        named: Body = {"name": item.head["name"]} if item.kind is _CALL else {}
-        whole_text: Body = {item.kind.says: text, **item.beside, **named}
-        yield self._event(f"response.{item.kind.events}.done", **item.where, **whole_text)
+        named: Json = {"name": item.head["name"]} if item.kind is _CALL else {}
+        whole_text: Json = {item.kind.field: text, **item.extra, **named}
+        yield self._event(f"response.{item.kind.events}.done", **item.location, **whole_text)
         if item.kind.part is not None:
-            yield self._event("response.content_part.done", **item.where, part=item.part(text))
-        yield self._event("response.output_item.done", output_index=item.place, item=whole)
+            yield self._event("response.content_part.done", **item.location, part=item.part(text))
+        yield self._event("response.output_item.done", output_index=item.position, item=whole)
 
-    def _finished(self) -> Body:
+    def _finished(self) -> Json:
         response = self._response("completed" if self._reason == "stop" else "incomplete")
         self._keep(response)
         return response
 
-    def _event(self, kind: str, /, **fields: JsonValue) -> Body:
+    def _event(self, kind: str, /, **fields: JsonValue) -> Json:
         return {"type": kind, **fields}
 
-    def _response(self, status: str) -> Body:
-        asked, ends = self._asked, status != "in_progress"
-        told: Body = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
+    def _response(self, status: str) -> Json:
+        request, ends = self._request, status != "in_progress"
+        sent: Json = request.model_dump(mode="json", by_alias=True, exclude_none=True)
         return {
-            "id": self._id,
+            "id": f"resp_{self._job.origin.uid}",
             "object": "response",
             "created_at": self._job.origin.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": told.get("metadata", {}),
-            "model": asked.model,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": sent.get("metadata", {}),
+            "model": request.model,
             "output": list(self._done) if ends else [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": asked.store is not False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": told.get("text", {"format": {"type": "text"}}),
-            "tool_choice": told.get("tool_choice", "auto"),
-            "tools": told.get("tools", []),
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "store": request.store is not False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": sent.get("text", {"format": {"type": "text"}}),
+            "tool_choice": sent.get("tool_choice", "auto"),
+            "tools": sent.get("tools", []),
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "usage": self._response_usage() if ends else None,
-            "user": asked.user,
+            "usage": self._usage() if ends else None,
+            "user": request.user,
             "system_fingerprint": self._card.system_fingerprint,
-            "seed": self._job.requests[0].sampling.seed,
+            "seed": self._job.sampling.seed,
         }
 
-    def _response_usage(self) -> Body:
-        usage = self._usage()
+    def _usage(self) -> Json:
+        usage = self._totals.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            # Clients' types ask for the second one: tokens that one would pay for to have them kept.
-            "input_tokens_details": {"cached_tokens": sum(self._cached_tokens.values()), "cache_write_tokens": 0},
+            # Clients' types require the second field: tokens that are charged for being cached.
+            "input_tokens_details": {"cached_tokens": self._totals.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._totals.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
 
 def _parsed(arguments: str) -> dict[str, JsonValue] | None:
-    """Of a call; None: a length cut it off."""
+    """The arguments of a call; None: they are truncated."""
     try:
         found: dict[str, JsonValue] = json.loads(arguments)
     except ValueError:

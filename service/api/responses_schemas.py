@@ -1,27 +1,37 @@
-"""The body of `POST /v1/responses`, as strict as the other ones."""
+"""The body of `POST /v1/responses`, and its tools as functions, which are what models call: a custom tool takes one
+string, and a tool of a namespace is called by both names."""
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
-from service.api.schemas import Body, Form, FunctionName, RefusalPart, Seed, Speculation, TokenCount
+from service.api.schemas import FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
+from service.sampling_params import Body, SamplingFields
 
 
 class InputText(Body):
+    """Text of a message."""
+
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
+InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 
 
 class InputMessage(Body):
+    """A message of the conversation."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True, min_length=1)]
+    content: str | Annotated[list[InputPart], Field(fail_fast=True, min_length=1)]
 
 
 class PastCall(Body):
+    """A function call of an earlier turn."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -31,6 +41,8 @@ class PastCall(Body):
 
 
 class PastCustomCall(Body):
+    """A call of a custom tool in an earlier turn."""
+
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -40,13 +52,15 @@ class PastCustomCall(Body):
 
 
 class CallOutput(Body):
+    """The result of a call."""
+
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | Annotated[list[Part], Field(fail_fast=True)]
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class Reasoning(Body):
-    """Of models that think; nothing of it is told again."""
+    """A thought of an earlier turn; it is not sent to the model."""
 
     type: Literal["reasoning"]
 
@@ -54,7 +68,9 @@ class Reasoning(Body):
 Item = InputMessage | PastCall | PastCustomCall | CallOutput | Reasoning
 
 
-class TextFormat(Form):
+class TextFormat(StrictBody):
+    """The required form of the answer."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: str | None = None
@@ -63,11 +79,15 @@ class TextFormat(Form):
 
 
 class TextOptions(Body):
+    """Options of the answer's text."""
+
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class FunctionTool(Body):
+    """A function that the client runs."""
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
@@ -75,11 +95,15 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class AnyInput(Form):
+class AnyInput(StrictBody):
+    """Any text."""
+
     type: Literal["text"]
 
 
-class GrammarInput(Form):
+class GrammarInput(StrictBody):
+    """Text that a grammar describes."""
+
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
     definition: str
@@ -98,7 +122,7 @@ ClientTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 class Namespace(Body):
-    """Tools of one origin."""
+    """A group of tools under a common name."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -106,7 +130,9 @@ class Namespace(Body):
     tools: list[ClientTool]
 
 
-class NamedTool(Body):
+class ToolReference(Body):
+    """A `tool_choice` that names a tool."""
+
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
@@ -121,10 +147,10 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""What a response has none of, so that all of it is included. Log-probabilities of text are refused."""
+"""Contents that a response never has, so that nothing is left out. Log-probabilities of text are refused."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
     model: str
@@ -133,18 +159,86 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Seed | None = None
+    max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
     include: list[Includable] | None = None
     tools: list[Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolReference | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, JsonValue] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     speculation: Speculation | None = None
-    resume_from: str | None = None  # the id of an event
+    resume_from: str | None = None  # an event id
+
+
+INPUT = "input"
+"""The argument of a custom tool."""
+
+
+class ToolName(NamedTuple):
+    """A tool of the client."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def function_name(item: ToolName | ToolReference | PastCall | PastCustomCall) -> str:
+    """The name of the function that represents a tool."""
+    return item.name if item.namespace is None else f"{item.namespace}__{item.name}"
+
+
+class ClientTools:
+    """The tools of a request, as functions."""
+
+    def __init__(self, tools: Sequence[FunctionTool | CustomTool | Namespace]) -> None:
+        self.functions: list[dict[str, Any]] = []
+        """The tools in the form of chat completions."""
+        self.grammars: dict[str, str] = {}
+        """Lark grammars of custom inputs, by their paths in the request. They are not enforced: calls are JSON."""
+        self._tools: dict[str, ToolName] = {}
+        self._paths: list[str] = []
+        for index, tool in enumerate(tools):
+            if isinstance(tool, Namespace):
+                for inner_index, inner in enumerate(tool.tools):
+                    self._add(inner, f"tools.{index}.tools.{inner_index}", tool)
+            else:
+                self._add(tool, f"tools.{index}", None)
+
+    def find(self, function: str) -> ToolName:
+        """The tool that this function represents."""
+        return self._tools[function]
+
+    def renamed(self, param: str) -> str:
+        """The path of a function's field as a path in the tools of this route."""
+        if not (found := re.match(r"tools\.(\d+)(\.function)?", param)):
+            return param
+        return self._paths[int(found[1])] + param[found.end() :]
+
+    def _add(self, tool: FunctionTool | CustomTool, path: str, within: Namespace | None) -> None:
+        described = ToolName(tool.name, within.name if within else None, isinstance(tool, CustomTool))
+        texts = (within.description if within else None, tool.description)
+        function: dict[str, Any] = {
+            "name": function_name(described),
+            "description": "\n".join(filter(None, texts)) or None,
+        }
+        if isinstance(tool, FunctionTool):
+            function |= {"parameters": tool.parameters, "strict": tool.strict}
+        else:
+            function |= {"parameters": self._input_of(tool, path), "strict": True}
+        kept = {key: value for key, value in function.items() if value is not None}
+        self.functions.append({"type": "function", "function": kept})
+        self._tools[function["name"]] = described
+        self._paths.append(path)
+
+    def _input_of(self, tool: CustomTool, path: str) -> dict[str, Any]:
+        """The schema of a custom tool's arguments; a grammar in Lark is described to the model only."""
+        text: dict[str, Any] = {"type": "string"}
+        if isinstance(tool.format, GrammarInput) and tool.format.syntax == "regex":
+            text["pattern"] = f"^(?:{tool.format.definition})$"
+        elif isinstance(tool.format, GrammarInput):
+            text["description"] = f"In this grammar:\n{tool.format.definition}"
+            self.grammars[f"{path}.format.definition"] = tool.format.definition
+        return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}

@@ -1,10 +1,11 @@
-"""Streams that are taken up again: what an event's id says, and which chunks a client has already.
+"""Resumed streams: what the id of an event holds, and which chunks a client has already received.
 
-An answer is a function of target, prompt, parameters and seed, so nothing is kept of a stream that broke off: it is
-generated again, and what its client has is left out. A place is a count of tokens for each choice, and within what came
-of one step a count of chunks. An event's id holds the places, how many events there have been, digests of what must be
-the same again, and what was drawn by chance; and behind a `~` the tokens that are new with this event, of which choice
-and from where on. Whoever sends these back, of all events in a row, has them verified together instead of generated.
+An answer is a function of target, prompt, parameters and seed. The server therefore keeps nothing of a broken stream:
+it generates the answer again and leaves out what the client has. A position in a choice is a count of tokens and,
+within the tokens of one step, a count of chunks. The id of an event holds the positions, the number of events so far,
+digests of what must be the same again, and the identity of the answer; behind a `~` it holds the tokens that are new
+with this event, with their choice and first position. A client that returns these from all events in a row has the
+tokens verified instead of generated.
 """
 
 import base64
@@ -15,65 +16,65 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from service.api.request_builder import Completion, Job, Origin, check_token_ids
-from service.api.sse import Chunk, Event, Marks, StreamForm
+from service.api.reply import merged
+from service.api.request_builder import AnswerIdentity, Completion, Job, check_token_ids
+from service.api.sse import Chunk, Event, EventIds, StreamForm
 from service.engine.requests import SequenceOutput
-from service.errors import Conflict, InvalidRequest, RequestError
+from service.errors import Conflict, InvalidRequest
 from service.runtime import Runtime
 
 HEADER = "last-event-id"
 _FIELD = "resume_from"
-_WIRE = struct.Struct(">16sQq8s8s")  # id and time of creation of the answer, seed, digests of the model and the request
-_PLACE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}):(\d{1,4}))?")
+_WIRE = struct.Struct(">16sQq8s8s")  # the identity's uid, time and seed; digests of the model and of the request
+_POSITION = re.compile(r"(\d{1,9})(?:\+(\d{1,9}):(\d{1,4}))?")
 _COUNT = re.compile(r"\d{1,9}")
 _END = "end"
-_SAID = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
+_TOKENS = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
 
 
-class Place(NamedTuple):
-    """How much of one choice a client has."""
+class StreamPosition(NamedTuple):
+    """How much of one choice a client has received."""
 
-    tokens: int = 0  # of which it has everything
-    more: int = 0  # tokens behind them, which came in several chunks
-    chunks: int = 0  # of these it has so many
+    tokens: int = 0  # received completely
+    partial: int = 0  # further tokens, which came in several chunks
+    chunks: int = 0  # of these chunks so many were received
 
     def __str__(self) -> str:
-        return f"{self.tokens}+{self.more}:{self.chunks}" if self.more else str(self.tokens)
+        return f"{self.tokens}+{self.partial}:{self.chunks}" if self.partial else str(self.tokens)
 
 
 class Digests(NamedTuple):
-    """Of what must be the same for an answer to go on."""
+    """Hashes of what must be unchanged for an answer to be resumed."""
 
     model: bytes
-    asked: bytes
+    request: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a client says it has of an answer."""
+class ResumePoint:
+    """What a client has received of an answer."""
 
-    param: str  # where it says so
-    places: tuple[Place, ...]
+    param: str  # the field or header that reports it
+    positions: tuple[StreamPosition, ...]  # one per choice
     num_events: int = 0
-    has_end: bool = False  # nothing but the end of the stream is left
-    origin: Origin | None = None  # None: a mere count says nothing of it
+    has_end: bool = False  # only the end of the stream is missing
+    origin: AnswerIdentity | None = None  # None: a bare count does not hold it
     digests: Digests | None = None
-    said: tuple[tuple[int, ...], ...] = ()  # tokens that each choice begins with, as far as the client tells them
+    tokens: tuple[tuple[int, ...], ...] = ()  # the first tokens of each choice, as far as the client returns them
 
     def check(self, job: Job, digests: Digests) -> None:
-        """Raise what keeps this answer from going on."""
+        """Raise Conflict or InvalidRequest if the answer cannot be resumed with this job."""
         if self.digests is not None and self.digests.model != digests.model:
             raise Conflict(
                 f"'{self.param}' belongs to an answer of another model, or under another system_fingerprint.",
                 param=self.param,
                 code="other_system_fingerprint",
             )
-        if self.digests is not None and self.digests.asked != digests.asked:
+        if self.digests is not None and self.digests.request != digests.request:
             raise Conflict(
                 f"'{self.param}' belongs to another request: send the same body again (stream_options may differ).",
                 param=self.param,
@@ -82,170 +83,158 @@ class Taken:
         if self.origin is None and len(job.requests) > 1 and job.requests[0].sampling.temperature:
             message = f"'{self.param}' as counts goes with one prompt, for each has a seed: send the last event's id."
             raise InvalidRequest(message, param=self.param)
-        if len(self.places) != job.num_choices:
-            count = f"it counts tokens of {len(self.places)} choices, and the request has {job.num_choices}"
+        if len(self.positions) != job.num_choices:
+            count = f"it counts tokens of {len(self.positions)} choices, and the request has {job.num_choices}"
             raise InvalidRequest(f"Invalid value for '{self.param}': {count}.", param=self.param)
 
 
-def taken_by(body: Completion, header: str | None) -> Taken | None:
-    """What the client of a stream has of it, by the field or by the header of clients that reconnect. Raises
-    InvalidRequest."""
+def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
+    """Where the client of a stream resumes it, by the field or by the header of reconnecting clients; None: it begins.
+    Raises InvalidRequest."""
     value, param = (header, HEADER) if body.resume_from is None else (body.resume_from, _FIELD)
     if value is None:
         return None
     if not body.stream:
         raise InvalidRequest(f"'{param}' is only allowed when 'stream' is true.", param=param)
     if body.speculation is not None and body.speculation.trace:
-        reason = "what steps did cannot be told again: a trace cannot go on."
+        reason = "the steps of the first run cannot be repeated, so a trace cannot go on."
         raise InvalidRequest(f"'speculation.trace' beside '{param}': {reason}", param="speculation.trace")
     if isinstance(value, str):
         return _parsed(value, param)
     if body.seed is None and body.temperature != 0:
         raise InvalidRequest(f"'{param}' as a count needs the answer's 'seed'.", param="seed")
-    return Taken(param, tuple(map(Place, [value] if isinstance(value, int) else value)))
+    return ResumePoint(param, tuple(map(StreamPosition, [value] if isinstance(value, int) else value)))
 
 
-async def marked(job: Job, asked: BaseModel, taken: Taken | None, runtime: Runtime) -> tuple[Job, Marks]:
-    """The job as its stream needs it, and the marks of that. `asked`: the body as it came. Raises RequestError."""
+async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runtime: Runtime) -> tuple[Job, EventIds]:
+    """The job as its stream needs it, and the ids of its events. `sent`: the body as it came. Raises RequestError."""
     if job.requests[0].speculation.trace:
-        return job, Unmarked()
-    digests = await runtime.off_loop(partial(_digests_of, job, asked, runtime.card.system_fingerprint))
-    if taken is not None:
-        taken.check(job, digests)
-        for tokens in taken.said:
-            check_token_ids(tokens, runtime.card, param=taken.param)
-        job = _resumed(job, taken)
-    return job, Marked(job, digests, taken)
+        return job, NoIds()
+    digests = await runtime.off_loop(partial(_digests_of, job, sent, runtime.card.system_fingerprint))
+    if resumed is not None:
+        resumed.check(job, digests)
+        for tokens in resumed.tokens:
+            check_token_ids(tokens, runtime.card, param=resumed.param)
+        job = _resumed(job, resumed)
+    return job, ResumableIds(job, digests, resumed)
 
 
-def _digests_of(job: Job, asked: BaseModel, system_fingerprint: str) -> Digests:
-    """Of a request: all fields but how it streams; and its prompts, for a template may tell the time."""
-    fields = asked.model_dump_json(exclude={"stream_options", _FIELD})
+def _digests_of(job: Job, sent: BaseModel, system_fingerprint: str) -> Digests:
+    """Digests of all fields but those of streaming, and of the prompts: a template may insert the time."""
+    fields = sent.model_dump_json(exclude={"stream_options", _FIELD})
     prompts = [(list(request.prompt), request.sampling.max_tokens) for request in job.requests]
-    return Digests(_digest(system_fingerprint), _digest(f"{type(asked).__name__} {prompts} {fields}"))
+    return Digests(_digest(system_fingerprint), _digest(f"{type(sent).__name__} {prompts} {fields}"))
 
 
-class Unmarked:
+class NoIds:
     """Events without ids."""
 
-    num_taken = 0
+    num_received = 0
 
-    def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
+    def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
+        """As in EventIds."""
         return ((chunk, None) for chunk in form.chunks(output))
 
-    def ends(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
+    def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
+        """As in EventIds."""
         return ((chunk, None) for chunk in trailer)
 
 
-class Marked:
-    """The events of one stream with their ids, without those that its client has already."""
+class ResumableIds:
+    """Events with the ids by which a stream is resumed, without those that its client has received."""
 
-    def __init__(self, job: Job, digests: Digests, taken: Taken | None) -> None:
-        self._first_choice = job.first_choice
-        origin = job.origin
-        packed = _WIRE.pack(bytes.fromhex(origin.uid), origin.created, origin.seed, *digests)
+    def __init__(self, job: Job, digests: Digests, resumed: ResumePoint | None) -> None:
+        self._job = job
+        packed = _WIRE.pack(bytes.fromhex(job.origin.uid), job.origin.created, job.origin.seed, *digests)
         self._head = base64.urlsafe_b64encode(packed).rstrip(b"=").decode()
-        self._param = "" if taken is None else taken.param
-        self._taken = (Place(),) * job.num_choices if taken is None else taken.places
-        self._has_end = taken is not None and taken.has_end
-        self.num_taken = 0 if taken is None else taken.num_events
-        self._num_events = self.num_taken
-        self._places = [Place() for _ in range(job.num_choices)]
-        self._held: dict[int, list[SequenceOutput]] = {}  # outputs of which the client has some chunks, by choice
-        self._unmarked: dict[int, list[int]] = {}  # tokens behind the last event with an id, by choice
+        self._resumed = resumed or ResumePoint("", (StreamPosition(),) * job.num_choices)
+        self.num_received = self._num_events = self._resumed.num_events
+        self._positions = [StreamPosition() for _ in range(job.num_choices)]
+        self._held: dict[int, list[SequenceOutput]] = {}  # outputs whose chunks the client has in part, by choice
+        self._new_tokens: dict[int, list[int]] = {}  # tokens that no id has held yet, by choice
 
-    def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
-        """What is new to the client. Raises InvalidRequest when it claims more than there is."""
-        choice = self._first_choice[output.request_id] + output.index
-        taken, before = self._taken[choice], self._places[choice].tokens
+    def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
+        """The events that are new to the client. Raises InvalidRequest if it claims more than the answer has."""
+        choice = self._job.choice_of(output)
+        received, before = self._resumed.positions[choice], self._positions[choice].tokens
         held = [*self._held.pop(choice, ()), output]
         after = before + sum(len(one.token_ids) for one in held)
-        if output.finish_reason is not None and after < taken.tokens + taken.more:
-            raise self._beyond(choice, after)
-        begins_behind = before >= taken.tokens
-        assert begins_behind or after <= taken.tokens, "outputs are cut where the client was cut off"
-        if begins_behind and after < taken.tokens + taken.more:
+        end = received.tokens + received.partial
+        if output.finish_reason is not None and after < end:
+            reason, param = f"choice {choice} has no more than {after} tokens", self._resumed.param
+            raise InvalidRequest(f"Invalid value for '{param}': {reason}.", param=param)
+        is_new = before >= received.tokens
+        assert is_new or after <= received.tokens, "outputs are cut where the client was cut off"
+        if is_new and after < end:
             self._held[choice] = held
             return
-        merged = _merged(held)
-        if begins_behind:
-            self._unmarked.setdefault(choice, []).extend(merged.token_ids)
-        chunks = list(form.chunks(merged))
-        known = len(chunks) if not begins_behind else taken.chunks if before < taken.tokens + taken.more else 0
+        whole = merged(held)
+        if is_new:
+            self._new_tokens.setdefault(choice, []).extend(whole.token_ids)
+        chunks = list(form.chunks(whole))
+        num_known = len(chunks) if not is_new else received.chunks if before < end else 0
         for count, chunk in enumerate(chunks, start=1):
             is_last = count == len(chunks)
-            self._places[choice] = Place(after) if is_last else Place(before, after - before, count)
-            if count > known:
-                said = self._unmarked.pop(choice, [])
-                yield chunk, f"{self._id()}{_worded(choice, after, said)}"
-        self._places[choice] = Place(after)
+            self._positions[choice] = (
+                StreamPosition(after) if is_last else StreamPosition(before, after - before, count)
+            )
+            if count > num_known:
+                tokens = self._new_tokens.pop(choice, [])
+                yield chunk, f"{self._next_id()}{_encoded(choice, after, tokens)}"
+        self._positions[choice] = StreamPosition(after)
 
-    def ends(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
+    def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
+        """As in EventIds."""
         for chunk in trailer:
-            if not self._has_end:
-                yield chunk, f"{self._id()}.{_END}"
+            if not self._resumed.has_end:
+                yield chunk, f"{self._next_id()}.{_END}"
 
-    def _id(self) -> str:
-        """Of the next event."""
+    def _next_id(self) -> str:
+        """The id of the next event, without its new tokens."""
         self._num_events += 1
-        # Some choices may not have been generated as far again as the client has them.
-        places = ",".join(map(str, map(max, self._places, self._taken)))
-        return f"{self._head}.{places}.{self._num_events}"
-
-    def _beyond(self, choice: int, tokens: int) -> RequestError:
-        reason = f"choice {choice} has no more than {tokens} tokens"
-        return InvalidRequest(f"Invalid value for '{self._param}': {reason}.", param=self._param)
+        # Some choices may not have been generated up to the client's position yet.
+        positions = ",".join(map(str, map(max, self._positions, self._resumed.positions)))
+        return f"{self._head}.{positions}.{self._num_events}"
 
 
-def _resumed(job: Job, taken: Taken) -> Job:
-    """The job with its outputs cut wherever a client may have been cut off, and told what it has said."""
-    counts = [place.tokens + place.more for place in taken.places]
+def _resumed(job: Job, resumed: ResumePoint) -> Job:
+    """The job with outputs cut where the client may have been cut off, and with the tokens that it returned."""
+    counts = [position.tokens + position.partial for position in resumed.positions]
     requests = []
     for request in job.requests:
         first = job.first_choice[request.request_id]
         choices = slice(first, first + request.n)
-        requests.append(replace(request, singly=max(request.singly, *counts[choices]), said=taken.said[choices]))
+        requests.append(replace(request, singly=max(request.singly, *counts[choices]), said=resumed.tokens[choices]))
     return replace(job, requests=tuple(requests))
 
 
-def _worded(choice: int, after: int, said: Sequence[int]) -> str:
-    """What an id says of the tokens that end so many tokens behind the choice's beginning."""
-    return f"~{choice}@{after - len(said)}:{','.join(map(str, said))}" if said else ""
+def _encoded(choice: int, end: int, tokens: Sequence[int]) -> str:
+    """The part of an id that holds new tokens of a choice; `end`: the position after them."""
+    return f"~{choice}@{end - len(tokens)}:{','.join(map(str, tokens))}" if tokens else ""
 
 
-def _merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
-    """One output of several that follow each other."""
-    if len(outputs) == 1:
-        return outputs[0]
-    has_logprobs = outputs[-1].logprobs is not None
-    return replace(
-        outputs[-1],
-        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
-        text="".join(output.text for output in outputs),
-        logprobs=tuple(chain.from_iterable(output.logprobs or () for output in outputs)) if has_logprobs else None,
-        prompt_logprobs=outputs[0].prompt_logprobs,
-    )
-
-
-def _parsed(event_id: str, param: str) -> Taken:
-    """Raises InvalidRequest."""
-    event_id, *said = event_id.split("~")
-    head, places, count, end = [*event_id.split(".", 3), "", "", ""][:4]
-    matches = [_PLACE.fullmatch(place) for place in places.split(",")]
-    runs = [_SAID.fullmatch(run) for run in said]
+def _parsed(event_id: str, param: str) -> ResumePoint:
+    """The resume point that an event id holds. Raises InvalidRequest."""
+    event_id, *tokens = event_id.split("~")
+    head, positions, count, end = [*event_id.split(".", 3), "", "", ""][:4]
+    matches = [_POSITION.fullmatch(position) for position in positions.split(",")]
+    runs = [_TOKENS.fullmatch(run) for run in tokens]
     try:
-        uid, created, seed, model, asked = _WIRE.unpack(base64.b64decode(head + "=" * (-len(head) % 4), b"-_", True))
+        uid, created, seed, *digests = _WIRE.unpack(base64.b64decode(head + "=" * (-len(head) % 4), b"-_", True))
     except (binascii.Error, struct.error, ValueError):
         matches = [None]
     if None in matches or None in runs or _COUNT.fullmatch(count) is None or end not in ("", _END):
         raise InvalidRequest(f"Invalid value for '{param}': it is no id of this server's events.", param=param)
-    found = tuple(Place(*(int(number or 0) for number in match.groups())) for match in matches if match is not None)
-    known = _known(len(found), (match.groups() for match in runs if match is not None))
-    return Taken(param, found, int(count), bool(end), Origin(uid.hex(), created, seed), Digests(model, asked), known)
+    found = tuple(
+        StreamPosition(*(int(number or 0) for number in match.groups())) for match in matches if match is not None
+    )
+    joined = _joined(len(found), (match.groups() for match in runs if match is not None))
+    identity = AnswerIdentity(uid.hex(), created, seed)
+    return ResumePoint(param, found, int(count), bool(end), identity, Digests(*digests), joined)
 
 
-def _known(num_choices: int, runs: Iterable[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """What each choice begins with: of runs (choice, start, tokens) those that follow each other without a gap."""
+def _joined(num_choices: int, runs: Iterable[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """The first tokens of each choice: of the runs (choice, start, tokens), those that follow each other gaplessly."""
     known: list[list[int]] = [[] for _ in range(num_choices)]
     for choice, start, tokens in runs:
         if int(choice) < num_choices and int(start) == len(known[int(choice)]):

@@ -1,49 +1,37 @@
-"""The request bodies, as strict as OpenAI is: no string for a number, no bool for an integer.
-
-Only types and ranges live here; what depends on the model or on several fields is checked by the request builder.
-Fields that are not declared stay reachable in `model_extra`.
-"""
+"""The request bodies: types and ranges only. The request builder checks what depends on the model or on several
+fields."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
+
+from service.sampling_params import Body, SamplingFields, TokenCount, TokenIds
 
 MOST_CHOICES = 8
 MOST_PROMPTS = 256
-_MOST_STOPS = 16
-_LONGEST_STOP = 1024
 _MOST_LOGPROBS = 20
 _MOST_TOOLS = 128
-_MOST_BIASED_TOKENS = 1024
 
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
-TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
-TokensTaken = Annotated[int, Field(ge=0, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 EventId = Annotated[str, Field(min_length=1)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-ResumeFrom = TokensTaken | Annotated[list[TokensTaken], Field(fail_fast=True, min_length=1)] | EventId
+ResumeFrom = TokenCount | Annotated[list[TokenCount], Field(fail_fast=True, min_length=1)] | EventId
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
-LEAST_RELEASE_SECONDS = 0.001
-"""Between two events: as many as a request may have sent that says nothing yet."""
+LEAST_RELEASE_SECONDS = 0.001  # between two events
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
-
-
-class Form(Body):
-    """A part that says what an answer must be. A key that is not known is refused: the wish would be dropped."""
+class StrictBody(Body):
+    """A part that constrains the answer. Unknown fields are refused, because a constraint must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(Body):
+    """Options of a stream."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -51,7 +39,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """A request's own wishes about speculation."""
+    """Options of speculation; they change the speed of an answer, never its text."""
 
     enabled: bool | None = None
     max_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -60,18 +48,21 @@ class Speculation(Body):
 
 
 class TextPart(Body):
+    """Text of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Body):
-    """In messages of the assistant's."""
+    """A refusal in a message of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
+        """The refusal as text."""
         return self.refusal
 
 
@@ -85,121 +76,122 @@ class _HasText(Protocol):
 
 
 def text_of(content: str | Sequence[_HasText]) -> str:
-    """Content as one string; parts are joined by line breaks, so that no word can form across their border."""
+    """Content as one string. Line breaks join its parts, so that no word forms across their border."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class Prediction(Body):
+    """OpenAI's predicted output, from which drafts are taken."""
+
     type: Literal["content"]
     content: Content
 
 
 class FunctionCall(Body):
+    """Name and arguments of a call."""
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
+    """A call in a message of the assistant."""
+
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class Message(Body):
+class ChatMessage(Body):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as newer servers call it
+    reasoning: str | None = None  # newer servers' name of the same field
     refusal: str | None = None
     tool_call_id: str | None = None
 
 
 class Function(Body):
+    """A function that the client runs."""
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class ToolDefinition(Body):
+    """A tool that the answer may call."""
+
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
+class ChosenFunction(Body):
+    """The name of a function."""
+
     name: str
 
 
-class NamedTool(Body):
+class ToolChoice(Body):
+    """A `tool_choice` that names a function."""
+
     type: Literal["function"]
-    function: NamedFunction
+    function: ChosenFunction
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
 
 
-class JsonSchema(Form):
+class JsonSchema(StrictBody):
+    """OpenAI's named schema."""
+
     name: FunctionName
     description: str | None = None
     schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(Form):
-    """OpenAI's form; `schema` beside `json_object` is llama.cpp's."""
+class ResponseFormat(StrictBody):
+    """OpenAI's field; `schema` beside `json_object` is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
 
 
-class StructuredOutputs(Form):
-    """vLLM's form; one of them."""
+class StructuredOutputs(StrictBody):
+    """vLLM's field; exactly one of its constraints may be set."""
 
     json_: Annotated[str | dict[str, JsonValue] | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
-    disable_fallback: bool | None = None  # there is none
-    disable_any_whitespace: bool | None = None  # JSON is on one line in any case
+    disable_fallback: bool | None = None  # there is no fallback
+    disable_any_whitespace: bool | None = None  # JSON is always on one line
 
 
 class ChatTemplateFields(Body):
-    """How a conversation becomes a prompt."""
+    """Fields that decide how a conversation becomes a prompt."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True, min_length=1, max_length=_MOST_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-class SamplingFields(Body):
-    """What both completion routes understand."""
+class CompletionFields(SamplingFields):
+    """The fields that both completion routes accept."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: (
-        Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASED_TOKENS)] | None
-    ) = None
-    seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: TokensTaken | None = None
-    max_completion_tokens: TokenCount | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -225,17 +217,17 @@ class SamplingFields(Body):
     safety_identifier: str | None = None
 
 
-class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
+class ChatCompletionRequest(CompletionFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(CompletionFields):
     """`POST /v1/completions`."""
 
     prompt: (

@@ -1,12 +1,15 @@
-"""Answers over time: server-sent events with pings, whole answers, and clients that go away in between.
+"""How answers leave the server: as server-sent events with pings or whole, as steps produce them or at a constant rate
+in events of one size, which hide what speculation did. A client that goes away ends its request.
 
 One task sends, so a client that reads slowly delays only itself.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -17,18 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import ClientGoneError, internal_error
-from service.api.release import (
-    AS_IT_COMES,
-    OBFUSCATION,
-    Release,
-    at_constant_rate,
-    filling,
-    held_back,
-    missing_bytes,
-    padded,
-)
-from service.engine.requests import SequenceOutput
-from service.errors import RequestError
+from service.api.schemas import LEAST_RELEASE_SECONDS, CompletionFields
+from service.engine.requests import GenerationRequest, SequenceOutput
+from service.errors import InvalidRequest, RequestError
 from service.runtime import OutputStream
 
 logger = logging.getLogger(__name__)
@@ -36,89 +30,174 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Chunk = Mapping[str, JsonValue]
 Event = tuple[Chunk, str | None]
-"""A chunk and its id, where it has one."""
+"""A chunk and its event id, if it has one."""
 
 PING = b": ping\n"
-"""A comment alone, without the empty line that ends an event: to OpenAI's client that would be an empty event."""
+"""A comment without the empty line that ends an event: OpenAI's client would take that for an empty event."""
 PING_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
+EVENT_BYTES = 1024
+"""The size of a padded event is a multiple of this; an event of one token has exactly this size."""
+_OBFUSCATION = "obfuscation"
+"""OpenAI's name of the field that pads events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """How one answer is released to its client."""
+
+    seconds: float | None = None  # between two events; None: as steps produce them
+    pads: bool = False  # pad events to one size
+
+    def apply(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with one output per token if the release hides steps."""
+        return request if self.seconds is None else replace(request, singly=request.sampling.max_tokens)
+
+
+IMMEDIATE = Release()
+
+
+def release_of(body: CompletionFields, *, choices: int, server_seconds: float | None) -> Release:
+    """The slower release of the server's and the request's own. Raises InvalidRequest for fields that would undo it."""
+    options = body.stream_options
+    requested = None if options is None else options.release_seconds
+    pads = None if options is None else options.include_obfuscation
+    seconds = max((one for one in (requested, server_seconds) if one is not None), default=None)
+    if seconds is None:
+        return Release(pads=pads is True)
+    if pads is False:
+        message = "Tokens leave at a constant rate here, in events of one size: 'include_obfuscation' cannot be false."
+        raise InvalidRequest(message, param="stream_options.include_obfuscation")
+    for name in ("trace", "detailed"):
+        if body.speculation is not None and getattr(body.speculation, name):
+            message = f"Tokens leave at a constant rate: 'speculation.{name}' would reveal what steps did."
+            raise InvalidRequest(message, param=f"speculation.{name}")
+    return Release(max(seconds / choices, LEAST_RELEASE_SECONDS), pads=True)
+
+
+def _padding(size: int) -> str:
+    """Incompressible characters that fill an event of `size` bytes up to the padded size."""
+    missing = -size % EVENT_BYTES
+    return secrets.token_urlsafe(missing)[:missing]
+
+
+def padded(lines: bytes) -> bytes:
+    """An event, or nothing, behind a comment that pads it."""
+    return b": %s\n" % _padding(len(b": \n" + lines)).encode() + lines
+
+
+async def at_constant_rate(frames: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """Yield one frame per tick; where none is ready, a comment of the same size."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Queue[bytes | None] = asyncio.Queue(1)
+    reading = loop.create_task(_read(frames, ready))
+    due = loop.time()
+    try:
+        while True:
+            due = max(due + seconds, loop.time())  # ticks that a slow reader missed are not made up
+            await asyncio.sleep(due - loop.time())
+            frame = padded(b"") if ready.empty() else ready.get_nowait()
+            if frame is None:
+                return
+            yield frame
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _read(frames: AsyncGenerator[bytes, None], ready: asyncio.Queue[bytes | None]) -> None:
+    async with aclosing(frames):
+        async for frame in frames:
+            await ready.put(frame)
+    await ready.put(None)
+
+
+async def held_back(began: float, release: Release, token_counts: Iterable[int]) -> None:
+    """Delay an unstreamed answer until its last token would have been streamed. `began`: on the loop's clock."""
+    if release.seconds is not None:
+        await asyncio.sleep(began + release.seconds * sum(token_counts) - asyncio.get_running_loop().time())
 
 
 class StreamForm(Protocol):
-    """How one route words its chunks."""
+    """The chunk format of one route."""
 
-    def chunks(self, output: SequenceOutput) -> Iterator[Chunk]: ...
+    def chunks(self, output: SequenceOutput) -> Iterator[Chunk]:
+        """The chunks of one engine output."""
 
-    def trailer(self) -> Iterator[Chunk]: ...
+    def trailer(self) -> Iterator[Chunk]:
+        """The chunks after the last output."""
 
-    def failure(self, error: RequestError) -> Chunk: ...
+    def failure(self, error: RequestError) -> Chunk:
+        """The chunk that ends a failed stream."""
 
     def numbered(self, chunk: Chunk, number: int) -> Chunk:
-        """An event with its number, where the route tells it."""
+        """The chunk with its sequence number, if the route reports one."""
 
 
-class Marks(Protocol):
-    """Ids of a stream's events, and which of them its client has not got yet."""
+class EventIds(Protocol):
+    """Gives a stream's events their ids, and drops those that the client has already received."""
 
     @property
-    def num_taken(self) -> int:
-        """Events that the client has from before."""
+    def num_received(self) -> int:
+        """Number of events that the client received before the stream was resumed."""
 
-    def told(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]: ...
+    def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
+        """The new events of one engine output."""
 
-    def ends(self, trailer: Iterator[Chunk]) -> Iterator[Event]: ...
+    def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
+        """The new events after the last output."""
 
 
 async def events(
-    stream: OutputStream, form: StreamForm, marks: Marks, *, done: bytes = DONE, pads: bool = False
+    stream: OutputStream, form: StreamForm, ids: EventIds, *, done: bytes = DONE, pads: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """The frames of a whole stream. The status line is out, so an error becomes an event of its own."""
-    numbers = count(marks.num_taken)
+    """Yield the frames of a stream. The status line has been sent, so an error becomes an event."""
+    numbers = count(ids.num_received)
 
-    def told(chunk: Chunk, event_id: str | None = None) -> bytes:
+    def framed(chunk: Chunk, event_id: str | None = None) -> bytes:
         return frame(form.numbered(chunk, next(numbers)), event_id, pads=pads)
 
     try:
         async for output in stream:
-            for event in marks.told(output, form):
-                yield told(*event)
-        for event in marks.ends(form.trailer()):
-            yield told(*event)
+            for event in ids.events(output, form):
+                yield framed(*event)
+        for event in ids.at_end(form.trailer()):
+            yield framed(*event)
     except RequestError as error:
-        yield told(form.failure(error))
+        yield framed(form.failure(error))
     except Exception:
-        logger.exception("a stream broke off")
-        yield told(form.failure(internal_error()))
+        logger.exception("a stream ended with an unexpected exception")
+        yield framed(form.failure(internal_error()))
     if done:
         yield padded(done) if pads else done
 
 
 def frame(payload: Mapping[str, Any], event_id: str | None = None, *, pads: bool = False) -> bytes:
-    """An event, by its type where it has one."""
+    """Encode an event; its `type`, if any, is also the name of the event."""
     name = payload.get("type")
     head = (b"" if name is None else b"event: %s\n" % name.encode()) + (
         b"" if event_id is None else b"id: %s\n" % event_id.encode()
     )
     if pads:
-        bare = len(head + b"data: " + _json({**payload, OBFUSCATION: ""}) + b"\n\n")
-        payload = {**payload, OBFUSCATION: filling(missing_bytes(bare))}
+        bare = len(head + b"data: " + _json({**payload, _OBFUSCATION: ""}) + b"\n\n")
+        payload = {**payload, _OBFUSCATION: _padding(bare)}
     return head + b"data: " + _json(payload) + b"\n\n"
 
 
 def _json(payload: Mapping[str, Any]) -> bytes:
-    # JSON knows no infinity, and a diverged value is what an operator must see.
+    # JSON has no infinity, and an operator must see that a value diverged.
     return pydantic_core.to_json(payload, inf_nan_mode="strings")
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as they come and a ping when none came for a while; leaves `outputs` whatever happens."""
+    """Sends frames as they come, and a ping after a silence; always exits the context `outputs`."""
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         outputs: AbstractContextManager[object],
         *,
-        release: Release = AS_IT_COMES,
+        release: Release = IMMEDIATE,
         ping_seconds: float = PING_SECONDS,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -161,7 +240,7 @@ class EventStream(StreamingResponse):
 
 
 async def collect(request: Request, stream: OutputStream, release: Release) -> list[SequenceOutput]:
-    """All outputs of a stream; it is closed whatever happens, at once when the client goes away."""
+    """All outputs of a stream, which is always closed, at once if the client goes away."""
     with stream:
         return await unless_client_gone(request.receive, _all(stream, release))
 
@@ -173,12 +252,13 @@ async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
     return outputs
 
 
-def whole(payload: Chunk, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(payload: Chunk, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+    """An unstreamed answer."""
     return Response(_json(payload), status, headers, media_type="application/json")
 
 
 async def unless_client_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, but give it up with `ClientGoneError` as soon as the client closes its connection."""
+    """Await `work`, or cancel it and raise ClientGoneError when the client closes its connection."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:

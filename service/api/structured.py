@@ -1,5 +1,5 @@
-"""What a request wants its answer to be: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
-`guided_*`, and what SGLang and llama.cpp call `json_schema`, `regex`, `ebnf` and `grammar`."""
+"""The constraints of a request on its answer: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
+`guided_*`, and `json_schema`, `regex`, `ebnf` and `grammar` of SGLang and llama.cpp."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.schemas import ChatCompletionRequest, NamedTool, ResponseFormat, SamplingFields, StructuredOutputs
+from service.api.schemas import ChatCompletionRequest, CompletionFields, ResponseFormat, StructuredOutputs, ToolChoice
 from service.errors import InvalidRequest
-from service.grammars import Grammar, GrammarError, GrammarKind, in_lark
-from service.json_schemas import with_definitions
+from service.grammars import Grammar, GrammarError, GrammarKind, as_lark
 from service.runtime import Runtime
+from service.schema_keywords import with_definitions
 from service.thinking import Thinking
 from service.tools import HERMES, Calling, form_of
 
@@ -21,8 +21,8 @@ _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "addi
 _STRUCTURED = {name: name.rstrip("_") for name in ("json_", "json_object", "regex", "choice", "grammar")}
 
 
-class Wish(NamedTuple):
-    """One form that the answer shall have."""
+class Constraint(NamedTuple):
+    """One constraint, and the field that sets it."""
 
     param: str
     kind: GrammarKind
@@ -30,38 +30,39 @@ class Wish(NamedTuple):
 
 
 async def grammar_of(
-    body: SamplingFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
+    body: CompletionFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
 ) -> Grammar | None:
-    """Raises InvalidRequest for more than one wish, and for one that cannot be honoured."""
-    wishes = _wishes(body)
+    """The grammar of an answer; None: it is free. Raises InvalidRequest for several constraints, or an impossible
+    one."""
+    constraints = _constraints(body)
     if calling is not None:
-        wishes = [await _with_calls(wishes, calling, runtime)]
-    if not wishes:
+        constraints = [await _with_calls(constraints, calling, runtime)]
+    if not constraints:
         return None
-    if len(wishes) > 1:
-        names = " and ".join(f"'{wish.param}'" for wish in wishes)
-        raise InvalidRequest(f"Only one of {names} can be honoured.", param=wishes[1].param)
+    if len(constraints) > 1:
+        names = " and ".join(f"'{constraint.param}'" for constraint in constraints)
+        raise InvalidRequest(f"Only one of {names} can be honoured.", param=constraints[1].param)
     for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
         if given:
-            raise InvalidRequest(f"'{name}' cannot be honoured beside '{wishes[0].param}'.", param=name)
-    grammar = await compiled(wishes[0], runtime)
+            raise InvalidRequest(f"'{name}' cannot be honoured beside '{constraints[0].param}'.", param=name)
+    grammar = await compiled(constraints[0], runtime)
     if thinking is None:
         return grammar
-    before = thinking.before(in_lark(wishes[0].kind, wishes[0].source), runtime.tokenizer.special_ids)
-    return await compiled(Wish(wishes[0].param, "lark", before), runtime)
+    before = thinking.grammar(as_lark(constraints[0].kind, constraints[0].source), runtime.tokenizer.special_ids)
+    return await compiled(Constraint(constraints[0].param, "lark", before), runtime)
 
 
-async def compiled(wish: Wish, runtime: Runtime) -> Grammar:
-    """Raises InvalidRequest naming the place in a schema."""
+async def compiled(constraint: Constraint, runtime: Runtime) -> Grammar:
+    """Compile a constraint. Raises InvalidRequest naming the path in a schema."""
     try:
-        return await runtime.off_loop(lambda: runtime.grammars.compile(wish.kind, wish.source))
+        return await runtime.off_loop(lambda: runtime.grammars.compile(constraint.kind, constraint.source))
     except GrammarError as error:
-        path = ".".join((wish.param, *error.path))
+        path = ".".join((constraint.param, *error.path))
         raise InvalidRequest(f"Invalid value for '{path}': {error}.", param=path) from error
 
 
 async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling | None:
-    """What the answer may call. Raises InvalidRequest."""
+    """The functions that the answer may call. Raises InvalidRequest."""
     tools, choice = body.tools, body.tool_choice
     if tools is None and choice not in (None, "none"):
         raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
@@ -76,13 +77,13 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
             raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
         param, schema = f"tools.{position}.function.parameters", with_definitions(schema)
         if tool.function.strict:
-            await compiled(Wish(param, "json_schema", schema), runtime)
+            await compiled(Constraint(param, "json_schema", schema), runtime)
         else:
             schema, dropped = await runtime.off_loop(partial(runtime.grammars.relaxed, schema))
             relaxed += [".".join((param, *path)) for path in dropped]
         schemas[name] = schema
     form = form_of(runtime.tokenizer.chat_template) or HERMES
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ToolChoice):
         if choice.function.name not in schemas:
             raise InvalidRequest(
                 f"Invalid value for 'tool_choice': 'tools' has no function {choice.function.name!r}.",
@@ -94,19 +95,19 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
     return Calling(form, schemas, must=choice == "required", parallel=parallel, relaxed=tuple(relaxed))
 
 
-async def _with_calls(wishes: list[Wish], calling: Calling, runtime: Runtime) -> Wish:
-    """One wish for calls, and for what the answer is where it calls nothing."""
+async def _with_calls(constraints: list[Constraint], calling: Calling, runtime: Runtime) -> Constraint:
+    """One constraint for answers that call functions, and for those that do not."""
     schema: dict[str, JsonValue] | None = None
-    for wish in wishes:
-        if wish.kind != "json_schema" or not isinstance(wish.source, dict):
-            raise InvalidRequest(f"'{wish.param}' cannot be honoured beside 'tools'.", param=wish.param)
-        await compiled(wish, runtime)
-        schema = wish.source
-    return Wish("tools", "lark", calling.grammar(schema, runtime.tokenizer.special_ids))
+    for constraint in constraints:
+        if constraint.kind != "json_schema" or not isinstance(constraint.source, dict):
+            raise InvalidRequest(f"'{constraint.param}' cannot be honoured beside 'tools'.", param=constraint.param)
+        await compiled(constraint, runtime)
+        schema = constraint.source
+    return Constraint("tools", "lark", calling.grammar(schema, runtime.tokenizer.special_ids))
 
 
-def _wishes(body: SamplingFields) -> list[Wish]:
-    """All that the answer shall be, by whichever field."""
+def _constraints(body: CompletionFields) -> list[Constraint]:
+    """All constraints that a request sets, by any field."""
     structured = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
         message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
@@ -128,14 +129,14 @@ def _wishes(body: SamplingFields) -> list[Wish]:
         ("ebnf", "grammar", body.ebnf),
     ]
     return [
-        Wish(param, kind, _parsed(source, param) if kind == "json_schema" else source)
+        Constraint(param, kind, _parsed(source, param) if kind == "json_schema" else source)
         for param, kind, source in fields
         if source is not None
     ]
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
-    """OpenAI's form, and a schema beside `json_object`."""
+    """The constraints of `response_format`."""
     if form is None:
         return
     named = None if form.json_schema is None else form.json_schema.schema_ or _ANY_OBJECT
@@ -159,7 +160,7 @@ def _list(choices: Sequence[str] | None) -> JsonValue:
 
 
 def _parsed(source: JsonValue, param: str) -> JsonValue:
-    """A schema may come as text."""
+    """A schema that may be sent as text."""
     if not isinstance(source, str):
         return source
     try:

@@ -1,32 +1,31 @@
-"""Who may ask, each by a key, and within which limits: what is admitted, what it holds, who is refused and why.
+"""API keys and their limits: which requests are admitted, what they reserve, and how a refusal is reported.
 
-Everything here belongs to the event loop, and counts what this process serves.
+Everything here runs on the event loop and counts only what this process serves.
 """
 
 import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from service.api.budgets import MonthlyUse
-from service.api.limits import Clock, PerMinute, PerMonth, duration
+from service.api.limits import Clock, MonthlyUse, PerMinute, PerMonth, duration
 from service.api_keys import ApiKey, digest_in, is_same
-from service.errors import InvalidRequest, QuotaUsedUp, RequestLimit, TokenLimit
+from service.errors import InvalidRequest, QuotaUsedUp, RequestError, RequestLimit, TokenLimit
 
 _CODE, _QUOTA_CODE = "rate_limit_exceeded", "insufficient_quota"
-_SOON_SECONDS = 1  # when running requests may have let go of what they hold
+_SOON_SECONDS = 1  # until running requests may have released their reservations
 
 
 class Tenant:
-    """The holder of a key."""
+    """One API key, its limits, and what it has used of them."""
 
     def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
         self.digest = digest_in(key.key)
         self.name = key.name or ""
-        self.refused: Counter[str] = Counter()  # requests, by the limit
+        self.refused: Counter[str] = Counter()  # number of requests, by the limit
         requests, tokens, budget = key.requests_per_minute, key.tokens_per_minute, key.budget_tokens
         self._requests = None if requests is None else PerMinute(requests, clock=clock)
         self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)
@@ -36,16 +35,17 @@ class Tenant:
 
     @property
     def is_limited(self) -> bool:
+        """Whether the key has any limit."""
         return any(limit is not None for limit in (self._requests, self._tokens, self._budget, self._max_concurrent))
 
     @property
     def _account(self) -> str:
-        """What its use is kept under; nobody can send the hash of a hash."""
+        """The name under which the budget is stored: a hash of the hash, which no client can send as a key."""
         return self.name or "sha256:" + hashlib.sha256(self.digest).hexdigest()[:16]
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is left of the limits per minute."""
+        """Response headers that report what is left of the limits per minute."""
         found: dict[str, str] = {}
         for name, limit in (("requests", self._requests), ("tokens", self._tokens)):
             if limit is not None:
@@ -54,33 +54,34 @@ class Tenant:
                 found[f"x-ratelimit-reset-{name}"] = duration(limit.reset_seconds)
         return found
 
-    def admit(self) -> "Admission":
-        """A request of this key, until its `end`. Raises RequestLimit."""
+    def admit(self) -> "AdmittedRequest":
+        """Count a request of this key until its `end`. Raises RequestLimit."""
         if self._max_concurrent is not None and self._num_running >= self._max_concurrent:
-            self.refused["concurrency"] += 1
             what = f"concurrent requests: Limit {self._max_concurrent}, Running {self._num_running}, Requested 1"
-            raise RequestLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
-        if self._requests is not None:
-            self._take_request(self._requests)
+            raise self._refusal("concurrency", RequestLimit, what, _SOON_SECONDS)
+        if (limit := self._requests) is not None:
+            if limit.remaining < 1:
+                what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
+                raise self._refusal("requests", RequestLimit, what, limit.seconds_until(1))
+            limit.reserve(1)
+            limit.use(1)
         self._num_running += 1
-        return Admission(self)
+        return AdmittedRequest(self)
 
-    def _take_request(self, limit: PerMinute) -> None:
-        if limit.remaining < 1:
-            self.refused["requests"] += 1
-            wait = limit.seconds_until(1)
-            what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
-            raise RequestLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
-        limit.hold(1)
-        limit.use(1)
+    def _refusal(self, reason: str, error: type[RequestError], what: str, wait_seconds: float) -> RequestError:
+        """Count a refusal that ends by itself."""
+        self.refused[reason] += 1
+        wait = _whole(wait_seconds)
+        message = f"Rate limit reached for this API key on {what}. Please try again in {duration(wait)}."
+        return error(message, code=_CODE, retry_after_seconds=wait)
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         self._num_running -= 1
 
-    def hold(self, tokens: int, *, param: str) -> None:
-        """What a request may use at most. Raises InvalidRequest for one that can never be admitted, naming the field
-        that says how long its answer may be, and TokenLimit or QuotaUsedUp for one that cannot be admitted now."""
+    def reserve(self, tokens: int, *, param: str) -> None:
+        """Reserve the most tokens that a request may use. Raises InvalidRequest if it exceeds a whole limit, naming
+        `param`, the field that bounds the answer's length; TokenLimit or QuotaUsedUp if it does not fit now."""
         # 400, not 429: clients repeat a 429, and this request could never be admitted.
         if self._tokens is not None and tokens > self._tokens.limit:
             raise self._too_large(tokens, f"{self._tokens.limit} tokens per minute", param, reason="tokens")
@@ -88,93 +89,86 @@ class Tenant:
             raise self._too_large(tokens, f"{self._budget.limit} tokens per month", param, reason="budget")
         if self._budget is not None and tokens > self._budget.remaining:
             raise self._beyond_budget(tokens, self._budget)
-        if self._tokens is not None and tokens > self._tokens.remaining:
-            self.refused["tokens"] += 1
-            limit, wait = self._tokens, self._tokens.seconds_until(tokens)
-            what = (
-                f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested {tokens}"
-            )
-            raise TokenLimit(_reached(what, wait), code=_CODE, retry_after_seconds=_whole(wait))
-        for held in self._token_limits():
-            held.hold(tokens)
+        if (limit := self._tokens) is not None and tokens > limit.remaining:
+            what = f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}"
+            raise self._refusal("tokens", TokenLimit, f"{what}, Requested {tokens}", limit.seconds_until(tokens))
+        for limited in self.token_limits:
+            limited.reserve(tokens)
 
-    def use(self, tokens: int) -> None:
-        for limit in self._token_limits():
-            limit.use(tokens)
-
-    def let_go(self, tokens: int) -> None:
-        for limit in self._token_limits():
-            limit.let_go(tokens)
-
-    def _token_limits(self) -> Iterator[PerMinute | PerMonth]:
-        yield from (limit for limit in (self._tokens, self._budget) if limit is not None)
+    @property
+    def token_limits(self) -> list[PerMinute | PerMonth]:
+        """The limits that count tokens."""
+        return [limit for limit in (self._tokens, self._budget) if limit is not None]
 
     def _too_large(self, tokens: int, limit: str, param: str, *, reason: str) -> InvalidRequest:
         self.refused[reason] += 1
         return InvalidRequest(
-            f"Request too large: with its prompt and the longest answers it asks for it may use {tokens} tokens, and "
+            f"Request too large: its prompt and its longest possible answers are {tokens} tokens, and "
             f"this API key is limited to {limit}. Shorten the prompt or lower '{param}'.",
             param=param,
             code=_CODE,
         )
 
-    def _beyond_budget(self, tokens: int, budget: PerMonth) -> TokenLimit | QuotaUsedUp:
-        self.refused["budget"] += 1
+    def _beyond_budget(self, tokens: int, budget: PerMonth) -> RequestError:
         what = f"tokens per month: Limit {budget.limit}, Used {budget.used}, Requested {tokens}"
-        if budget.used + tokens <= budget.limit:  # what is in the way may come back
+        if budget.used + tokens <= budget.limit:  # running requests may release enough
             what = f"{what}, held by running requests {budget.limit - budget.used - budget.remaining}"
-            return TokenLimit(_reached(what, _SOON_SECONDS), code=_CODE, retry_after_seconds=_SOON_SECONDS)
+            return self._refusal("budget", TokenLimit, what, _SOON_SECONDS)
+        self.refused["budget"] += 1
         begins, wait = budget.next_month
         message = f"You exceeded your current quota on {what}. It begins anew at {begins}."
         return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
 
 
-class Admission:
-    """One request of a key: what it holds of the key's limits until it ends."""
+class AdmittedRequest:
+    """One request of a key, and the tokens that it has reserved until it ends."""
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant = tenant
-        self._held = 0  # tokens
+        self._reserved = 0  # tokens
 
-    def hold(self, tokens: int, *, param: str) -> None:
-        """As `Tenant.hold`."""
-        self._tenant.hold(tokens, param=param)
-        self._held += tokens
+    def reserve(self, tokens: int, *, param: str) -> None:
+        """As `Tenant.reserve`."""
+        self._tenant.reserve(tokens, param=param)
+        self._reserved += tokens
 
     def use(self, tokens: int) -> None:
-        """Of what is held."""
-        self._held -= tokens
-        self._tenant.use(tokens)
+        """Use up a part of the reservation."""
+        self._reserved -= tokens
+        for limit in self._tenant.token_limits:
+            limit.use(tokens)
 
-    def let_go(self) -> None:
-        """Of all that is held and was not used."""
-        self._tenant.let_go(self._held)
-        self._held = 0
+    def release(self) -> None:
+        """Give back what is left of the reservation; harmless when repeated."""
+        for limit in self._tenant.token_limits:
+            limit.release(self._reserved)
+        self._reserved = 0
 
     def end(self) -> None:
-        self.let_go()
+        """Release the reservation and count the end of the request."""
+        self.release()
         self._tenant.leave()
 
 
 class Tenants:
-    """Everybody who has a key."""
+    """All API keys of this server."""
 
     def __init__(self, keys: Sequence[ApiKey], folder: Path, *, clock: Clock = time.monotonic) -> None:
-        """`folder`: where what is used of budgets is kept. Raises StartupError when it cannot be."""
+        """`folder`: holds the file of used budgets. Raises StartupError when it cannot be used."""
         self._use = MonthlyUse(folder) if any(key.budget_tokens is not None for key in keys) else None
         self._all = [Tenant(key, self._use, clock=clock) for key in keys]
 
     def __bool__(self) -> bool:
-        """Whether keys are asked for."""
+        """Whether clients need a key."""
         return bool(self._all)
 
     def find(self, digest: bytes) -> Tenant | None:
-        """Whose key it is; all are compared, so that the time taken does not tell which one was close."""
+        """The key with this digest. All are compared, so that the time taken does not reveal a near match."""
         found = [tenant for tenant in self._all if is_same(digest, tenant.digest)]
         return found[0] if found else None
 
     def refusals(self) -> Mapping[str, int]:
-        """Requests refused so far, by `reason:name`."""
+        """Number of refused requests by `reason:name`."""
         found: Counter[str] = Counter()
         for tenant in self._all:
             found.update({f"{reason}:{tenant.name}": count for reason, count in tenant.refused.items()})
@@ -182,7 +176,7 @@ class Tenants:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """What is used of budgets is written as long as this lasts, and at its end."""
+        """Write used budgets to their file while the block runs, and at its end."""
         if self._use is None:
             yield
             return
@@ -190,10 +184,6 @@ class Tenants:
             yield
 
 
-def _reached(what: str, wait_seconds: float) -> str:
-    return f"Rate limit reached for this API key on {what}. Please try again in {duration(_whole(wait_seconds))}."
-
-
 def _whole(seconds: float) -> int:
-    """As Retry-After takes it."""
+    """Whole seconds, as the Retry-After header takes them."""
     return max(1, math.ceil(seconds))

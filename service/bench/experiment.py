@@ -20,11 +20,10 @@ from service.conditions import Conditions, conditions_of, refuse_unwritable, wri
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import StepStats
 from service.logging import counting
 from service.prompts import PromptSet, read_prompt_set, refuse_too_long
-from service.scope import Scope
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

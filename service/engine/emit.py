@@ -129,7 +129,7 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
     is_end = token in eos_ids and not params.ignore_eos
     is_asked_for = token in params.stop_token_ids and not is_end  # a text that ends by itself was not cut
     if (is_end or is_asked_for) and sequence.num_generated > params.min_tokens:
-        if params.include_stop_in_output:
+        if params.include_stop_str_in_output:
             sequence.text.push(token)
         return Finish("stop", token if is_asked_for else None)
     matched = sequence.text.push(token)

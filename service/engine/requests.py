@@ -6,36 +6,44 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.grammars import Grammar
-from service.scope import Scope
+from service.sampling_params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen; checked by whoever builds it (the HTTP side answers 400 naming the field)."""
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The sender of a request, as keyed hashes that reveal no keys, user names or addresses. It decides who shares what
+    of a request with whom: `Server.scope_of` makes it once per request, and nothing else has rules of its own.
 
-    seed: int  # 64 bits
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    include_stop_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    num_logprobs: int | None = None  # None = off, otherwise that many alternatives per token (0..20)
+    Only the key is authenticated, so only the key separates senders. A name is a claim of the key's holder; without
+    configured keys anyone can claim any name.
+    """
+
+    key: str = ""  # hash of the API key; "" without configured keys: one scope for all senders
+    name: str = ""  # hash of `safety_identifier`, else of `user`, else of the sender's address
+    separate_names: bool = False  # `prefix_cache: per_client`
 
     @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+    def owner(self) -> str:
+        """The owner of a stored response, who alone may read, continue and delete it."""
+        return self.key
+
+    @property
+    def cache_namespace(self) -> str:
+        """The part of the prefix cache and of past answers that a request reads and fills."""
+        return f"{self.key}/{self.name}" if self.separate_names else self.key
+
+    def past(self, *, shown: bool) -> str | None:
+        """The scope of past answers that a request reads and extends; `shown`: its client sees the drafts. None: no
+        past answers, because drafts that are shown must be the client's own, and only a key proves that."""
+        return None if shown and not self.key else self.cache_namespace
+
+    @property
+    def account(self) -> str:
+        """The account that fairness charges for tokens and the learner for samples. A key gains nothing by many
+        names."""
+        return self.key or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

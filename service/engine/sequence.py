@@ -27,7 +27,7 @@ class TextStream:
     def __init__(self, detokenizer: IncrementalDetokenizer, params: SamplingParams) -> None:
         self._detokenizer = detokenizer
         self._stop = params.stop
-        self._include_stop = params.include_stop_in_output
+        self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending = ""  # not yet taken; a stop string that is still possible begins in here

@@ -1,1 +1,1 @@
-"""One address for several replicas: requests go to one of them, and streams outlive it."""
+"""One address for several replicas: a request goes to one of them, and its stream survives the end of that one."""

@@ -1,4 +1,4 @@
-"""The ingress as an application and as a process of its own: which routes it passes on, and how answers leave."""
+"""The ingress as an application and as a process: the routes that it forwards, and how it sends the answers."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ from service.api.connections import GuardedProtocol
 from service.api.errors import install_error_handlers
 from service.api.middleware import AccessMiddleware, BodyMiddleware
 from service.api.settings import MAX_REQUEST_BYTES
-from service.api.sse import EventStream, unless_client_gone, whole
+from service.api.sse import EventStream, json_response, unless_client_gone
 from service.ingress.forwarding import PATIENCE_SECONDS, STALL_SECONDS, Forwarding
-from service.ingress.replicas import Answer, Asked, Headers, HttpReplicas, Replicas
+from service.ingress.replicas import ForwardedRequest, Headers, HttpReplicas, ReplicaAnswer, Replicas
 
 logger = logging.getLogger(__name__)
 
-# What any replica answers alike. Others are of one process: its metrics, its page, what it has learnt.
+# The routes that all replicas answer alike. The others belong to one process: its metrics, its page, its learning.
 _ROUTES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("POST",)),
     **dict.fromkeys(("/tokenize", "/detokenize"), ("POST",)),
@@ -38,17 +38,17 @@ def create_ingress(
     """The application in front of these replicas."""
 
     async def forward(request: Request) -> Response:
-        asked = Asked.of(request, await request.body(), request.state.request_id)
+        forwarded = ForwardedRequest.of(request, await request.body(), request.state.request_id)
         forwarding = Forwarding(
             replicas,
-            asked,
+            forwarded,
             stall_seconds=stall_seconds,
             patience_seconds=patience_seconds if request.method == "POST" else 0.0,
         )
         return await _answer(forwarding, request)
 
     async def live(request: Request) -> Response:
-        return whole({"status": "alive"})
+        return json_response({"status": "alive"})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,14 +75,16 @@ async def _answer(forwarding: Forwarding, request: Request) -> Response:
     except BaseException:
         await forwarding.close()
         raise
-    if isinstance(found, Answer):
-        return _UnbrokenStream(forwarding, found.headers)
+    if isinstance(found, ReplicaAnswer):
+        return _ResumedStream(forwarding, found.headers)
     response = Response(found.body, found.status)
     response.raw_headers = [*found.headers, (b"content-length", str(len(found.body)).encode())]
     return response
 
 
-class _UnbrokenStream(EventStream):
+class _ResumedStream(EventStream):
+    """A stream that another replica resumes where one breaks off."""
+
     def __init__(self, forwarding: Forwarding, headers: Headers) -> None:
         super().__init__(forwarding.frames(), nullcontext())
         self._forwarding = forwarding
@@ -96,7 +98,7 @@ class _UnbrokenStream(EventStream):
 
 
 def serve(urls: Sequence[str], host: str, port: int) -> None:
-    """In front of server processes, until interrupted. Raises StartupError."""
+    """Run an ingress in front of server processes until it is interrupted. Raises StartupError."""
     asyncio.run(_serve(urls, host, port))
 
 

@@ -1,7 +1,7 @@
-"""One request on its way through replicas: whoever takes it answers it, and another goes on where that one breaks off.
+"""Forward one request to replicas; where one breaks off, another one resumes the stream.
 
-Nothing is kept of an answer but the id of the last event that was passed on, by which another replica leaves out what
-came before, and what ids say of its tokens, which it then reads (`service/api/resumption.py`).
+Of an answer only the id of the last event that was passed on is kept, and the tokens in the ids of all events: with
+these, another replica continues after that event and verifies the tokens before it (`service/api/resumption.py`).
 """
 
 import asyncio
@@ -16,95 +16,99 @@ from typing import Any
 from service.api.errors import error_body, error_event, error_response
 from service.api.sse import DONE, frame
 from service.errors import EngineFailure, NotReady, RequestError
-from service.ingress.replicas import Answer, Asked, Broken, Headers, Replicas, Unreachable, passed_on
+from service.ingress.replicas import Broken, ForwardedRequest, Headers, ReplicaAnswer, Replicas, Unreachable, passed_on
 
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 GOES_ON = b": goes on elsewhere\n"
-"""A comment, which clients pass over and measurements do not."""
+"""A comment, which clients skip and measurements look for."""
 _RETRY_SECONDS = 0.2
-_MOST_BREAKS = 3
-_PASSING = frozenset({"not_ready", "too_many_connections"})
+_MAX_BREAKS = 3
+_TEMPORARY = frozenset({"not_ready", "too_many_connections"})
 _FULL = "queue_full"
 _STOPPED = "engine_stopped"
-# With these a replica says that it does not answer, and another one may.
-_REFUSALS = _PASSING | {_FULL, "other_system_fingerprint", "response_not_found", "previous_response_not_found"}
+# Error codes of a replica for requests that another one may answer.
+_REFUSALS = _TEMPORARY | {_FULL, "other_system_fingerprint", "response_not_found", "previous_response_not_found"}
 _RETRY_AFTER_SECONDS = 5
 _FRAME_END = b"\n\n"
-_MOST_SAID = 32 * 1024  # bytes: half of what a server reads of headers; tokens beyond are generated again
+_MAX_TOKEN_BYTES = 32 * 1024  # half of a server's limit for headers; tokens beyond are generated again
 _RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """An answer that is complete."""
+class WholeAnswer:
+    """A complete answer."""
 
     status: int
     headers: Headers
     body: bytes
 
     @staticmethod
-    def of(error: RequestError) -> "Whole":
+    def of(error: RequestError) -> "WholeAnswer":
+        """The answer that reports an error."""
         response = error_response(error)
-        return Whole(response.status_code, passed_on(response.raw_headers), bytes(response.body))
+        return WholeAnswer(response.status_code, passed_on(response.raw_headers), bytes(response.body))
 
     @property
     def code(self) -> str | None:
-        """Of the error, if it is one."""
+        """The error code; None: it is no error."""
         return None if self.status < 400 else _code_in(self.body)
 
 
 class Forwarding:
-    """One request. Whoever has one closes it."""
+    """One forwarded request; the owner calls `close`."""
 
-    def __init__(self, replicas: Replicas, asked: Asked, *, stall_seconds: float, patience_seconds: float) -> None:
-        """`stall_seconds`: how long a stream may be silent; `patience_seconds`: how long a replica is looked for."""
+    def __init__(
+        self, replicas: Replicas, request: ForwardedRequest, *, stall_seconds: float, patience_seconds: float
+    ) -> None:
+        """`stall_seconds`: how long a stream may be silent; `patience_seconds`: how long to look for a replica."""
         self._replicas = replicas
-        self._asked = asked
+        self._request = request
         self._stall_seconds = stall_seconds
         self._patience_seconds = patience_seconds
-        self._answer: Answer | None = None
-        self._latest: set[str] = set()  # who was asked last
-        self._lost: set[str] = set()  # who broke off, and is asked again only if there is nobody else
-        self._breaks = 0  # of them, one after the other without anything new
-        self._num_events = 0  # that were passed on
-        self._last_id: bytes | None = None  # of these
-        self._said = b""  # what ids tell of their tokens
+        self._answer: ReplicaAnswer | None = None
+        self._latest: set[str] = set()  # the replica tried last
+        self._lost: set[str] = set()  # replicas that broke off, tried again only if there is no other
+        self._breaks = 0  # consecutive ones, without a new event between them
+        self._num_events = 0  # passed on to the client
+        self._last_id: bytes | None = None  # of these events
+        self._tokens = b""  # of the answer, as the ids of events hold them
 
     async def close(self) -> None:
+        """Close the present answer, if there is one."""
         if self._answer is not None:
             answer, self._answer = self._answer, None
             await answer.close()
 
-    async def begin(self) -> Answer | Whole:
-        """The whole answer, or the beginning of a stream."""
+    async def begin(self) -> ReplicaAnswer | WholeAnswer:
+        """The complete answer, or the beginning of a stream."""
         while True:
             try:
-                found = await self._taken(self._asked, waits_for=_PASSING)
-                if isinstance(found, Whole) or found.is_stream:
+                found = await self._send(self._request, waits_for=_TEMPORARY)
+                if isinstance(found, WholeAnswer) or found.is_stream:
                     return found
                 return await self._read(found)
             except Broken as error:
-                self._note(f"{self._asked.method} {self._asked.path}", error)
-                if self._breaks >= _MOST_BREAKS:
-                    return Whole.of(_gave_up(self._breaks))
+                self._note(f"{self._request.method} {self._request.path}", error)
+                if self._breaks >= _MAX_BREAKS:
+                    return WholeAnswer.of(_gave_up(self._breaks))
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream that has begun, to its end."""
+        """Yield the events of a stream that has begun, until its end."""
         while True:
             try:
-                async with aclosing(self._told()) as told:
-                    async for one in told:
+                async with aclosing(self._events()) as events:
+                    async for one in events:
                         yield one
                 return
             except Broken as error:
-                self._note(f"a stream behind {self._num_events} events", error)
-            broke, failure = time.monotonic(), await self._go_on()
+                self._note(f"a stream after {self._num_events} events", error)
+            broke, failure = time.monotonic(), await self._resume()
             if failure is not None:
                 yield self._failure(failure)
-                if not self._asked.path.startswith(_RESPONSES):
+                if not self._request.path.startswith(_RESPONSES):
                     yield DONE
                 return
             logger.info("a stream goes on after %.3f s elsewhere", time.monotonic() - broke)
@@ -115,45 +119,47 @@ class Forwarding:
         self._breaks += 1
         self._lost |= self._latest
 
-    async def _go_on(self) -> RequestError | None:
-        """Have another replica take up a stream. -> why none does"""
+    async def _resume(self) -> RequestError | None:
+        """Have another replica resume the stream; returns why none does."""
         await self.close()
         if self._num_events and self._last_id is None:
-            return EngineFailure("The replica broke off, and this stream cannot be taken up.", code="replica_lost")
-        asked = self._asked if self._last_id is None else self._asked.behind(self._last_id + self._said)
-        while self._breaks < _MOST_BREAKS:
+            return EngineFailure("The replica broke off, and this stream cannot be resumed.", code="replica_lost")
+        request = self._request
+        if self._last_id is not None:
+            request = request.resumed_after(self._last_id + self._tokens)
+        while self._breaks < _MAX_BREAKS:
             try:
-                found = await self._taken(asked, waits_for=_PASSING | {_FULL})
+                found = await self._send(request, waits_for=_TEMPORARY | {_FULL})
             except Broken as error:
-                self._note("a stream that was to go on", error)
+                self._note("resuming a stream", error)
                 continue
-            if isinstance(found, Whole):
+            if isinstance(found, WholeAnswer):
                 return NotReady(
-                    f"The replica broke off, and no other goes on: {_message_in(found)}", code="replica_lost"
+                    f"The replica broke off, and no other resumes the stream: {_message_in(found)}", code="replica_lost"
                 )
             return None
         return _gave_up(self._breaks)
 
-    async def _taken(self, asked: Asked, waits_for: frozenset[str]) -> Answer | Whole:
-        """What a replica answers, or the refusal of all of them. Raises Broken."""
+    async def _send(self, request: ForwardedRequest, waits_for: frozenset[str]) -> ReplicaAnswer | WholeAnswer:
+        """The answer of a replica, or the first refusal once all refuse. Raises Broken."""
         deadline = time.monotonic() + self._patience_seconds
         while True:
-            found = await self._asked_in_turn(asked)
+            found = await self._try_replicas(request)
             if not isinstance(found, list):
                 return found
             settled = bool(found) and all(one.code not in waits_for for one in found)
             if settled or time.monotonic() >= deadline:
-                return found[0] if found else Whole.of(_nobody())
+                return found[0] if found else WholeAnswer.of(_nobody())
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _asked_in_turn(self, asked: Asked) -> Answer | Whole | list[Whole]:
-        """What the first one answers that does not refuse, or all refusals. Raises Broken."""
-        refusals: list[Whole] = []
+    async def _try_replicas(self, request: ForwardedRequest) -> ReplicaAnswer | WholeAnswer | list[WholeAnswer]:
+        """The answer of the first replica that does not refuse, or all refusals. Raises Broken."""
+        refusals: list[WholeAnswer] = []
         tried = set(self._lost)
         while True:
             before = frozenset(tried)
             try:
-                answer = await self._replicas.ask(asked, tried)
+                answer = await self._replicas.send(request, tried)
             except Broken:
                 self._latest = tried - before
                 raise
@@ -167,7 +173,7 @@ class Forwarding:
                 return answer
             whole = await self._read(answer)
             if whole.code == _STOPPED:
-                raise Broken("the engine has stopped")  # of this very request, perhaps
+                raise Broken("the engine has stopped")  # perhaps because of this request
             if whole.code not in _REFUSALS:
                 return whole
             refusals.append(whole)
@@ -175,18 +181,18 @@ class Forwarding:
             self._lost = set()
         return refusals
 
-    async def _read(self, answer: Answer) -> Whole:
-        """Raises Broken."""
+    async def _read(self, answer: ReplicaAnswer) -> WholeAnswer:
+        """The complete answer. Raises Broken."""
         try:
-            return Whole(answer.status, answer.headers, b"".join([chunk async for chunk in answer.chunks]))
+            return WholeAnswer(answer.status, answer.headers, b"".join([chunk async for chunk in answer.chunks]))
         finally:
             await self.close()
 
-    async def _told(self) -> AsyncGenerator[bytes, None]:
-        """What a replica tells of a stream, event by event. Raises Broken."""
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events and comments of the replica's stream. Raises Broken."""
         assert self._answer is not None, "a stream has begun"
         left, has_begun, loop = b"", False, asyncio.get_running_loop()
-        patience = self._stall_seconds  # of which only waiting for the replica takes, not the client
+        patience = self._stall_seconds  # reduced by waiting for the replica, not for the client
         async with aclosing(self._answer.chunks) as chunks:
             while True:
                 began = loop.time()
@@ -196,42 +202,42 @@ class Forwarding:
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
-                    raise Broken(f"nothing came for {self._stall_seconds:g} seconds") from None
+                    raise Broken(f"nothing arrived for {self._stall_seconds:g} seconds") from None
                 patience -= loop.time() - began
-                complete, left = _parted(left + chunk)
+                complete, left = _split(left + chunk)
                 for one in complete:
                     is_event = not one.startswith(b":")
                     if is_event:
                         self._pass(one)
                         has_begun = True
-                    if is_event or not has_begun:  # once events have come, a ping does not stand for one
+                    if is_event or not has_begun:  # after the first event, a ping is not a sign of progress
                         patience = self._stall_seconds
                     yield one
         if left:
             raise Broken("the answer ended within an event")
 
     def _pass(self, event: bytes) -> None:
-        """Take note of an event that is passed on. Raises Broken where it says that the replica gave up."""
+        """Record an event before it is passed on. Raises Broken if it reports that the replica gave up."""
         event_id = next((line[4:] for line in event.split(b"\n") if line.startswith(b"id: ")), None)
         if event_id is not None:
-            self._last_id, mark, said = event_id.partition(b"~")
+            self._last_id, mark, tokens = event_id.partition(b"~")
             self._breaks = 0
-            if len(self._said) + len(said) < _MOST_SAID:
-                self._said += mark + said
+            if len(self._tokens) + len(tokens) < _MAX_TOKEN_BYTES:
+                self._tokens += mark + tokens
         elif b'"error"' in event and (self._num_events == 0 or self._last_id is not None):
             code = _code_in(event.partition(b"data: ")[2])
-            if code in _PASSING or code == _STOPPED:
-                raise Broken(f"the replica says {code}")
+            if code in _TEMPORARY or code == _STOPPED:
+                raise Broken(f"the replica reports {code}")
         self._num_events += 1
 
     def _failure(self, error: RequestError) -> bytes:
-        if self._asked.path.startswith(_RESPONSES):
+        if self._request.path.startswith(_RESPONSES):
             return frame({**error_event(error), "sequence_number": self._num_events})
         return frame(error_body(error))
 
 
-def _parted(received: bytes) -> tuple[list[bytes], bytes]:
-    """Events and comments that are complete, and what is left."""
+def _split(received: bytes) -> tuple[list[bytes], bytes]:
+    """Complete events and comments, and the rest."""
     complete: list[bytes] = []
     while True:
         received = received.lstrip(b"\n")
@@ -248,16 +254,16 @@ def _nobody() -> NotReady:
 
 
 def _gave_up(breaks: int) -> EngineFailure:
-    return EngineFailure(f"{breaks} replicas one after the other broke off on this request.", code="replica_lost")
+    return EngineFailure(f"{breaks} replicas in a row broke off on this request.", code="replica_lost")
 
 
 def _error_in(body: bytes) -> dict[str, Any]:
-    """OpenAI's error, in an answer or in an event."""
+    """OpenAI's error, from a body or an event."""
     try:
-        told = json.loads(body)
+        parsed = json.loads(body)
     except ValueError:
         return {}
-    error = told.get("error", told) if isinstance(told, dict) else {}
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else {}
     return error if isinstance(error, dict) else {}
 
 
@@ -266,5 +272,5 @@ def _code_in(body: bytes) -> str | None:
     return code if isinstance(code, str) else None
 
 
-def _message_in(refusal: Whole) -> str:
+def _message_in(refusal: WholeAnswer) -> str:
     return str(_error_in(refusal.body).get("message", f"status {refusal.status}"))

@@ -1,57 +1,62 @@
-"""What is asked of replicas and what they answer, and plain server processes that are asked over HTTP."""
+"""Requests to replicas and their answers: to server processes over HTTP, and to an application in this process."""
 
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import httpx
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Scope
 
 from service.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 LAST_EVENT_ID = b"last-event-id"
 _RESUME_FROM = "resume_from"
 FORWARDED_FOR = b"x-forwarded-for"
-# Of a connection, not of what is said over it; and what the other side counts or says again.
-_OF_A_CONNECTION = frozenset(
+# Headers of a connection, and those that the other side sets itself.
+_CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade expect content-length date server".split()
 )
 _PROMPT_FIELDS = ("messages", "prompt", "input")
-_AFFINE_CHARACTERS = 1024  # of a prompt, by which a replica is chosen
-_MOST_IMBALANCE = 4  # requests that the replica which knows a prompt's beginning may have more than the idlest
+_AFFINITY_CHARACTERS = 1024  # of a prompt, by which a replica is chosen
+_MAX_IMBALANCE = 4  # further requests that the replica with affinity may run, compared with the idlest one
 _CONNECT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0
 _PROBE_EVERY_SECONDS = 1.0
 
 
 class Unreachable(Exception):
-    """A replica did not take a request."""
+    """A replica did not accept a request."""
 
 
 class Broken(Unreachable):
-    """A replica took a request and did not answer it to the end."""
+    """A replica accepted a request and did not complete the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as it came."""
+class ForwardedRequest:
+    """A client's request in the form in which it is forwarded."""
 
     method: str
-    path: str  # with its query
+    path: str  # with the query
     headers: Headers
     body: bytes
-    affinity: str  # digest of its prompt's beginning: whoever has read that before reads it faster
+    affinity: str  # digest of the prompt's beginning: a replica that has it in its prefix cache is faster
 
     @staticmethod
-    def of(request: Request, body: bytes, request_id: str) -> "Asked":
+    def of(request: Request, body: bytes, request_id: str) -> "ForwardedRequest":
+        """Make one of an incoming request."""
         headers = [
             header for header in passed_on(request.headers.raw) if header[0] not in (FORWARDED_FOR, b"x-request-id")
         ]
@@ -60,13 +65,13 @@ class Asked:
             headers.append((FORWARDED_FOR, request.client.host.encode()))
         path, query = quote(request.scope["path"]), request.url.query
         target = f"{path}?{query}" if query else path
-        return Asked(request.method, target, tuple(headers), body, _digest(_prompt_in(body) or path))
+        return ForwardedRequest(request.method, target, tuple(headers), body, _digest(_prompt_in(body) or path))
 
-    def behind(self, event_id: bytes) -> "Asked":
-        """The same, of which all up to an event has been passed on."""
+    def resumed_after(self, event_id: bytes) -> "ForwardedRequest":
+        """The same request, resumed after an event that was passed on."""
         headers = [header for header in self.headers if header[0] != LAST_EVENT_ID]
         body = self.body
-        if _RESUME_FROM.encode() in body:  # it would count for more than the header
+        if _RESUME_FROM.encode() in body:  # the field takes precedence over the header
             fields = json.loads(body)
             fields.pop(_RESUME_FROM, None)
             body = json.dumps(fields).encode()
@@ -74,8 +79,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Of a replica, as it comes. `chunks` raises Broken; whoever has an answer closes it."""
+class ReplicaAnswer:
+    """A replica's answer as it arrives. `chunks` raises Broken; the receiver calls `close`."""
 
     status: int
     headers: Headers
@@ -84,57 +89,61 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
+        """Whether the body is a stream of events."""
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
 
 
 class Replicas(Protocol):
-    """Those that serve the same model."""
+    """Replicas of one model."""
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
-        """Of one that is not among `tried`, to which it is added; None: there is no other. Raises Unreachable."""
-        ...
+    async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
+        """Send a request to a replica that is not in `tried`, and add it there; None: there is no other. Raises
+        Unreachable."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close all connections."""
 
 
 class HttpReplicas:
-    """Server processes by their addresses.
+    """Server processes at given addresses.
 
-    The one to which a prompt's beginning belongs is asked, unless it has too much to do. One that did not answer is
-    asked last, until it answers a probe.
+    A prompt goes to the replica that its beginning is assigned to, unless that one is much busier than others. A
+    replica that did not answer is tried last until it answers a probe.
     """
 
     def __init__(self, urls: Sequence[str], *, stall_seconds: float) -> None:
-        """`stall_seconds`: how long one may say nothing before it is asked whether it still lives."""
+        """`stall_seconds`: silence after which a replica is probed. Raises StartupError for a bad address."""
         self._running = dict.fromkeys(map(_checked, urls), 0)
         self._stall_seconds = stall_seconds
-        self._silent: set[str] = set()  # that did not answer when they were asked last
+        self._silent: set[str] = set()  # replicas that did not answer the last request
         self._probes: dict[str, asyncio.Task[None]] = {}
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+    async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
+        """As in Replicas."""
         others = self._running.keys() - tried
         if not others:
             return None
         least = min(self._running[url] for url in others)
 
         def rank(url: str) -> tuple[bool, int, str]:
-            surplus = max(0, self._running[url] - least - _MOST_IMBALANCE)
-            # A digest with each address: a prompt's beginning keeps its replica when others come and go.
-            return url in self._silent, surplus, _digest(url + asked.affinity)
+            surplus = max(0, self._running[url] - least - _MAX_IMBALANCE)
+            # Hashed with each address, a prompt's beginning keeps its replica when others come and go.
+            return url in self._silent, surplus, _digest(url + request.affinity)
 
         url = min(others, key=rank)
         tried.add(url)
         async with AsyncExitStack() as stack:
             stack.enter_context(self._counted(url))
-            response = await self._sent(url, asked)
+            response = await self._response(url, request)
             stack.push_async_callback(self._closed, url, response)
             held = stack.pop_all()
-        return Answer(response.status_code, passed_on(response.headers.raw), _chunks(response), held.aclose)
+        return ReplicaAnswer(response.status_code, passed_on(response.headers.raw), _chunks(response), held.aclose)
 
     async def close(self) -> None:
+        """Stop all probes and close all connections."""
         for probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)
@@ -148,30 +157,32 @@ class HttpReplicas:
         finally:
             self._running[url] -= 1
 
-    async def _sent(self, url: str, asked: Asked) -> httpx.Response:
-        """The head of an answer; that of a whole one comes when it is done. Raises Unreachable."""
-        request = self._client.build_request(asked.method, url + asked.path, headers=asked.headers, content=asked.body)
-        sending = asyncio.create_task(self._client.send(request, stream=True))
+    async def _response(self, url: str, request: ForwardedRequest) -> httpx.Response:
+        """The response once its headers are here; those of an unstreamed one come with its body. Raises Unreachable."""
+        built = self._client.build_request(
+            request.method, url + request.path, headers=request.headers, content=request.body
+        )
+        sending = asyncio.create_task(self._client.send(built, stream=True))
         try:
             while not (await asyncio.wait({sending}, timeout=self._stall_seconds))[0]:
                 if not await self._lives(url):
-                    raise Broken("it has fallen silent")
+                    raise Broken("it does not respond")
             return sending.result()
         except (httpx.TransportError, Broken) as error:
             self._silent.add(url)
             self._probe(url)
-            took = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise (Broken if took else Unreachable)(f"{url} did not answer: {error!r}") from error
+            accepted = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise (Broken if accepted else Unreachable)(f"{url} did not answer: {error!r}") from error
         finally:
             sending.cancel()
 
     async def _closed(self, url: str, response: httpx.Response) -> None:
         if not response.is_closed:
-            self._probe(url)  # it broke off, was silent, or its client has left
+            self._probe(url)  # the stream was interrupted, or its client has left
         await response.aclose()
 
     def _probe(self, url: str) -> None:
-        """Find out whether one is silent, and when it no longer is."""
+        """Probe a replica until it answers, and mark it as silent until then."""
 
         async def probe() -> None:
             while not await self._lives(url):
@@ -195,16 +206,16 @@ async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
         async for chunk in response.aiter_raw():
             yield chunk
     except httpx.TransportError as error:
-        raise Broken(f"{response.url} broke off: {error!r}") from error
+        raise Broken(f"the answer of {response.url} was interrupted: {error!r}") from error
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Without what belongs to a connection."""
-    return tuple((name.lower(), value) for name, value in headers if name.lower() not in _OF_A_CONNECTION)
+    """Headers without those of the connection, with lower-case names."""
+    return tuple((name.lower(), value) for name, value in headers if name.lower() not in _CONNECTION_HEADERS)
 
 
 def _checked(url: str) -> str:
-    """Raises StartupError."""
+    """The address of a server without a trailing slash. Raises StartupError."""
     try:
         parsed = httpx.URL(url)
         is_address = (
@@ -213,7 +224,7 @@ def _checked(url: str) -> str:
     except httpx.InvalidURL:
         is_address = False
     if not is_address:
-        raise StartupError(f"--replicas: {url!r} is no address of a server; write it as http://HOST:PORT")
+        raise StartupError(f"--replicas: {url!r} is not the address of a server; write it as http://HOST:PORT")
     return url.rstrip("/")
 
 
@@ -228,5 +239,81 @@ def _prompt_in(body: bytes) -> str:
         return ""
     if not isinstance(fields, dict):
         return ""
-    told = [fields[name] for name in _PROMPT_FIELDS if fields.get(name)]
-    return json.dumps(told[0], ensure_ascii=False)[:_AFFINE_CHARACTERS] if told else ""
+    prompts = [fields[name] for name in _PROMPT_FIELDS if fields.get(name)]
+    return json.dumps(prompts[0], ensure_ascii=False)[:_AFFINITY_CHARACTERS] if prompts else ""
+
+
+async def answer_locally(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[tuple[int, Headers] | bytes, None]:
+    """Send a request to an application in this process. Yields status and headers, then the body in pieces; closing the
+    generator disconnects the client."""
+    async with aclosing(_messages(app, request)) as batches:
+        async for messages in batches:
+            for message in messages:
+                if message["type"] == "http.response.start":
+                    yield message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"])
+            body = b"".join(message.get("body", b"") for message in messages)
+            if body:
+                yield body
+
+
+async def _messages(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+    """The messages that an application sends, in batches of all that are there. Raises the exception that kept it from
+    completing the answer."""
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    left, has_body, is_complete = asyncio.Event(), True, False
+
+    async def receive() -> Message:
+        nonlocal has_body
+        if has_body:
+            has_body = False
+            return {"type": "http.request", "body": request.body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(_scope_of(request), receive, sent.put)
+        finally:
+            sent.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    try:
+        message = await sent.get()
+        while message is not None:
+            messages = [message]
+            while not sent.empty() and (message := sent.get_nowait()) is not None:
+                messages.append(message)
+            is_complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body", False)
+            yield messages
+            if message is not None:
+                message = await sent.get()
+        try:
+            await running
+        except Exception:
+            if not is_complete:
+                raise
+            logger.exception("%s raised after its answer was complete", request.path)
+        if not is_complete:
+            raise RuntimeError(f"the answer of {request.path} is incomplete")
+    finally:
+        left.set()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def _scope_of(request: ForwardedRequest) -> Scope:
+    path, _, query = request.path.partition("?")
+    client = next((value.decode() for name, value in request.headers if name == FORWARDED_FOR), None)
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [*request.headers],
+        "client": None if client is None else (client, 0),
+        "server": None,
+    }

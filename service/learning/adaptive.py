@@ -26,8 +26,9 @@ from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.recording import BlockRecorder
-from service.assembly import Assembly, choose_drafter, device_of, load_target
+from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
+from service.drafter_choice import choose_drafter
 from service.engine import drafter_weights
 from service.engine.budget import BudgetPolicy
 from service.engine.drafter_weights import Replaceable

@@ -1,1 +1,1 @@
-"""What the server shows of itself: Prometheus metrics, the live feed, and the screen of `adaptree top`."""
+"""Prometheus metrics, the data of the live feed, and the screen of `adaptree top`."""

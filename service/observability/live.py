@@ -1,5 +1,5 @@
-"""The live state: what the server did in the last second, and how the last minutes went. The threads that serve and
-learn leave plain records and go on; they are added up once a second for all who look."""
+"""The live state of the server: the last second, and the last minutes. The threads of engine and learning append plain
+records without waiting; these are summed once per second for all readers."""
 
 import time
 from collections import Counter, deque
@@ -10,11 +10,11 @@ from typing import Any, Final, TypeVar
 from adaptation.records import AdaptationStatus, Event
 from drafters.memory.counts import MemoryCounts
 from service.engine.stats import FinishStats, LoadStats, StepStats
-from service.observability.metric_tables import label_of
+from service.observability.learning_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
-_MOST_WAITING: Final = 65_536  # records nobody has added up yet; of more the oldest are lost
+_MAX_PENDING: Final = 65_536  # records that were not summed yet; beyond, the oldest are lost
 
 Record = TypeVar("Record")
 Json = dict[str, Any]
@@ -23,14 +23,14 @@ _CHARTED: Final = ("unix_seconds", "tokens_per_second", "tau", "budget", "accept
 
 
 class Live:
-    """Observers may call from any thread, and wait for nobody; `tick` and `past` belong to one reader."""
+    """Collects records from any thread without locks; only one reader calls `tick` and `past`."""
 
     def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._clock = clock
-        self._steps: deque[StepStats] = deque(maxlen=_MOST_WAITING)
-        self._finished: deque[FinishStats] = deque(maxlen=_MOST_WAITING)
-        self._happened: deque[Json] = deque(maxlen=_MOST_WAITING)
+        self._steps: deque[StepStats] = deque(maxlen=_MAX_PENDING)
+        self._finished: deque[FinishStats] = deque(maxlen=_MAX_PENDING)
+        self._happened: deque[Json] = deque(maxlen=_MAX_PENDING)
         self._load = LoadStats(num_running=0, num_waiting=0, slots_used=0, slots_total=0)
         self._memory: MemoryCounts | None = None
         self._learning: AdaptationStatus | None = None
@@ -39,25 +39,28 @@ class Live:
         self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
 
     def observe_load(self, load: LoadStats) -> None:
+        """Record the present load."""
         self._load = load
 
     def observe_step(self, stats: StepStats) -> None:
+        """Record an engine step."""
         self._steps.append(stats)
 
     def observe_finish(self, stats: FinishStats) -> None:
+        """Record a finished sequence."""
         self._finished.append(stats)
 
     def observe_event(self, event: Event) -> None:
-        # The reason is one of the metrics' words: sentences may name files.
-        told = {"kind": event.kind, "reason": label_of(event.kind, event.reason), "version": event.version}
-        self._happened.append({"unix_seconds": self._now(), **told, "numbers": dict(event.numbers)})
+        """Record an event of learning. Its reason is the metrics' label, because sentences may name files."""
+        fields = {"kind": event.kind, "reason": label_of(event.kind, event.reason), "version": event.version}
+        self._happened.append({"unix_seconds": self._now(), **fields, "numbers": dict(event.numbers)})
 
     def observe_adaptation(self, status: AdaptationStatus) -> None:
-        """Learning as it is now; shown until the next one comes."""
+        """Record the status of learning."""
         self._learning = replace(status, events=())
 
     def tick(self) -> Json:
-        """The stretch since the last tick, a second as a rule, as the feed sends it."""
+        """The moment since the last tick, usually a second, as the feed sends it."""
         now, last = self._clock(), self._ticked
         self._ticked, seconds = now, now - last
         steps, events = _taken(self._steps), _taken(self._happened)
@@ -73,9 +76,9 @@ class Live:
             "tau": _tau(steps),
             "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean of the steps
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
-            "drafting": steps[-1].drafting if steps else None,  # None: nothing ran, or nodes are fixed
+            "drafting": steps[-1].drafting if steps else None,  # None: no step, or a fixed budget
             "accepted_by_source": sources,
-            "memory": self._memory,  # as of the last step; None: the drafter remembers no answers
+            "memory": self._memory,  # after the last step; None: the drafter has no memory
             "phase_seconds": {
                 "draft": sum(step.draft_seconds for step in steps),
                 "verify": sum(step.verify_seconds for step in steps),
@@ -85,7 +88,7 @@ class Live:
             "running": self._load.num_running,
             "waiting": self._load.num_waiting,
             "slots_used_share": _rate(self._load.slots_used, self._load.slots_total),
-            "learning": self._learning,  # as last observed, without its events; None: nobody learns
+            "learning": self._learning,  # the last status, without events; None: learning is off
             "events": events,
         }
         point = {name: moment[name] for name in _CHARTED}
@@ -96,17 +99,17 @@ class Live:
         return moment
 
     def past(self) -> Json:
-        """What a chart keeps of the last minutes, oldest first; a moment that is still to come is not in it."""
+        """The data of charts over the last minutes, oldest first."""
         return {"points": list(self._points), "events": list(self._events)}
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:
-    """Everything that was there on arrival; more may come meanwhile."""
+    """Remove and return the records that are there now; more may be appended meanwhile."""
     return [waiting.popleft() for _ in range(len(waiting))]
 
 
 def _tau(steps: Sequence[StepStats]) -> float | None:
-    """Mean acceptance length, None where nothing was verified: each gap after a sequence's first token is a verify."""
+    """Mean acceptance length; None: nothing was verified. Each gap after a sequence's first token is a verification."""
     verifies = sum(len(step.itl_seconds) for step in steps)
     return 1 + sum(step.accepted_tokens for step in steps) / verifies if verifies else None
 

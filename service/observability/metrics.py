@@ -1,6 +1,5 @@
-"""Prometheus metrics, added up from plain records by one collector. The only module that imports prometheus_client.
-All label sets are closed and every series exists before anything happens: a rate over a quiet hour is zero and not
-missing."""
+"""Prometheus metrics, collected from plain records. The only module that imports prometheus_client. All label sets are
+closed, and every series exists from the start, so that a rate over a quiet hour is zero and not missing."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,10 +13,10 @@ from prometheus_client.registry import Collector
 
 from adaptation.records import AdaptationStatus, Event
 from service.engine.stats import FinishStats, LoadStats, StepStats
+from service.observability.learning_tables import ADAPTATION, EVENTS
 from service.observability.metric_tables import (
     ACCEPTED_BY_SOURCE,
-    ADAPTATION,
-    EVENTS,
+    DRAFTING,
     FINISH,
     LOAD,
     MEMORY,
@@ -37,7 +36,7 @@ VLLM_PREFIX: Final = "vllm:"
 
 
 class Metrics(Collector):
-    """Everything the server exports, on a registry of its own. Safe to call from any thread."""
+    """All metrics of a server. Safe to call from any thread."""
 
     def __init__(
         self,
@@ -47,42 +46,58 @@ class Metrics(Collector):
         model: str,
         key_names: tuple[str, ...] = (),
     ) -> None:
-        """`model`: the name under which vLLM's metrics are shown too, which other tools read. `key_names`: of those
-        API keys that have one."""
+        """`model`: label of the metrics under vLLM's names, which other tools read. `key_names`: names of API keys."""
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons))
         self._server = server_table(key_names)
-        rows: tuple[Row[Any], ...] = (*LOAD, *self._steps, *MEMORY, *FINISH, *EVENTS, *self._server, *ADAPTATION)
+        rows: tuple[Row[Any], ...] = (
+            *LOAD,
+            *self._steps,
+            *DRAFTING,
+            *MEMORY,
+            *FINISH,
+            *EVENTS,
+            *self._server,
+            *ADAPTATION,
+        )
         self._values = {row.name: dict.fromkeys(row.keys, 0.0) for row in rows}
         self._shown: list[tuple[Row[Any], str, dict[str, str]]] = [(row, PREFIX, {}) for row in rows]
         labels = {"model_name": model, "engine": "0"}
-        theirs: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
-        self._shown += [(row, VLLM_PREFIX, labels) for row in theirs]
+        also_vllm: tuple[Row[Any], ...] = (*LOAD, *shared, *FINISH)
+        self._shown += [(row, VLLM_PREFIX, labels) for row in also_vllm]
         self._lock = Lock()
 
     def credit(self, sources: Iterable[str]) -> None:
-        """Those who may propose tokens, known once the drafter is there."""
+        """Declare the drafter's sources, which are known once it is loaded."""
         with self._lock:
             self._values[ACCEPTED_BY_SOURCE] |= dict.fromkeys(sources, 0.0)
 
     def observe_load(self, stats: LoadStats) -> None:
+        """Record the present load."""
         self._add(LOAD, stats)
 
     def observe_step(self, stats: StepStats) -> None:
+        """Count an engine step."""
         self._add(self._steps, stats)
         if stats.memory is not None:
             self._set(MEMORY, stats.memory)
+        if stats.drafting is not None:
+            self._add(DRAFTING, stats.drafting)
 
     def observe_finish(self, stats: FinishStats) -> None:
+        """Count a finished sequence."""
         self._add(FINISH, stats)
 
     def observe_event(self, event: Event) -> None:
+        """Count an event of learning."""
         self._add(EVENTS, event)
 
     def observe_adaptation(self, status: AdaptationStatus) -> None:
+        """Record the status of learning."""
         self._set(ADAPTATION, status)
 
     def observe_server(self, status: ServerStatus) -> None:
+        """Record the state of the server process."""
         self._set(self._server, status)
 
     def render(self) -> tuple[bytes, str]:
@@ -92,11 +107,12 @@ class Metrics(Collector):
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
+        """All metrics, as prometheus_client reads them."""
         with self._lock:
             return [_family(row, self._values[row.name], prefix, labels) for row, prefix, labels in self._shown]
 
     def _add(self, table: Table[Record], record: Record) -> None:
-        """Counters and buckets grow, gauges follow. Raises KeyError for a label that there is not."""
+        """Add to counters and buckets, and set gauges. Raises KeyError for an undeclared label."""
         with self._lock:
             for row in table:
                 values = self._values[row.name]
@@ -104,7 +120,7 @@ class Metrics(Collector):
                     values[key] = value if isinstance(row, Gauge) else values[key] + value
 
     def _set(self, table: Table[Record], record: Record) -> None:
-        """What the record holds in all; zero is what it does not name."""
+        """Set all values from a record that holds totals; those it lacks become zero."""
         with self._lock:
             for row in table:
                 found = row.values(record)
@@ -112,7 +128,7 @@ class Metrics(Collector):
 
 
 def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Mapping[str, str]) -> Metric:
-    """A metric with all its series, each with the `common` labels before its own."""
+    """A metric with all its series; the `common` labels precede its own."""
     name, fixed = prefix + row.name, tuple(common.values())
     if isinstance(row, Histogram):
         *counts, total = values.values()
@@ -123,6 +139,6 @@ def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Map
     family = family_of(name, row.text, labels=(*common, *row.labels))
     for key, value in values.items():
         if math.isnan(value):
-            continue  # not known yet: scrapers warn of such a sample and drop it
+            continue  # unknown so far: scrapers warn of a NaN sample and drop it
         family.add_metric((*fixed, *key.split(":")) if row.labels else fixed, value)
     return family

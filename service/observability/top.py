@@ -1,4 +1,4 @@
-"""`adaptree top`: a server's live state in the terminal, from its feed."""
+"""`adaptree top`: the live state of a server in the terminal, read from its feed."""
 
 import json
 from collections import Counter
@@ -18,9 +18,9 @@ _TIMEOUT: Final = httpx.Timeout(5, read=15)
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 60
 _SHOWN_EVENTS: Final = 6
-_CURVES: Final = {"tau": 2, "tokens_per_second": 1, "budget": 1, "running": 0, "waiting": 0}  # with their digits
+_CURVES: Final = {"tau": 2, "tokens_per_second": 1, "budget": 1, "running": 0, "waiting": 0}  # decimals by name
 _REFUSALS: Final = {
-    401: "the server at {url} wants an API key: give one with --key",
+    401: "the server at {url} requires an API key: set it with --key",
     403: "the server does not answer to the name in {url}: add it to its allowed_hosts",
 }
 
@@ -28,9 +28,9 @@ Json = dict[str, Any]
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = _URL,
-    key: Annotated[str | None, typer.Option(help="An API key, where the server closes its metrics.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one moment and end.")] = False,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = _URL,
+    key: Annotated[str | None, typer.Option(help="API key, if the server's metrics are closed.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one moment and exit.")] = False,
 ) -> None:
     """Show the live state of a server until interrupted."""
     try:
@@ -43,11 +43,11 @@ def top(
 
 
 def show(url: str, key: str | None, *, once: bool) -> None:
-    """Follow a server's feed; ends by itself after one moment, or never. Raises NoFeedError."""
+    """Show a server's feed until it ends, or one moment of it. Raises NoFeedError."""
     screen = Screen(url)
-    with Live(Text(f"asking {url}"), auto_refresh=False, screen=not once) as live:
-        for name, told in moments(url, key):
-            screen.take(name, told)
+    with Live(Text(f"connecting to {url}"), auto_refresh=False, screen=not once) as live:
+        for name, data in moments(url, key):
+            screen.update(name, data)
             if name != "past":
                 live.update(screen.drawn(), refresh=True)
                 if once:
@@ -56,7 +56,7 @@ def show(url: str, key: str | None, *, once: bool) -> None:
 
 
 class Screen:
-    """What has been told so far, and how it looks."""
+    """The data received so far, and its display."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -64,15 +64,17 @@ class Screen:
         self._events: list[Json] = []
         self._moment: Json = {}
 
-    def take(self, name: str, told: Json) -> None:
+    def update(self, name: str, data: Json) -> None:
+        """Add an event of the feed."""
         if name == "past":
-            self._points, self._events = told["points"], told["events"]
+            self._points, self._events = data["points"], data["events"]
             return
-        self._moment = told
-        self._points = [*self._points, told][-_WIDTH:]
-        self._events = [*self._events, *told["events"]][-_SHOWN_EVENTS:]
+        self._moment = data
+        self._points = [*self._points, data][-_WIDTH:]
+        self._events = [*self._events, *data["events"]][-_SHOWN_EVENTS:]
 
     def drawn(self) -> Group:
+        """The display of the latest moment."""
         moment = self._moment
         title = Text.assemble(("adaptree", "bold"), f"  {self.url}  ", (moment["state"], "green"))
         learning = moment["learning"]
@@ -91,12 +93,12 @@ class Screen:
             gain = f"{_number(drafting['gain'], 2)} ± {_number(drafting['gain_sd'], 2)} plain steps"
             table.add_row("drafting gains", gain, f"may still lose {_number(drafting['balance_seconds'], 2)} s")
         if (memory := moment["memory"]) is not None:
-            told = f"{memory['remembered_tokens']:,} tokens remembered, {memory['used_share']:.0%} full"
-            table.add_row("past answers", told, self._from_memory())
+            stored = f"{memory['remembered_tokens']:,} tokens remembered, {memory['used_share']:.0%} full"
+            table.add_row("past answers", stored, self._from_memory())
         return table
 
     def _from_memory(self) -> str:
-        """Of the last minute."""
+        """The memory's share of accepted tokens in the last minute."""
         accepted: Counter[str] = Counter()
         for point in self._points:
             accepted.update(point["accepted_by_source"])
@@ -104,7 +106,7 @@ class Screen:
         return f"{accepted['memory'] / total:.0%} of accepted tokens come from the memory" if total else ""
 
     def _curve(self, name: str, floor: float = 0.0) -> str:
-        """The last minute as a row of blocks; a gap where nothing is known."""
+        """The last minute as a row of block characters; a blank where there is no value."""
         values = [point[name] for point in self._points[-_WIDTH:]]
         span = max([value - floor for value in values if value is not None], default=0.0) or 1.0
         heights = [None if value is None else int((value - floor) / span * len(_BLOCKS)) for value in values]
@@ -130,16 +132,16 @@ def _arms(learning: Json) -> Group:
 
 
 def _number(value: float | str | None, digits: int) -> str:
-    """The feed writes infinities as words."""
+    """A number of the feed, which sends infinities as strings."""
     return "-" if value is None else f"{float(value):.{digits}f}"
 
 
 class NoFeedError(Exception):
-    """There is nothing to show; the message says why and what to do."""
+    """There is no feed; the message says why and what to do."""
 
 
 def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
-    """The events of a server's feed with their names. Raises NoFeedError."""
+    """Yield the events of a server's feed with their names. Raises NoFeedError."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with httpx.stream("GET", url + _FEED, headers=headers, timeout=_TIMEOUT) as response:
@@ -154,7 +156,7 @@ def moments(url: str, key: str | None) -> Iterator[tuple[str, Json]]:
                     yield name, json.loads(line.removeprefix("data: "))
                     name = "moment"
     except httpx.ReadTimeout:
-        raise NoFeedError(f"the server at {url} has fallen silent") from None
+        raise NoFeedError(f"the server at {url} stopped responding") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         problem = f"no server answers at {url} ({error or type(error).__name__})"
-        raise NoFeedError(f"{problem}: start one with `adaptree serve`, or say where it is with --url") from None
+        raise NoFeedError(f"{problem}: start one with `adaptree serve`, or set its address with --url") from None

@@ -1,9 +1,9 @@
-"""Past answers in a file, over restarts.
+"""Past answers in a file, kept over restarts.
 
-    one line of JSON: what the answers fit | per scope: one line of JSON, weights, squares, entries | keyed hash of all
+    header (a line of JSON) | per scope: a line of JSON, weights, squares, entries | keyed hash of all before
 
-The file is written beside its place, then renamed: whenever the process dies the old one or the new one is there. Its
-hash is keyed by a secret that lies beside it. One process keeps a file, another one waits for it.
+The file is written under a temporary name and renamed, so that there is always a complete one. The key of its hash is
+in the file FILE.key. One process at a time has a file; another one waits for it.
 """
 
 import hashlib
@@ -38,68 +38,156 @@ _Result = TypeVar("_Result")
 _FORMAT = 1
 _KEY_BYTES = 32
 _HASH_BYTES = 32
-_PIECE = 1 << 17  # words: a mebibyte, which the engine's thread takes in within a tenth of a step
+_PIECE = 1 << 17  # words: one MiB, which the engine's thread copies within a tenth of a step
 _LONGEST_LINE = 1 << 16
 _BYTES_PER_SECOND = 1 << 20
-"""Written on average: the default memory once a minute. 86 GiB a day are a third of what a disk of 1 TB is made for,
-and take a disk of 100 MiB/s a hundredth of its time."""
+"""Average rate of writing: the default memory once per minute. 86 GiB per day are a third of what a disk of 1 TB is
+specified for, and a hundredth of the time of a disk with 100 MiB/s."""
 _LEAST_PAUSE_SECONDS = 1.0
 _NICENESS = 10
 _WEIGHTS_SHAPE = (KINDS, FEATURES)
 
 
 def key_beside(file: Path) -> bytes:
-    """The secret of a file of past answers, made where there is none. Raises StartupError."""
-    place = file.with_name(f"{file.name}.key")
+    """The key of a file of past answers, which is created if it is missing. Raises StartupError."""
+    path = file.with_name(f"{file.name}.key")
     try:
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            beside = place.with_name(f".{place.name}.{os.getpid()}")
-            with _new_file(beside) as handle:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            with _new_file(temporary) as handle:
                 _finish(handle, secrets.token_bytes(_KEY_BYTES))
             with suppress(FileExistsError):  # another process was first
-                os.link(beside, place)
-            beside.unlink()
-        key = place.read_bytes()
+                os.link(temporary, path)
+            temporary.unlink()
+        key = path.read_bytes()
     except OSError as error:
-        raise StartupError(f"memory_file: its key {place} cannot be had: {error}") from error
+        raise StartupError(f"memory_file: its key {path} cannot be read: {error}") from error
     if len(key) != _KEY_BYTES:
-        raise StartupError(f"memory_file: {place} is no key of {_KEY_BYTES} bytes: remove it, and past answers with it")
+        raise StartupError(f"memory_file: {path} is no key of {_KEY_BYTES} bytes: remove it, and past answers with it")
     return key
 
 
-class MemoryFile:
-    """Keeps what a drafter remembers of past answers; hears of new and of forgotten ones as its listener.
+class AnswersFile:
+    """The format of a file of past answers: writes it, checks it and reads it."""
 
-    Its thread copies entries while steps write them. Each 8-byte word is valid by itself, as kernels/memory.py has it,
-    so that a copy holds some words of before a step and some of after it; of a device's memory each piece is a copy of
-    its own on the host. A share that begins again meanwhile, maybe for another scope, is left out.
+    def __init__(self, path: Path, drafter: MemoryDrafter, *, tokenizer: str, names: bytes) -> None:
+        self.path = path
+        self._secret = key_beside(path)
+        self._drafter = drafter
+        named = hmac.digest(self._secret, names, "sha256").hex()
+        sizes = [drafter.past.share_buckets, WAYS, *_WEIGHTS_SHAPE]
+        self._header = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
+
+    def write(self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None) -> int:
+        """Replace the file; returns its size in bytes. Raises OSError, and CancelledError when `stopping` is set."""
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with _new_file(temporary) as file:
+                _finish(file, self._put(file, past, stopping))
+                size = file.tell()
+            temporary.replace(self.path)
+            sync_folder(self.path.parent)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        return size
+
+    def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], stopping: threading.Event | None) -> bytes:
+        """Write everything but the keyed hash; returns the hash."""
+        mac = self._hash()
+
+        def put(data: bytes) -> None:
+            file.write(data)
+            mac.update(data)
+
+        put(_line(self._header))
+        for one in past:
+            start, before = file.tell(), mac.copy()
+            put(_line({"scope": one.scope}))
+            for piece in _pieces((one.weights, one.squares, one.entries)):
+                if stopping is not None and stopping.is_set():
+                    raise CancelledError
+                put(piece.cpu().numpy().tobytes())
+            if not self._drafter.past.is_current(one):
+                file.seek(start)
+                file.truncate()
+                mac = before
+        return mac.digest()
+
+    def check(self, file: BinaryIO) -> int:
+        """Check a file and move to its first scope; returns where the scopes end. Raises ValueError."""
+        end = file.seek(0, os.SEEK_END) - _HASH_BYTES
+        file.seek(0)
+        first = file.readline(_LONGEST_LINE)
+        try:
+            header = json.loads(first)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or "format" not in header:
+            raise ValueError("it is no file of past answers")
+        if others := [name for name, value in self._header.items() if header.get(name) != value]:
+            raise ValueError(f"it was written with another {', '.join(others)}")
+        mac, left = self._hash(), end - len(first)
+        mac.update(first)
+        while left > 0 and (data := file.read(min(left, 8 * _PIECE))):
+            mac.update(data)
+            left -= len(data)
+        if not hmac.compare_digest(mac.digest(), file.read()):
+            raise ValueError("it is damaged, or was written with another key")
+        file.seek(len(first))
+        return end
+
+    def read_scope(self, file: BinaryIO) -> tuple[str, Tensor, Tensor, Iterator[tuple[int, Tensor]]]:
+        """The next scope: its name, weights and squares [KINDS, FEATURES], and an iterator over its entries, which must
+        be exhausted: the number of the first bucket, and the buckets [buckets, WAYS]."""
+        scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
+        weights, squares = (_tensor(file, torch.float32, KINDS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
+        return scope, weights, squares, self._entries(file)
+
+    def _entries(self, file: BinaryIO) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, self._drafter.past.share_buckets, _PIECE // WAYS):
+            count = min(_PIECE // WAYS, self._drafter.past.share_buckets - start)
+            yield start, _tensor(file, torch.int64, count * WAYS).view(count, WAYS)
+
+    def _hash(self) -> "hashlib.blake2b":
+        return hashlib.blake2b(key=self._secret, digest_size=_HASH_BYTES)
+
+
+class MemoryFile:
+    """Keeps a drafter's past answers in a file; a listener of the drafter.
+
+    Its thread copies entries while steps write them. Each 8-byte word is valid by itself (kernels/memory.py), so a copy
+    may mix words from before and after a step. A share that is reused meanwhile, perhaps for another scope, is left
+    out.
     """
 
     def __init__(
         self, path: Path, drafter: MemoryDrafter, engine: EngineThread, *, tokenizer: str, names: bytes
     ) -> None:
-        """`tokenizer`: a hash of what tokens mean; `names`: the key that scopes are named with. Raises StartupError."""
-        self.path = path
-        self._secret = key_beside(path)
+        """`tokenizer`: a hash of the vocabulary; `names`: the key that hashes scopes. Raises StartupError."""
+        self._file = AnswersFile(path, drafter, tokenizer=tokenizer, names=names)
         self._drafter, self._engine = drafter, engine
-        named = hmac.digest(self._secret, names, "sha256").hex()
-        sizes = [drafter.past.share_buckets, WAYS, *_WEIGHTS_SHAPE]
-        self._fits = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
         self._pause = _LEAST_PAUSE_SECONDS
         self._has_new, self._stopping = False, threading.Event()
-        self._at_once = threading.Event()  # something was forgotten, or this stops
-        self._forgotten: list[str | None] = []  # until the file has been read
-        self._is_ours = self._is_read = self._is_told = False
+        self._at_once = threading.Event()  # answers were forgotten, or the server stops
+        self._forgotten: list[str | None] = []  # scopes, until the file has been read; None: all
+        self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
         drafter.past.listeners.append(self)
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
     def start(self) -> None:
-        """Begin to fill the memory from the file, then to keep it there."""
+        """Start the thread, which restores past answers from the file, and then writes them regularly."""
         self._thread.start()
 
     def finish(self) -> None:
-        """Keep what there is now. Called when the engine takes no more steps."""
+        """Write the file a last time; called when the engine takes no more steps."""
         self._stopping.set()
         self._at_once.set()
         self._thread.join()
@@ -110,10 +198,11 @@ class MemoryFile:
                 self.path.unlink(missing_ok=True)
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
+        """Have the file written after the present pause."""
         self._has_new = True
 
     def forgot(self, scope: str | None) -> None:
-        """Let the file have no more of it than the memory."""
+        """Have the file written at once, without the answers that were forgotten."""
         self._forgotten.append(scope)
         self._at_once.set()
 
@@ -132,7 +221,7 @@ class MemoryFile:
                 logger.error("past answers in %s cannot be read, and are not kept: %s", self.path, error)
 
     def _lock(self, key: BinaryIO) -> None:
-        """Wait until no other process keeps the file, such as the one that this one takes over from."""
+        """Wait until no other process has the file, such as the one that this one replaces."""
         try:
             import fcntl
         except ImportError:  # Windows has none
@@ -151,7 +240,7 @@ class MemoryFile:
                 return
 
     def _keep(self) -> None:
-        """Wait until there is something to write, and write it. Raises CancelledError at the end."""
+        """Wait until there are changes, and write them. Raises CancelledError when the server stops."""
         self._at_once.wait(self._pause)
         if self._stopping.is_set():
             raise CancelledError
@@ -164,51 +253,22 @@ class MemoryFile:
         self._write(self._between(self._drafter.past.by_scope), self._stopping, forgot=forgot)
 
     def _write(
-        self, past: Iterable[ScopeAnswers], unless: threading.Event | None = None, *, forgot: bool = False
+        self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None, *, forgot: bool = False
     ) -> None:
-        """Replace the file. Where that cannot be, what was there stays, unless something of it was forgotten."""
-        beside = self.path.with_name(f".{self.path.name}.new")
+        """Replace the file. If that fails the old one stays, unless some of its answers were forgotten."""
         try:
-            with _new_file(beside) as file:
-                mac = self._put(file, past, unless)
-                _finish(file, mac)
-                self._pause = max(_LEAST_PAUSE_SECONDS, file.tell() / _BYTES_PER_SECOND)
-            beside.replace(self.path)
-            sync_folder(self.path.parent)
-            self._is_told = False
+            self._pause = max(_LEAST_PAUSE_SECONDS, self._file.write(past, stopping) / _BYTES_PER_SECOND)
+            self._write_failed = False
         except OSError as error:
-            if not self._is_told:
+            if not self._write_failed:
                 logger.error("past answers cannot be kept in %s, serving goes on: %s", self.path, error)
-            self._is_told = self._has_new = True
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-                if forgot:
+            self._write_failed = self._has_new = True
+            if forgot:
+                with suppress(OSError):
                     self.path.unlink(missing_ok=True)
 
-    def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], unless: threading.Event | None) -> bytes:
-        """Write all but the hash. # -> the hash"""
-        mac = self._hash()
-
-        def put(data: bytes) -> None:
-            file.write(data)
-            mac.update(data)
-
-        put(_line(self._fits))
-        for one in past:
-            start, before = file.tell(), mac.copy()
-            put(_line({"scope": one.scope}))
-            for piece in _pieces((one.weights, one.squares, one.entries)):
-                if unless is not None and unless.is_set():
-                    raise CancelledError
-                put(piece.cpu().numpy().tobytes())
-            if not self._drafter.past.is_current(one):
-                file.seek(start)
-                file.truncate()
-                mac = before
-        return mac.digest()
-
     def _read(self) -> None:
-        """Fill unused shares from the file, piece by piece, between two steps each."""
+        """Fill unused shares from the file, one piece between two steps."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -216,7 +276,7 @@ class MemoryFile:
         with file:
             began = time.monotonic()
             try:
-                end = self._checked(file)
+                end = self._file.check(file)
             except ValueError as error:
                 aside = self.path.with_name(f"{self.path.name}.set-aside")
                 self.path.replace(aside)
@@ -224,41 +284,13 @@ class MemoryFile:
                 return
             count = 0
             while file.tell() < end:
-                count += self._read_scope(file)
+                count += self._restore(*self._file.read_scope(file))
             logger.info("past answers of %d scopes are back after %.1f s", count, time.monotonic() - began)
 
-    def _checked(self, file: BinaryIO) -> int:
-        """Where the hash of a file begins that can be used; the file is then read behind its first line. Raises
-        ValueError."""
-        end = file.seek(0, os.SEEK_END) - _HASH_BYTES
-        file.seek(0)
-        first = file.readline(_LONGEST_LINE)
-        try:
-            fits = json.loads(first)
-        except (ValueError, RecursionError):
-            fits = None
-        if not isinstance(fits, dict) or "format" not in fits:
-            raise ValueError("it is no file of past answers")
-        if others := [name for name, value in self._fits.items() if fits.get(name) != value]:
-            raise ValueError(f"it was written with another {', '.join(others)}")
-        mac, left = self._hash(), end - len(first)
-        mac.update(first)
-        while left > 0 and (data := file.read(min(left, 8 * _PIECE))):
-            mac.update(data)
-            left -= len(data)
-        if not hmac.compare_digest(mac.digest(), file.read()):
-            raise ValueError("it is damaged, or was written with another key")
-        file.seek(len(first))
-        return end
-
-    def _read_scope(self, file: BinaryIO) -> bool:
-        """Give a scope what was remembered of it. # -> whether there was room"""
-        scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
-        weights, squares = (_tensor(file, torch.float32, KINDS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
+    def _restore(self, scope: str, weights: Tensor, squares: Tensor, entries: Iterator[tuple[int, Tensor]]) -> bool:
+        """Restore one scope; returns whether there was a free share. # weights, squares [KINDS, FEATURES]"""
         past = self._between(partial(self._adopt, scope, weights, squares))
-        for start in range(0, self._drafter.past.share_buckets, _PIECE // WAYS):
-            count = min(_PIECE // WAYS, self._drafter.past.share_buckets - start)
-            words = _tensor(file, torch.int64, count * WAYS).view(count, WAYS)
+        for start, words in entries:
             if past is not None:
                 self._between(partial(self._fill, past, start, words))
         return past is not None
@@ -271,7 +303,7 @@ class MemoryFile:
         return past
 
     def _fill(self, past: ScopeAnswers, start: int, words: Tensor) -> None:
-        """Put these where nothing has been remembered since the start. # words [buckets, WAYS]"""
+        """Fill buckets that are still empty. # words [buckets, WAYS]"""
         if self._drafter.past.is_current(past):
             buckets = past.entries[start : start + len(words)]
             is_empty = (buckets == 0).all(1, keepdim=True)
@@ -280,18 +312,15 @@ class MemoryFile:
     def _between(self, call: Callable[[], _Result]) -> _Result:
         return self._engine.between_steps(call, self._stopping)
 
-    def _hash(self) -> "hashlib.blake2b":
-        return hashlib.blake2b(key=self._secret, digest_size=_HASH_BYTES)
-
 
 def _new_file(path: Path) -> BinaryIO:
-    """A file of no earlier process, for the server's user alone."""
+    """A new file that only the server's user can read."""
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _finish(file: BinaryIO, data: bytes) -> None:
-    """Write the last of a file and wait until the disk has it."""
+    """Write the end of a file and wait until it is on the disk."""
     file.write(data)
     file.flush()
     os.fsync(file.fileno())

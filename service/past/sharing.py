@@ -1,8 +1,8 @@
 """Past answers that replicas share through Redis, with or without learning.
 
-Every replica adds what its sequences answered to one bounded stream per tokenizer, signed, and reads what the others
-added. Scopes are keyed hashes, equal in all that have the secret. A thread of its own talks to Redis: a lost one costs
-sharing only.
+Every replica adds its signed answers to one bounded stream per tokenizer, and reads those of the others. Scopes are
+keyed hashes, equal in all replicas with the same secret. A separate thread talks to Redis; without Redis only sharing
+stops.
 """
 
 import logging
@@ -31,37 +31,104 @@ from service.errors import StartupError
 logger = logging.getLogger(__name__)
 
 _KEPT_ANSWERS = 8 * MAX_QUERIES
-"""In the stream: of 512 tokens each some MiB, and as many as a busy server gives while another one loads its model."""
-_KEPT_SECONDS = 3600  # after the last answer of any replica
+"""Answers kept in the stream: some MiB, and as many as a busy server gives while another one loads its model."""
+_KEPT_SECONDS = 3600  # after the last answer of all replicas
 _FIRST = "0-0"
-_READ_ANSWERS = 16  # at once
+_READ_ANSWERS = 16  # per command
 _STEP_SECONDS = 0.1
-_LOST_SECONDS = 2.0  # between two tries
+_LOST_SECONDS = 2.0  # between attempts to reach Redis
 _NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What travels."""
+class SharedAnswer:
+    """An entry of the stream: an answer, or a scope to forget."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sender: str
-    tokenizer: str  # a hash of what tokens mean
-    scope: str | None  # None: of all, to be forgotten
+    tokenizer: str  # hash of the vocabulary
+    scope: str | None  # None: all scopes are forgotten
     tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_ANSWER_TOKENS + CONTEXT)] = (
         field(default_factory=list)
     )
-    num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = (
-        0  # of them, at the end, is the answer; 0: the scope is forgotten
-    )
+    # That many of them, at the end, are the answer; 0: the scope is forgotten.
+    num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = 0
 
 
-_ANSWER = TypeAdapter(_Answer)
+_ANSWER = TypeAdapter(SharedAnswer)
+
+
+class AnswerStream:
+    """The stream in Redis: adds signed entries, and reads and checks those of all replicas."""
+
+    def __init__(self, config: AdaptationConfig, *, tokenizer: str, vocab: int, from_start: bool) -> None:
+        """`from_start`: read the answers that are there already. Raises StartupError."""
+        assert config.redis_url is not None
+        assert config.redis_secret is not None
+        self._secret = config.redis_secret.get_secret_value().encode()
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._sender = secrets.token_hex(8)  # unique to this start of this process
+        self._stream = f"adaptree:{tokenizer[:16]}:answers"
+        self.last: bytes | str = _FIRST if from_start else ""  # the last entry that was read; "": the newest
+        try:
+            url, timeout = config.redis_url.get_secret_value(), LEASE_SECONDS / 2
+            self._store = RedisStore(url, self._stream, name=self._sender, timeout_seconds=timeout)
+        except ValueError as error:
+            raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
+
+    def entry(self, scope: str | None, tokens: Sequence[int] = (), num_new: int = 0) -> SharedAnswer:
+        """An entry of this replica."""
+        return SharedAnswer(
+            sender=self._sender, tokenizer=self._tokenizer, scope=scope, tokens=list(tokens), num_new=num_new
+        )
+
+    def is_own(self, answer: SharedAnswer) -> bool:
+        """Whether this replica has sent the entry."""
+        return answer.sender == self._sender
+
+    def find_newest(self) -> None:
+        """Start reading after the newest entry, unless a start is set already. Raises StoreLost."""
+        if not self.last:
+            newest = self._store.command("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
+            self.last = newest[0][0] if newest else _FIRST
+
+    def delete(self) -> None:
+        """Delete the stream; the answers of others in it are not shared. Raises StoreLost."""
+        self._store.command("DEL", self._stream)
+
+    def send(self, answer: SharedAnswer) -> None:
+        """Add an entry. Raises StoreLost."""
+        data = sign("answer", answer, self._secret)
+        self._store.command("XADD", self._stream, "MAXLEN", "~", _KEPT_ANSWERS, "*", "answer", data)
+        self._store.command("EXPIRE", self._stream, _KEPT_SECONDS)
+
+    def read(self) -> list[tuple[bytes, Any]]:
+        """The next entries: their ids and unchecked contents. Raises StoreLost."""
+        found = self._store.command("XREAD", "COUNT", _READ_ANSWERS, "STREAMS", self._stream, self.last) or []
+        return [(entry_id, dict(fields).get(b"answer")) for _, entries in found for entry_id, fields in entries]
+
+    def check(self, raw: object) -> SharedAnswer:
+        """The entry of unchecked contents. Raises Refused."""
+        if not isinstance(raw, bytes):
+            raise Refused("torn", "an entry without an answer")
+        try:
+            answer = _ANSWER.validate_python(verify("answer", raw, self._secret))
+        except ValidationError as error:
+            raise Refused("torn", "an answer that lacks something") from error
+        if answer.tokenizer != self._tokenizer:
+            raise Refused("foreign", "an answer of another tokenizer")
+        if len(answer.tokens) < answer.num_new or max(answer.tokens, default=0) >= self._vocab:
+            raise Refused("misfit", "an answer of tokens that there are not")
+        return answer
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._store.close()
 
 
 class SharedAnswers:
-    """One replica's part; a listener of its drafter."""
+    """Exchanges past answers with the other replicas; a listener of the drafter."""
 
     def __init__(
         self,
@@ -73,51 +140,40 @@ class SharedAnswers:
         vocab: int,
         knows_earlier: bool = False,
     ) -> None:
-        """`tokenizer`: a hash of what tokens mean; `vocab`: tokens there are; `knows_earlier`: answers that are there
-        already, which a file has kept. Raises StartupError."""
-        assert config.redis_url is not None
-        assert config.redis_secret is not None
+        """`tokenizer`: a hash of the vocabulary; `vocab`: number of tokens; `knows_earlier`: a file has kept the
+        earlier answers. Raises StartupError."""
         self.num_sent = self.num_added = self.num_refused = self.num_lost = 0
-        self._secret = config.redis_secret.get_secret_value().encode()
+        self._stream = AnswerStream(config, tokenizer=tokenizer, vocab=vocab, from_start=not knows_earlier)
         self._drafter, self._engine = drafter, engine
-        self._tokenizer, self._vocab = tokenizer, vocab
-        self._name = secrets.token_hex(8)  # no other start of any process has this one
-        self._stream = f"adaptree:{tokenizer[:16]}:answers"
-        self._last: bytes | str = "" if knows_earlier else _FIRST  # entry that was read; "": the newest that there is
-        self._to_send = deque[_Answer](maxlen=MAX_QUERIES)
-        self._to_forget = deque[_Answer]()
-        self._is_told = False  # to forget, by another one
+        self._to_send = deque[SharedAnswer](maxlen=MAX_QUERIES)
+        self._to_forget = deque[SharedAnswer]()
+        self._is_forgetting = False  # on behalf of another replica
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared answers", daemon=True)
-        try:
-            url, timeout = config.redis_url.get_secret_value(), LEASE_SECONDS / 2
-            self._store = RedisStore(url, self._stream, name=self._name, timeout_seconds=timeout)
-        except ValueError as error:
-            raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
         drafter.past.listeners.append(self)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def finish(self) -> None:
-        """Called when the engine takes no more steps; what is not sent by then is not shared."""
+        """Stop the thread; called when the engine takes no more steps. Answers that wait are not shared."""
         self._stopping.set()
         self._thread.join(LEASE_SECONDS)
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """Send it when the thread gets to it; the oldest make room. Never waits."""
-        kept, new = list(tokens[-MAX_ANSWER_TOKENS - CONTEXT :]), min(num_new, MAX_ANSWER_TOKENS)
+        """Queue an answer for sending; the oldest ones are dropped from a full queue. Never waits."""
         self._to_send.append(
-            _Answer(sender=self._name, tokenizer=self._tokenizer, scope=scope, tokens=kept, num_new=new)
+            self._stream.entry(scope, tokens[-MAX_ANSWER_TOKENS - CONTEXT :], min(num_new, MAX_ANSWER_TOKENS))
         )
 
     def forgot(self, scope: str | None) -> None:
-        """Let all replicas forget it, and the stream."""
+        """Make all replicas forget a scope, or all scopes, and delete the stream."""
         waiting = [answer for answer in list(self._to_send) if scope is not None and answer.scope != scope]
         self._to_send.clear()
         self._to_send.extend(waiting)
-        if not self._is_told:
-            self._to_forget.append(_Answer(sender=self._name, tokenizer=self._tokenizer, scope=scope))
+        if not self._is_forgetting:
+            self._to_forget.append(self._stream.entry(scope))
 
     def _run(self) -> None:
         step_back(_NICENESS)
@@ -134,67 +190,41 @@ class SharedAnswers:
                     self.num_lost += 1
                 is_lost = True
             self._stopping.wait(_LOST_SECONDS if is_lost else _STEP_SECONDS)
-        self._store.close()
+        self._stream.close()
 
     def step(self) -> None:
-        """Send what waits, then add what others have sent since, one answer between two steps. Raises StoreLost, and
-        CancelledError at the end."""
-        if not self._last:
-            newest = self._store.command("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
-            self._last = newest[0][0] if newest else _FIRST
+        """Send what waits, then add new answers of others, one between two steps of the engine. Raises StoreLost, and
+        CancelledError when the server stops."""
+        self._stream.find_newest()
         while self._to_forget:
-            self._store.command("DEL", self._stream)  # answers of others that are lost by it cost sharing only
-            self._send(self._to_forget[0])
+            self._stream.delete()
+            self._stream.send(self._to_forget[0])
             self._to_forget.popleft()
-        with suppress(IndexError):  # the engine's thread may forget meanwhile
+        with suppress(IndexError):  # the engine's thread may empty the queue meanwhile
             while self._to_send:
-                self._send(self._to_send.popleft())
+                self._stream.send(self._to_send.popleft())
                 self.num_sent += 1
-        while entries := self._read():
+        while entries := self._stream.read():
             for entry_id, raw in entries:
                 self._add(raw)
-                self._last = entry_id
-
-    def _send(self, answer: _Answer) -> None:
-        data = sign("answer", answer, self._secret)
-        self._store.command("XADD", self._stream, "MAXLEN", "~", _KEPT_ANSWERS, "*", "answer", data)
-        self._store.command("EXPIRE", self._stream, _KEPT_SECONDS)
-
-    def _read(self) -> list[tuple[bytes, Any]]:
-        """The next entries: their ids, and what is in them."""
-        found = self._store.command("XREAD", "COUNT", _READ_ANSWERS, "STREAMS", self._stream, self._last) or []
-        return [(entry_id, dict(fields).get(b"answer")) for _, entries in found for entry_id, fields in entries]
+                self._stream.last = entry_id
 
     def _add(self, raw: object) -> None:
         try:
-            answer = self._checked(raw)
+            answer = self._stream.check(raw)
         except Refused as error:
             if not self.num_refused:
                 logger.warning("past answers of others are refused: %s", error)
             self.num_refused += 1
             return
-        if answer.sender != self._name:
-            self._engine.between_steps(partial(self._take_in, answer), self._stopping)
+        if not self._stream.is_own(answer):
+            self._engine.between_steps(partial(self._apply, answer), self._stopping)
             self.num_added += 1
 
-    def _take_in(self, answer: _Answer) -> None:
+    def _apply(self, answer: SharedAnswer) -> None:
         if answer.num_new and answer.scope is not None:
             self._drafter.add_answer(answer.scope, answer.tokens, answer.num_new)
             return
-        self._is_told = True
+        self._is_forgetting = True
         self._drafter.forget(answer.scope)
-        self._is_told = False
-
-    def _checked(self, raw: object) -> _Answer:
-        """Raises Refused."""
-        if not isinstance(raw, bytes):
-            raise Refused("torn", "an entry without an answer")
-        try:
-            answer = _ANSWER.validate_python(verify("answer", raw, self._secret))
-        except ValidationError as error:
-            raise Refused("torn", "an answer that lacks something") from error
-        if answer.tokenizer != self._tokenizer:
-            raise Refused("foreign", "an answer of another tokenizer")
-        if len(answer.tokens) < answer.num_new or max(answer.tokens, default=0) >= self._vocab:
-            raise Refused("misfit", "an answer of tokens that there are not")
-        return answer
+        self._is_forgetting = False

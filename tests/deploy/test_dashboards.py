@@ -1,23 +1,15 @@
-"""The shipped dashboards as files: one schema, panels that explain themselves and do not overlap."""
+"""The shipped dashboards are what panels.yaml generates; panels explain themselves."""
 
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from deploy.grafana.generate import generated
 from tests.architecture.rules import ROOT
 from tests.deploy.dashboards import FILES, FOLDER, dashboard
 
-SCHEMA = 39
-KINDS = {"timeseries", "stat", "bargauge", "heatmap"}
 PROVISIONING = FOLDER.parent / "provisioning"
-
-
-def source() -> dict[str, Any]:
-    (found,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
-    return {"type": found["type"], "uid": found["uid"]}
 
 
 def test_there_are_three() -> None:
@@ -26,41 +18,27 @@ def test_there_are_three() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_all_have_one_schema_and_one_data_source(file: Path) -> None:
-    content = dashboard(file)
-    asking = [*content["panels"], *content["annotations"]["list"], *content["templating"]["list"]]
-    assert content["schemaVersion"] == SCHEMA
-    assert {tuple(part["datasource"].items()) for part in asking} == {tuple(source().items())}
-    assert [variable["name"] for variable in content["templating"]["list"]] == ["instance"]
+def test_the_files_are_what_the_panels_generate(file: Path) -> None:
+    assert file.read_text() == generated()[file.name], "run `python deploy/grafana/generate.py`"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_panels_explain_themselves(file: Path) -> None:
     panels = dashboard(file)["panels"]
-    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     assert len({panel["title"] for panel in panels}) == len(panels)
-    for panel in panels:
-        assert panel["type"] in KINDS
-        assert panel["description"].endswith(".")
-        assert panel["fieldConfig"]["defaults"]["unit"]
-        assert panel["targets"]
+    assert all(panel["description"].endswith((".", "?")) for panel in panels)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_panels_of_a_replica_can_be_chosen(file: Path) -> None:
-    content = dashboard(file)
-    expressions = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+def test_queries_are_limited_to_the_chosen_replicas(file: Path) -> None:
+    expressions = [target["expr"] for panel in dashboard(file)["panels"] for target in panel["targets"]]
     assert [expr for expr in expressions if 'instance=~"$instance"' not in expr] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_panels_do_not_overlap(file: Path) -> None:
-    places = [panel["gridPos"] for panel in dashboard(file)["panels"]]
-    assert all(place["x"] + place["w"] <= 24 for place in places)
-    for one, other in combinations(places, 2):
-        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-        assert beside or above, f"{one} and {other}"
+def test_the_dashboards_ask_the_provisioned_data_source() -> None:
+    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    asked = {tuple(panel["datasource"].items()) for file in FILES for panel in dashboard(file)["panels"]}
+    assert asked == {(("type", source["type"]), ("uid", source["uid"]))}
 
 
 def test_publishes_and_rollbacks_are_annotations() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.assembly import Assembly, assemble
-from service.observability.metric_tables import ADAPTATION
+from service.observability.learning_tables import ADAPTATION
 from tests.processes import Process, begin, write_settings
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tiny_models import served_by

@@ -11,8 +11,7 @@ from drafters.registry import TrainedWeights
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
-from service.engine.requests import GenerationRequest, SpeculationParams
-from service.scope import Scope
+from service.engine.requests import GenerationRequest, Scope, SpeculationParams
 from tests.drafters.specblock.parts import TAPS, serving, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
     LIMITS,

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from service.engine.requests import GenerationRequest
-from service.scope import Scope
+from service.engine.requests import GenerationRequest, Scope
 from tests.service.engine.harness import LIMITS, Generated, collect, generate, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts
 

@@ -10,8 +10,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from service.ingress.local import answered
-from service.ingress.replicas import Asked
+from service.ingress.replicas import ForwardedRequest, answer_locally
 from service.serve import application
 from tests.service.bench.parts import save_two_layers, settings_for
 
@@ -104,7 +103,10 @@ async def test_an_ingress_passes_on_what_the_scope_is_made_of(folder: Path) -> N
         headers.append(("x-forwarded-for", address))
         raw = tuple((name.encode(), value.encode()) for name, value in headers)
         _, *pieces = [
-            piece async for piece in answered(app, Asked("POST", CHAT, raw, json.dumps(about(question)).encode(), ""))
+            piece
+            async for piece in answer_locally(
+                app, ForwardedRequest("POST", CHAT, raw, json.dumps(about(question)).encode(), "")
+            )
         ]
         return finds(json.loads(b"".join(piece for piece in pieces if isinstance(piece, bytes))))
 

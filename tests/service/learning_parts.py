@@ -9,9 +9,8 @@ from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.engine.budget import BudgetPolicy
 from service.engine.engine import Engine, EngineLimits
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.scope import Scope
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
 from tests.tuned import QUICK, tuned
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from adaptation.records import AdaptationStatus, Event
 from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
-from service.runtime import ModelCard, Runtime, Served
+from service.runtime import ModelCard, Runtime, ServedModel
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
 
@@ -188,4 +188,4 @@ async def running(
 def runtime_of(
     engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
 ) -> Runtime:
-    return Runtime(lambda: Served(engine, TOKENIZER, CARD, adaptation), max_waiting=max_waiting)
+    return Runtime(lambda: ServedModel(engine, TOKENIZER, CARD, adaptation), max_waiting=max_waiting)

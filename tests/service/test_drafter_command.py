@@ -15,8 +15,9 @@ from adaptation.checkpoint import SNAPSHOTS, WEIGHTS, folder_name, stored_versio
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
 from drafters.specblock.config import config_from
-from service.assembly import Assembly, assemble, choose_drafter
+from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
+from service.drafter_choice import choose_drafter
 from service.engine import drafter_weights
 from service.engine.drafter_weights import import_place
 from service.errors import StartupError

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from benchmarks.schema_suite import Case, read_suite
-from service import json_schemas
-from service.grammars import Grammar, GrammarCompiler, GrammarError
-from service.json_schemas import restated
-from service.tokenizer import ChatTokenizer
-from tests.tiny_models import tiny_tokenizer
+from service.grammars import Grammar, GrammarError
+from service.json_schemas import translated
+from tests.service.grammar_parts import COMPILER, matches
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
-COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
 PACKAGE = "jsonschema==4.26.0"
 """Its source holds the suite."""
 LEAST_ACCEPTED = 0.85
@@ -41,8 +36,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 
 def accepts(grammar: Grammar, value: Any) -> bool:
-    matcher = grammar._matcher.deep_copy()
-    return bool(matcher.consume_tokens([*TOKENIZER.encode(json.dumps(value, ensure_ascii=False)), EOS]))
+    return matches(grammar, json.dumps(value, ensure_ascii=False))
 
 
 def grammar_of(schema: dict[str, Any]) -> Grammar:
@@ -195,7 +189,7 @@ def test_many_options_that_a_property_tells_apart_stay_small() -> None:
         for n in range(40)
     ]
     schema = {"oneOf": options, "$defs": {"base": {"type": "object", "required": ["kind"]}}}
-    assert len(json.dumps(restated(schema))) < 3 * len(json.dumps(schema))
+    assert len(json.dumps(translated(schema))) < 3 * len(json.dumps(schema))
     assert accepts(grammar_of(schema), {"kind": "k7", "a": "x"})
     assert not accepts(grammar_of(schema), {"kind": "k40"})
 
@@ -205,9 +199,9 @@ def test_many_options_of_one_kind_each_are_not_compared() -> None:
         {"type": "object", "properties": {"kind": {"const": f"k{n}"}, "v": {"type": "string"}}, "required": ["kind"]}
         for n in range(600)
     ]
-    assert len(restated({"oneOf": options})["anyOf"]) == 600
+    assert len(translated({"oneOf": options})["anyOf"]) == 600
     with pytest.raises(OverflowError):  # two of one kind: all are compared
-        restated({"oneOf": [*options, {**options[0], "required": ["kind", "v"]}]})
+        translated({"oneOf": [*options, {**options[0], "required": ["kind", "v"]}]})
 
 
 def test_what_grows_without_end_is_refused() -> None:
@@ -240,19 +234,18 @@ def test_an_object_holds_the_properties_that_one_schema_names(schema: dict[str, 
 
 def test_what_is_no_schema_is_left_as_it_is() -> None:
     schema = {"properties": {"not": {"enum": [{"if": 1.0, "properties": {}}]}}, "additionalProperties": False}
-    assert restated(schema) == schema
+    assert translated(schema) == schema
 
 
 def test_the_given_schema_is_not_changed() -> None:
     schema = {"properties": {"a": {"contains": {}, "minContains": 0, "minItems": 1.0}}}
     before = json.dumps(schema)
-    restated(schema)
+    translated(schema)
     assert json.dumps(schema) == before
 
 
-OTHERS = {"type", "not", "enum", "const", "format", "propertyNames", "dependentRequired", "required", "$ref"}
-
-KEYWORDS = sorted(json_schemas._INSIDE | json_schemas._LISTED | json_schemas._NAMED | json_schemas._COUNTS | OTHERS)
+OTHERS = {"then", "else", "minContains", "maxContains", "$defs", "definitions"}
+KEYWORDS = sorted(OTHERS | Draft202012Validator.VALIDATORS.keys() | Draft7Validator.VALIDATORS.keys())
 
 
 def keywords(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:

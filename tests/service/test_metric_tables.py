@@ -16,7 +16,7 @@ from adaptation.records import EventKind, RefusalReason, ReplicaStatus
 from adaptation.replicas.exchange import Role
 from adaptation.trainer import Outcome
 from adaptation.worker import Stage
-from service.observability.metric_tables import (
+from service.observability.learning_tables import (
     ADAPTATION,
     ARMS,
     DECISIONS,

@@ -13,15 +13,8 @@ from drafters.tree import MAX_DEPTH
 from kernels.memory import ORDERS
 from service.config import ServiceConfig
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
-from service.observability.metric_tables import (
-    CONTEXTS,
-    EVENT_REASONS,
-    FINISH_REASONS,
-    LIMITS,
-    PHASES,
-    RANKS,
-    ServerStatus,
-)
+from service.observability.learning_tables import EVENT_REASONS
+from service.observability.metric_tables import CONTEXTS, FINISH_REASONS, LIMITS, PHASES, RANKS, ServerStatus
 from service.observability.metrics import Metrics
 from service.serve import metrics_of
 from tests.service.scripted import STATUS

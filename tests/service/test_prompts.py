@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import StartupError
-from service.prompts import Message, read_prompt_set, read_prompts, refuse_too_long, source_of
+from service.prompts import PromptMessage, read_prompt_set, read_prompts, refuse_too_long, source_of
 from service.tokenizer import ChatTokenizer
 from tests.service.bench.parts import written_prompts
 from tests.tiny_models import tiny_tokenizer
@@ -20,7 +20,7 @@ def test_prompts_of_all_files_in_order(tmp_path: Path) -> None:
     two.write_text(GOOD.replace("a-1", "b-1"))
     prompts = read_prompts([one, two])
     assert [(prompt.id, prompt.task) for prompt in prompts] == [("a-1", "qa"), ("a-2", "qa"), ("b-1", "qa")]
-    assert prompts[1].messages == [Message(role="user", content="in\u2028the hat")]
+    assert prompts[1].messages == [PromptMessage(role="user", content="in\u2028the hat")]
 
 
 def test_every_form_becomes_tokens(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_every_form_becomes_tokens(tmp_path: Path) -> None:
         ("\n\n", "holds no prompt"),
         ("{}", "line 1: id: Field required"),
         (GOOD + '{"id": "b", "messages": []}', "line 2: messages: List should have at least 1 item"),
-        (GOOD + GOOD, "line 2: the id 'a-1' stands here again"),
+        (GOOD + GOOD, "line 2: the id 'a-1' is used twice"),
         (GOOD + "nonsense", "line 2: Invalid JSON"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_bad_file_is_a_message(tmp_path: Path, text: str, complaint: str) -> N
         ("\n\n", " holds no prompt"),
         ("\n{", ", line 2: Invalid JSON"),
         ("[1]", ", line 1: Input should be an object"),
-        ('{"task": "t"}', "none of `messages`, `turns` and `prompt`"),
+        ('{"task": "t"}', "`messages`, `turns` and `prompt` are all empty"),
         ('{"prompt": "fine"}\n{"messages": [{"role": "user"}]}', ", line 2: messages.0.content: Field required"),
         ('{"turns": "once"}', ", line 1: turns: Input should be a valid array"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, running, say, step
 
 pytestmark = pytest.mark.anyio
@@ -120,9 +120,9 @@ async def loading() -> tuple[Runtime, threading.Event]:
     """A runtime that loads until it is released."""
     release = threading.Event()
 
-    def load() -> Served:
+    def load() -> ServedModel:
         assert release.wait(10)
-        return Served(ScriptedEngine(say("x")), TOKENIZER, CARD)
+        return ServedModel(ScriptedEngine(say("x")), TOKENIZER, CARD)
 
     runtime = Runtime(load, max_waiting=4)
     await runtime.start()
@@ -145,7 +145,7 @@ async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> N
 
 
 async def test_a_failed_load_is_told_to_whoever_waits() -> None:
-    def load() -> Served:
+    def load() -> ServedModel:
         raise StartupError("no such model")
 
     runtime = Runtime(load, max_waiting=4)

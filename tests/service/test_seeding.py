@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 
 from adaptation.records import AdaptationStatus
-from service import seeding
+from service import serve
 from service.engine.requests import GenerationRequest, SequenceOutput
-from service.runtime import Runtime, Served
-from service.seeding import answer_seeds
+from service.runtime import Runtime, ServedModel
+from service.serve import answer_bootstrap_prompts
 from tests.service.scripted import CARD, STATUS, TOKENIZER, Script, ScriptedAdaptation, ScriptedEngine, say
 
 SEEDS = ((1, 2), (3, 4), (5, 6))
@@ -30,12 +30,12 @@ class Phased(ScriptedAdaptation):
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_GLANCE_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "_IDLE_CHECK_SECONDS", 0.01)
 
 
 @asynccontextmanager
 async def seeded(engine: ScriptedEngine, adaptation: ScriptedAdaptation) -> AsyncIterator[Runtime]:
-    runtime = Runtime(lambda: Served(engine, TOKENIZER, CARD, adaptation, SEEDS), max_waiting=4)
+    runtime = Runtime(lambda: ServedModel(engine, TOKENIZER, CARD, adaptation, SEEDS), max_waiting=4)
     await runtime.start()
     yield runtime
     await runtime.stop()
@@ -49,7 +49,7 @@ def asked_of(engine: ScriptedEngine) -> list[tuple[int, ...]]:
 async def test_all_are_answered_one_by_one() -> None:
     engine = ScriptedEngine(say("x"))
     async with seeded(engine, Phased("collecting")) as runtime:
-        await answer_seeds(runtime)
+        await answer_bootstrap_prompts(runtime)
         assert asked_of(engine) == list(SEEDS)
         assert all(request.store and request.scope.account for request in engine.submitted)
         assert runtime.num_open == 0
@@ -59,7 +59,7 @@ async def test_all_are_answered_one_by_one() -> None:
 async def test_none_is_asked_where_nothing_is_made() -> None:
     engine = ScriptedEngine(say("x"))
     async with seeded(engine, Phased("learning")) as runtime:
-        await answer_seeds(runtime)
+        await answer_bootstrap_prompts(runtime)
         assert engine.submitted == []
 
 
@@ -81,7 +81,7 @@ async def test_a_users_request_breaks_one_off_and_it_is_asked_again() -> None:
     said: Script = say("x")
     engine = ScriptedEngine(slow)
     async with seeded(engine, Phased("collecting")) as runtime:
-        answering = asyncio.create_task(answer_seeds(runtime))
+        answering = asyncio.create_task(answer_bootstrap_prompts(runtime))
         await asyncio.to_thread(began.wait, 10)
         mine = replace(engine.submitted[0], request_id="mine")
         with runtime.generate(mine) as stream:

@@ -24,7 +24,7 @@ from service.engine.requests import SequenceOutput
 from service.engine.thread import EngineThread
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
-from service.serve import api_settings, keep_past_answers, load_served, metrics_of, rendered
+from service.serve import api_settings, keep_past_answers, load_model_service, metrics_of, rendered
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for
 from tests.service.engine.harness import generate, greedy, request
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
@@ -59,7 +59,7 @@ def test_learning_is_built_where_it_is_wanted(tmp_path: Path, enabled: bool) -> 
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assembled(folder))
     learning = AdaptationConfig(enabled=enabled)
-    served = load_served(settings(folder, drafter_path=drafter, adaptation=learning), made(), Live())
+    served = load_model_service(settings(folder, drafter_path=drafter, adaptation=learning), made(), Live())
     assert isinstance(served.adaptation, Adaptive) is enabled
     assert served.card.drafter == "memory+specblock"
 
@@ -73,7 +73,7 @@ def test_servers_of_one_state_dir_learn_in_folders_of_their_own(tmp_path: Path) 
         adaptation=AdaptationConfig(enabled=True),
     )
     for _ in range(2):
-        load_served(config, made(), Live())
+        load_model_service(config, made(), Live())
     first, second = sorted(path.name for path in (tmp_path / "state" / "adaptation").iterdir())
     assert second == f"{first}-2"
 
@@ -81,7 +81,7 @@ def test_servers_of_one_state_dir_learn_in_folders_of_their_own(tmp_path: Path) 
 def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_two_layers(tmp_path)
     learning = AdaptationConfig(enabled=True)
-    served = load_served(settings(folder, adaptation=learning, drafter="memory"), made(), Live())
+    served = load_model_service(settings(folder, adaptation=learning, drafter="memory"), made(), Live())
     assert served.adaptation is None
     assert "the drafter memory has no weights to train" in caplog.text
 
@@ -106,7 +106,7 @@ def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sou
         if not outputs or outputs[-1].finish_reason:
             ended.set()
 
-    engine = load_served(config, metrics, Live()).engine
+    engine = load_model_service(config, metrics, Live()).engine
     engine.start(deliver)
     engine.submit(request("a", [5, 6, 5, 6, 5, 6, 5], greedy(12)))
     assert ended.wait(20)

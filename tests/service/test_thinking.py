@@ -5,12 +5,10 @@ import random
 import pytest
 from pydantic import JsonValue
 
-from service.answers import AnswerReader
-from service.grammars import GrammarCompiler, GrammarKind, in_lark
+from service.grammars import GrammarKind, as_lark
 from service.thinking import Thinking, ThoughtTokens, thinks
-from service.tokenizer import ChatTokenizer
-from service.tools import HERMES, Call, CallReader
-from tests.tiny_models import tiny_tokenizer
+from service.tools import HERMES, AnswerReader, Call, CallReader
+from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
 BEFORE, BEGUN = Thinking(has_begun=False), Thinking(has_begun=True)
 ANSWERS = [
@@ -76,7 +74,7 @@ def test_calls_stand_behind_a_thought() -> None:
     ("prompt", "has_begun"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)]
 )
 def test_the_end_of_the_prompt_says_whether_it_has_begun(prompt: str, has_begun: bool) -> None:
-    assert Thinking.behind(prompt).has_begun is has_begun
+    assert Thinking.after(prompt).has_begun is has_begun
 
 
 def test_models_that_think_have_it_in_their_template() -> None:
@@ -85,9 +83,6 @@ def test_models_that_think_have_it_in_their_template() -> None:
     assert not thinks(None)
 
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
-COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
 YES: dict[GrammarKind, tuple[JsonValue, str]] = {
     "json_schema": ({"enum": ["yes"]}, '"yes"'),
     "regex": ("y/?es", "yes"),
@@ -97,16 +92,14 @@ YES: dict[GrammarKind, tuple[JsonValue, str]] = {
 
 
 def accepts(grammar: str, text: str) -> bool:
-    matcher = COMPILER.compile("lark", grammar)._matcher.deep_copy()
-    ids = list(TOKENIZER._parsing.encode(text, add_special_tokens=False).ids)
-    return bool(matcher.consume_tokens([*ids, EOS]))
+    return matches(COMPILER.compile("lark", grammar), TOKENIZER._parsing.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("kind", YES)
 def test_a_grammar_holds_behind_a_thought(kind: GrammarKind) -> None:
     source, yes = YES[kind]
-    grammar = in_lark(kind, source)
-    begun, before = (thinking.before(grammar, {}) for thinking in (BEGUN, BEFORE))
+    grammar = as_lark(kind, source)
+    begun, before = (thinking.grammar(grammar, {}) for thinking in (BEGUN, BEFORE))
     assert accepts(begun, f"no\n{{</thin</think>\n\n{yes}")
     assert accepts(before, f"<think>no\n</think>{yes}")
     assert accepts(before, yes)
@@ -118,7 +111,7 @@ def test_a_grammar_holds_behind_a_thought(kind: GrammarKind) -> None:
 
 def test_tags_may_be_tokens_outside_of_the_text() -> None:
     special = {"<think>": TOKENIZER.special_ids["<|extra_0|>"], "</think>": TOKENIZER.special_ids["<|extra_1|>"]}
-    grammar = BEFORE.before(in_lark("choice", ["yes"]), special)
+    grammar = BEFORE.grammar(as_lark("choice", ["yes"]), special)
     assert accepts(grammar, "<|extra_0|>no<|extra_1|>yes")
     assert not accepts(grammar, "<think>no</think>yes")
-    assert not accepts(BEGUN.before(in_lark("choice", ["yes"]), special), "no<|extra_1|>no")
+    assert not accepts(BEGUN.grammar(as_lark("choice", ["yes"]), special), "no<|extra_1|>no")

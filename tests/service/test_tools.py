@@ -6,25 +6,21 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from service.answers import AnswerReader
-from service.grammars import GrammarCompiler
-from service.tokenizer import ChatTokenizer
 from service.tools import (
     HERMES,
     LLAMA_3,
     MISTRAL,
+    AnswerReader,
     Call,
     Calling,
     CallReader,
     Piece,
     ToolForm,
     form_of,
-    told,
+    with_tools_in_text,
 )
-from tests.tiny_models import tiny_tokenizer
+from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
-TOKENIZER = ChatTokenizer(tiny_tokenizer())
-EOS = TOKENIZER.special_ids["<|end|>"]
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
 RECORDED = {
     HERMES: (
@@ -101,9 +97,7 @@ def test_the_form_is_what_the_template_teaches() -> None:
 
 
 def accepts(calling: Calling, text: str, answer: dict[str, JsonValue] | None = None) -> bool:
-    compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS}))
-    grammar = compiler.compile("lark", calling.grammar(answer, TOKENIZER.special_ids))
-    return bool(grammar._matcher.deep_copy().consume_tokens([*TOKENIZER.encode(text), EOS]))
+    return matches(COMPILER.compile("lark", calling.grammar(answer, TOKENIZER.special_ids)), text)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -153,7 +147,7 @@ def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
 
 def test_a_template_without_tools_is_told_in_words() -> None:
     call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
-    messages = told(
+    messages = with_tools_in_text(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "When?"},
@@ -172,4 +166,4 @@ def test_a_template_without_tools_is_told_in_words() -> None:
         "role": "user",
         "content": "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nUTC\n</tool_response>",
     }
-    assert told([{"role": "user", "content": "x"}], []) == [{"role": "user", "content": "x"}]
+    assert with_tools_in_text([{"role": "user", "content": "x"}], []) == [{"role": "user", "content": "x"}]

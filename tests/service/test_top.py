@@ -33,7 +33,7 @@ def moment(**changes: Any) -> dict[str, Any]:
 def shown(*news: tuple[str, dict[str, Any]]) -> str:
     screen = Screen("http://here")
     for name, told in news:
-        screen.take(name, told)
+        screen.update(name, told)
     console = Console(file=StringIO(), width=120)
     console.print(screen.drawn())
     assert isinstance(console.file, StringIO)
@@ -111,7 +111,7 @@ def test_one_moment_is_printed_on_demand() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (401, b"", "wants an API key: give one with --key"),
+        (401, b"", "requires an API key: set it with --key"),
         (403, b"", "add it to its allowed_hosts"),
         (404, b"", "has no feed (status 404)"),
         (200, frames(), "has ended its feed: it is shutting down"),

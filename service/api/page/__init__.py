@@ -1,18 +1,33 @@
-"""`GET /` and the files of the live page, read once at start.
+"""The live page: `GET /` and the files of the page, and `GET /adaptree/feed`, the server-sent events that it shows.
 
-The page asks nobody but this server: its content policy allows nothing else. It holds no secrets, so it is open; what
-it shows comes from routes that check keys themselves.
+The content policy lets the page reach this server only. Its files hold no secrets and need no key; the routes that it
+reads check keys themselves. The feed begins with the last minutes and continues with one moment per second. One clock
+serves all readers. Each takes the newest moment when it is ready, so that a slow reader skips some and delays no other.
 """
 
+import asyncio
 import hashlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Final
 
+import pydantic_core
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from service.api.sse import EventStream, frame
+from service.errors import RequestError
+from service.observability.live import Live
+from service.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+FEED_PATH: Final = "/adaptree/feed"
+_TICK_SECONDS: Final = 1.0
 _FOLDER: Final = "/adaptree/page/"
 _START: Final = "index.html"
 _MODULES: Final = ("app.js", "charts.js", "chat.js", "drawing.js", "learning.js", "server.js", "tree.js")
@@ -33,6 +48,7 @@ _HEADERS: Final = {
 
 
 def page_router() -> APIRouter:
+    """The routes of the page's files."""
     paths = {"/" if name == _START else _FOLDER + name: name for name in _FILES}
     return APIRouter(routes=[_route(path, name) for path, name in paths.items()])
 
@@ -48,3 +64,77 @@ def _route(path: str, name: str) -> Route:
         return Response(content, media_type=f"{_FILES[name]}; charset=utf-8", headers=headers)
 
     return Route(path, send, methods=["GET"])
+
+
+class Feed:
+    """A clock that publishes a moment per tick to all readers."""
+
+    def __init__(self, live: Live, runtime: Runtime, *, tick_seconds: float = _TICK_SECONDS) -> None:
+        self._live = live
+        self._runtime = runtime
+        self._tick_seconds = tick_seconds
+        self._changed = asyncio.Condition()
+        self._number = 0
+        self._frame = b""
+        self._ends = False  # whether this frame is the last one
+        self._status_query: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the clock during the block."""
+        clock = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            tasks = [clock] if self._status_query is None else [clock, self._status_query]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """The frames for one reader, until the server drains, which waits for open connections."""
+        seen = self._number
+        yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
+        ends = False
+        while not ends:
+            async with self._changed:
+                while self._number <= seen:
+                    await self._changed.wait()
+                seen, newest, ends = self._number, self._frame, self._ends
+            yield newest
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_seconds)
+            self._query_learning()
+            # No await in this block: a reader must not find a moment in the past and then receive it again.
+            async with self._changed:
+                moment = pydantic_core.to_jsonable_python(self._live.tick())
+                state = self._runtime.state
+                self._frame, self._ends = frame({"state": state, **moment}), state == "draining"
+                self._number += 1
+                self._changed.notify_all()
+
+    def _query_learning(self) -> None:
+        """Query the state of learning, unless the last query is still waiting for an update."""
+        if self._status_query is None or self._status_query.done():
+            self._status_query = asyncio.create_task(self._observe_learning())
+
+    async def _observe_learning(self) -> None:
+        try:
+            self._live.observe_adaptation(await self._runtime.ask_adaptation(lambda control: control.status()))
+        except RequestError:
+            return  # learning is off, not started or stopped
+        except Exception:
+            logger.exception("the state of learning could not be read")
+
+
+def feed_router(feed: Feed) -> APIRouter:
+    """The route of the feed."""
+    router = APIRouter()
+
+    @router.get(FEED_PATH)
+    async def follow() -> Response:
+        return EventStream(feed.frames(), nullcontext())
+
+    return router

@@ -13,7 +13,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Response
 from pydantic import TypeAdapter
 
-from service.api.openapi import REFUSAL
+from service.api.app import REFUSAL
 from tests.e2e.clients.test_clients import HERE
 from tests.environments import python_environment, run
 from tests.processes import Process, serving_tiny

@@ -28,6 +28,7 @@ SETTINGS = ApiSettings(
     max_output_tokens=40,
     served_model_names=("tiny", "org/tiny"),
 )
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 Body = dict[str, Any]
 
@@ -62,6 +63,12 @@ async def client_of(
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()
         yield client
+
+
+async def post(engine: ScriptedEngine, path: str = CHAT, **fields: Any) -> httpx2.Response:
+    """The answer to one request."""
+    async with client_of(engine) as client:
+        return await client.post(path, json={**(ASK if path == CHAT else {"model": "tiny"}), **fields})
 
 
 def client_for(app: FastAPI) -> httpx2.AsyncClient:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from service.api import budgets
-from service.api.budgets import BUDGETS_FILE, MonthlyUse
+from service.api import limits
+from service.api.limits import BUDGETS_FILE, MonthlyUse
 from service.errors import StartupError
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +24,7 @@ async def test_counts_are_kept_through_a_restart(tmp_path: Path) -> None:
 
 
 async def test_counts_are_written_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)
     use = MonthlyUse(tmp_path)
     async with use.kept():
         use.add("acme", 5)
@@ -66,7 +66,7 @@ async def test_a_folder_that_is_none_stops_the_start(tmp_path: Path) -> None:
 async def test_a_disk_that_refuses_is_told_of_once_and_costs_no_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(budgets, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)
     attempts = 0
 
     def refuse(file: Path, text: str) -> None:
@@ -74,7 +74,7 @@ async def test_a_disk_that_refuses_is_told_of_once_and_costs_no_count(
         attempts += 1
         raise OSError("no space left")
 
-    monkeypatch.setattr(budgets, "_write", refuse)
+    monkeypatch.setattr(limits, "_write", refuse)
     use = MonthlyUse(tmp_path)
     async with use.kept():
         use.add("acme", 5)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from service.engine.requests import TokenLogprob
-from tests.service.api.client import ASK, client_of, error_of, events_of
+from tests.service.api.client import ASK, client_of, error_of, events_of, post
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
@@ -22,11 +22,6 @@ SPECULATIVE = {
     "drafter_version": 7,
 }
 TIMINGS = {"queue_seconds": 0.25, "first_token_seconds": 0.5, "total_seconds": 1.5}
-
-
-async def post(engine: ScriptedEngine, **fields: Any) -> Any:
-    async with client_of(engine) as client:
-        return await client.post("/v1/chat/completions", json={**ASK, **fields})
 
 
 async def test_a_whole_answer() -> None:

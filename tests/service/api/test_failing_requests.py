@@ -13,7 +13,7 @@ import torch
 from service.engine.sequence import TextStream
 from service.engine.thread import EngineThread
 from service.grammars import Grammar, GrammarState
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.tokenizer import ChatTokenizer
 from tests.service.api.client import app_of, client_for, events_of
 from tests.service.engine.harness import alone, greedy, sampled, tiny_engine
@@ -33,7 +33,7 @@ Body = dict[str, Any]
 async def client() -> AsyncIterator[httpx2.AsyncClient]:
     loaded, thread = loaded_tiny("llama"), EngineThread(tiny_engine(drafter="memory"))
     card = replace(CARD, max_model_len=512, vocab_size=320)
-    runtime = Runtime(lambda: Served(thread, ChatTokenizer(loaded.tokenizer), card), max_waiting=16)
+    runtime = Runtime(lambda: ServedModel(thread, ChatTokenizer(loaded.tokenizer), card), max_waiting=16)
     app = app_of(runtime)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adaptation.records import AdaptationError, AdaptationStatus
-from service.api.feed import FEED_PATH, Feed
+from service.api.page import FEED_PATH, Feed
 from service.observability.live import Live
 from service.runtime import Runtime
 from tests.service.api.client import Message, app_of, client_of
@@ -100,7 +100,7 @@ async def test_learning_that_breaks_leaves_the_feed_running(caplog: pytest.LogCa
         frames = feed.frames()
         for _ in range(4):
             await next_of(frames)
-    assert "learning could not say how it is" in caplog.text
+    assert "the state of learning could not be read" in caplog.text
 
 
 async def test_a_slow_reader_gets_the_newest_and_delays_nobody() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from service import __version__
-from service.api.openapi import BODIES
+from service.api.app import BODIES
 from tests.service.api.client import app_of, client_for, client_of, error_of
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.budgets import MonthlyUse
-from service.api.limits import PerMinute, PerMonth, duration
+from service.api.limits import MonthlyUse, PerMinute, PerMonth, duration
 
 
 @dataclass
@@ -44,7 +43,7 @@ def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) 
 def test_a_minute_refills_all_the_time_and_no_further() -> None:
     clock = ByHand()
     limit = PerMinute(60, clock=clock)
-    limit.hold(60)
+    limit.reserve(60)
     limit.use(60)
     assert limit.remaining == 0
     assert [limit.reset_seconds, limit.seconds_until(10)] == pytest.approx([60, 10])
@@ -57,12 +56,12 @@ def test_a_minute_refills_all_the_time_and_no_further() -> None:
 def test_what_is_held_is_not_there_and_comes_back_unused() -> None:
     clock = ByHand()
     limit = PerMinute(100, clock=clock)
-    limit.hold(80)
+    limit.reserve(80)
     limit.use(30)
     assert limit.remaining == 20
-    limit.let_go(50)
+    limit.release(50)
     assert limit.remaining == 70
-    limit.hold(70)
+    limit.reserve(70)
     clock.seconds = 18  # what was used is there again, what is held is not
     assert limit.remaining == 30
 
@@ -79,13 +78,13 @@ def test_no_span_of_time_has_more_than_its_share(steps: list[tuple[float, int, i
 
     def end(held: int, uses: int) -> None:
         limit.use(uses)
-        limit.let_go(held - uses)
+        limit.release(held - uses)
         used.append((clock.seconds, uses))
 
     for wait, asked, uses, waits in steps:
         clock.seconds += wait
         if asked <= limit.remaining:
-            limit.hold(asked)
+            limit.reserve(asked)
             running.append((asked, min(uses, asked)))
         while running and not waits:
             end(*running.pop())
@@ -98,13 +97,13 @@ def test_no_span_of_time_has_more_than_its_share(steps: list[tuple[float, int, i
 def test_a_month_begins_anew_on_its_first_day_in_utc(tmp_path: Path) -> None:
     today = [datetime(2026, 12, 31, 23, 59, 58, tzinfo=UTC)]
     budget = PerMonth(100, MonthlyUse(tmp_path, now=lambda: today[0]), "acme")
-    budget.hold(90)
+    budget.reserve(90)
     budget.use(40)
     assert (budget.used, budget.remaining) == (40, 10)
     assert budget.next_month == ("2027-01-01T00:00:00Z", 2.0)
     today[0] = datetime(2027, 1, 1, tzinfo=UTC)
     assert (budget.used, budget.remaining) == (0, 50)
     budget.use(30)
-    budget.let_go(20)
+    budget.release(20)
     assert (budget.used, budget.remaining) == (30, 70)
     assert budget.next_month == ("2027-02-01T00:00:00Z", 31 * 86400)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.api.release import EVENT_BYTES, Release, at_constant_rate, release_of
 from service.api.schemas import LEAST_RELEASE_SECONDS, ChatCompletionRequest
+from service.api.sse import EVENT_BYTES, Release, at_constant_rate, release_of
 from tests.service.api.client import ASK, client_of, error_of
 from tests.service.scripted import ScriptedEngine, say
 

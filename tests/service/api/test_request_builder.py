@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.api.client import ASK, client_of, error_of
+from tests.service.api.client import ASK, client_of, error_of, post
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
 
 pytestmark = pytest.mark.anyio
@@ -12,11 +12,6 @@ PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
 ROOM = CARD.max_model_len - len(PROMPT)
 TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-
-
-async def post(engine: ScriptedEngine, **fields: Any) -> Any:
-    async with client_of(engine) as client:
-        return await client.post("/v1/chat/completions", json={**ASK, **fields})
 
 
 async def built(**fields: Any) -> Any:
@@ -67,7 +62,11 @@ async def test_every_field_arrives() -> None:
     assert sampling.logit_bias == ((1, 5.5), (3, -100))
     assert (sampling.seed, request.n, sampling.max_tokens, sampling.min_tokens) == (-(2**63), 8, 9, 2)
     assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), frozenset({5}))
-    assert (sampling.include_stop_in_output, sampling.ignore_eos, sampling.skip_special_tokens) == (True, True, False)
+    assert (sampling.include_stop_str_in_output, sampling.ignore_eos, sampling.skip_special_tokens) == (
+        True,
+        True,
+        False,
+    )
     assert sampling.num_logprobs == 0
     assert list(request.prediction) == TOKENIZER.encode("the")
     assert (request.speculation.enabled, request.speculation.max_budget) == (False, 0)

@@ -13,16 +13,15 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.thread import EngineThread
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.serve import card_of
-from tests.service.api.client import Body, app_of, client_for, error_of
+from tests.service.api.client import CHAT, TEXT, Body, app_of, client_for, error_of
 from tests.service.api.client import client_of as scripted
 from tests.service.bench.parts import save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = {"messages": [{"role": "user", "content": "so it is"}]}
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -47,7 +46,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
 @asynccontextmanager
 async def serving(assembly: Assembly) -> AsyncIterator[httpx2.AsyncClient]:
     runtime = Runtime(
-        lambda: Served(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1000
+        lambda: ServedModel(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1000
     )
     app = app_of(runtime, max_output_tokens=200)
     async with app.router.lifespan_context(app), client_for(app) as client:

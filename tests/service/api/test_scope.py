@@ -10,14 +10,13 @@ import pytest
 
 from adaptation.config import AdaptationConfig
 from service.config import ServiceConfig
-from service.scope import Scope
+from service.engine.requests import Scope
 from service.serve import api_settings
-from tests.service.api.client import ASK, app_of, client_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, app_of, client_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
 pytestmark = pytest.mark.anyio
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: ASK,
     TEXT: {"model": "tiny", "prompt": ["a", "b"]},

@@ -20,12 +20,11 @@ from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
-from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, error_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT = {"model": "tiny", "prompt": [1, 2, 3, 4, 5]}  # 5 tokens
 UNUSED = Path("nowhere")
 
@@ -99,7 +98,7 @@ async def test_every_route_is_admitted_with_the_most_it_may_take(
         error = error_of(refused)
         assert (refused.status_code, error["code"]) == (400, "rate_limit_exceeded")
         assert error["param"] == {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}.get(path, "max_tokens")
-        assert f"it may use {most} tokens" in error["message"]
+        assert f"answers are {most} tokens" in error["message"]
         assert f"limited to {most - 1} tokens per minute" in error["message"]
         assert f"lower '{error['param']}'" in error["message"]
     async with limited({"key": "key", "tokens_per_minute": most}) as client:
@@ -339,17 +338,22 @@ async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
     assert nameless is not None
     first, second = acme.admit(), acme.admit()
     nameless.admit()
-    first.hold(8, param="max_tokens")
+    first.reserve(8, param="max_tokens")
     first.use(4)
-    first.let_go()
-    second.hold(4, param="max_tokens")
+    first.release()
+    second.reserve(4, param="max_tokens")
     second.use(2)
-    for refused in (acme.admit, nameless.admit, lambda: first.hold(3, param="x"), lambda: first.hold(9, param="x")):
+    for refused in (
+        acme.admit,
+        nameless.admit,
+        lambda: first.reserve(3, param="x"),
+        lambda: first.reserve(9, param="x"),
+    ):
         with pytest.raises(RequestError):
             refused()
     second.end()
     third = acme.admit()
-    third.hold(2, param="max_tokens")  # what was left, for the second one has let go of what it held
+    third.reserve(2, param="max_tokens")  # what was left, for the second one has let go of what it held
     third.end()
     with pytest.raises(RequestError, match="requests per min"):
         acme.admit()
@@ -361,6 +365,6 @@ async def test_a_refusal_for_tokens_is_counted_and_every_limit_has_a_series() ->
     tenant = tenants.find(digest_of(b"a"))
     assert tenant is not None
     with pytest.raises(RequestError, match="too large"):
-        tenant.admit().hold(10, param="max_tokens")
+        tenant.admit().reserve(10, param="max_tokens")
     assert tenants.refusals() == {"tokens:": 1}
     assert set(LIMITS) == {"requests", "tokens", "concurrency", "budget"}

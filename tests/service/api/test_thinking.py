@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from service.runtime import Runtime, Served
+from service.runtime import Runtime, ServedModel
 from service.tokenizer import ChatTokenizer
 from tests.service.api.client import ASK, app_of, client_for, events_of
 from tests.service.scripted import CARD, ScriptedEngine, say
@@ -23,7 +23,7 @@ ASK_RESPONSE = {"model": "tiny", "input": "hello"}
 
 @asynccontextmanager
 async def client_of(engine: ScriptedEngine, tokenizer: ChatTokenizer = THINKS) -> AsyncIterator[httpx2.AsyncClient]:
-    runtime = Runtime(lambda: Served(engine, tokenizer, CARD, None), max_waiting=4)
+    runtime = Runtime(lambda: ServedModel(engine, tokenizer, CARD, None), max_waiting=4)
     app = app_of(runtime)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from service.engine.requests import GenerationRequest, SequenceOutput, TokenLogprob
 from service.tokenizer import ChatTokenizer
-from tests.service.api.client import ASK, client_of, error_of, events_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, client_of, error_of, events_of, post
 from tests.service.scripted import CARD, TOKENIZER, Script, ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
@@ -25,17 +25,10 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.service.scripted.CARD", replace(CARD, max_model_len=8192))
 
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "go", "parameters": {"properties": {"to": {"type": "string"}}}}}
 ]
 CALL = '<tool_call>\n{"name": "go", "arguments": {"to": "Rome"}}\n</tool_call>'
-
-
-async def post(engine: ScriptedEngine, path: str = CHAT, **fields: Any) -> Any:
-    async with client_of(engine) as client:
-        base = ASK if path == CHAT else {"model": "tiny"}
-        return await client.post(path, json={**base, **fields})
 
 
 def cut(*pieces: str, stop: str | int | None = None, finish: str = "stop") -> Script:

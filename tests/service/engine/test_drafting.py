@@ -15,12 +15,11 @@ from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load
 from service.engine.costs.model import FREE, CostTable
 from service.engine.drafting import DraftStage
-from service.engine.requests import SamplingParams, SpeculationParams
+from service.engine.requests import SamplingParams, Scope, SpeculationParams
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Scheduled
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from service.scope import Scope
 from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of

@@ -184,7 +184,7 @@ def test_a_stop_string_inside_a_draft_ends_the_text() -> None:
     assert (result.end.finish_reason, result.end.stop_reason) == ("stop", stop)
     assert result.tokens == whole.tokens[: len(result.tokens)]
     assert len(result.tokens) < 40
-    kept = drafted(text, whole, replace(sampled(1, 40), stop=(stop,), include_stop_in_output=True))
+    kept = drafted(text, whole, replace(sampled(1, 40), stop=(stop,), include_stop_str_in_output=True))
     assert kept.text == result.text + stop
 
 

@@ -12,9 +12,9 @@ from kernels.gumbel import gumbel_noise_of
 from service.engine import build
 from service.engine.budget import Budget, BudgetPolicy, FixedBudget
 from service.engine.engine import Engine
+from service.engine.requests import Scope
 from service.engine.stats import StepStats
 from service.engine.thread import EngineThread
-from service.scope import Scope
 from tests.service.engine.harness import (
     LIMITS,
     generate,

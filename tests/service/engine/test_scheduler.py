@@ -8,11 +8,10 @@ import torch
 
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.requests import SamplingParams
+from service.engine.requests import SamplingParams, Scope
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest
 from service.engine.sequence import Sequence, TextStream
-from service.scope import Scope
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer

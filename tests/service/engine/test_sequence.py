@@ -15,7 +15,7 @@ stops = st.lists(st.text("aboä", min_size=1, max_size=4), max_size=4).map(tuple
 
 def stream(stop: tuple[str, ...], *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
     params = SamplingParams(
-        seed=0, max_tokens=99, stop=stop, include_stop_in_output=include_stop, min_tokens=min_tokens
+        seed=0, max_tokens=99, stop=stop, include_stop_str_in_output=include_stop, min_tokens=min_tokens
     )
     return TextStream(TOKENIZER.detokenizer(True), params)
 

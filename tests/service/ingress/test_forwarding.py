@@ -11,21 +11,17 @@ import openai
 import pytest
 
 from service.api.errors import error_event
-from service.api.release import padded
-from service.api.sse import PING, frame
+from service.api.sse import PING, frame, padded
 from service.assembly import Assembly
 from service.errors import NotReady, QueueFull, RequestError
 from service.ingress.app import create_ingress
-from service.ingress.forwarding import Forwarding, Whole
-from service.ingress.replicas import Answer, Asked, Broken, Unreachable
-from tests.service.api.client import Body, call_raw, client_for, error_of
+from service.ingress.forwarding import Forwarding, WholeAnswer
+from service.ingress.replicas import Broken, ForwardedRequest, ReplicaAnswer, Unreachable
+from tests.service.api.client import CHAT, RESPONSES, TEXT, Body, call_raw, client_for, error_of
 from tests.service.api.test_resumption import (
     CASES,
-    CHAT,
     RESPONSE_CASES,
-    RESPONSES,
     SAY,
-    TEXT,
     USUAL,
     Event,
     event_of,
@@ -43,8 +39,10 @@ STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-ratelimit
 DONE = b"data: [DONE]\n\n"
 BODY: Body = {"model": "tiny", **SAY}
 STREAMED: Body = {**BODY, "stream": True}
-ASKED = Asked("POST", CHAT, (), json.dumps(STREAMED).encode(), "a")
-Told = Whole | tuple[bytes | float | Exception, ...]  # an answer; or pieces of a stream, silence in seconds, an end
+ASKED = ForwardedRequest("POST", CHAT, (), json.dumps(STREAMED).encode(), "a")
+Told = (
+    WholeAnswer | tuple[bytes | float | Exception, ...]
+)  # an answer; or pieces of a stream, silence in seconds, an end
 
 
 @dataclass
@@ -53,10 +51,10 @@ class Scripted:
 
     told: Sequence[Told | Exception]
     size: int = 3
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ForwardedRequest] = field(default_factory=list)
     num_open: int = 0
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+    async def send(self, asked: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
         name = next((name for name in map(str, range(self.size)) if name not in tried), None)
         if name is None:
             return None
@@ -66,10 +64,10 @@ class Scripted:
         if isinstance(told, Exception):
             raise told
         self.num_open += 1
-        if isinstance(told, Whole):
-            return Answer(told.status, told.headers, self._chunks((told.body,)), self._closed)
+        if isinstance(told, WholeAnswer):
+            return ReplicaAnswer(told.status, told.headers, self._chunks((told.body,)), self._closed)
         headers = STREAM if b'"stream"' in asked.body else JSON
-        return Answer(200, headers, self._chunks(told), self._closed)
+        return ReplicaAnswer(200, headers, self._chunks(told), self._closed)
 
     async def _chunks(self, pieces: Sequence[bytes | float | Exception]) -> AsyncGenerator[bytes, None]:
         for piece in pieces:
@@ -99,7 +97,7 @@ def event(number: int) -> bytes:
 
 
 def failed(error: RequestError) -> bytes:
-    return b"data: " + Whole.of(error).body + b"\n\n" + DONE
+    return b"data: " + WholeAnswer.of(error).body + b"\n\n" + DONE
 
 
 def numbers(text: str) -> list[int]:
@@ -124,13 +122,13 @@ class Cut:
         self._server = server
         self._step = step
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+    async def send(self, asked: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
         headers = [(name, value) for name, value in asked.headers if name != b"host"]
         answer = await self._server.request(asked.method, asked.path, headers=headers, content=asked.body, timeout=60)
         assert answer.status_code == 200, answer.text
         self.whole = self.whole or answer.text
         self.num_asked += 1
-        return Answer(200, STREAM, self._chunks(answer.content), self.close)
+        return ReplicaAnswer(200, STREAM, self._chunks(answer.content), self.close)
 
     async def _chunks(self, content: bytes) -> AsyncGenerator[bytes, None]:
         first = content.find(b"\n\n") + 2  # at least one event each time, so that it comes to an end
@@ -270,8 +268,8 @@ async def test_a_queue_may_be_long_before_the_first_event() -> None:
         assert numbers((await client.post(CHAT, json=STREAMED)).text) == [1]
 
 
-OTHER = Whole(409, JSON, b'{"error": {"message": "another model", "code": "other_system_fingerprint"}}')
-FULL = Whole.of(QueueFull("Full.", code="queue_full", retry_after_seconds=3))
+OTHER = WholeAnswer(409, JSON, b'{"error": {"message": "another model", "code": "other_system_fingerprint"}}')
+FULL = WholeAnswer.of(QueueFull("Full.", code="queue_full", retry_after_seconds=3))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +312,7 @@ class Preferred:
         self._sick = sick
         self._names = "abcd"[:size]
 
-    async def ask(self, asked: Asked, tried: set[str]) -> Answer | None:
+    async def send(self, asked: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
         others = [name for name in self._names if name not in tried]
         if not others:
             return None
@@ -324,10 +322,10 @@ class Preferred:
         if is_sick and isinstance(self._sick, Exception):
             raise self._sick
         if is_sick and self._sick == STOPPED:
-            return Answer(500, JSON, self._chunks(STOPPED), self.close)
+            return ReplicaAnswer(500, JSON, self._chunks(STOPPED), self.close)
         if is_sick and isinstance(self._sick, float):
-            return Answer(200, STREAM, self._chunks(event(1), self._sick), self.close)
-        return Answer(200, STREAM, self._chunks(event(2), DONE), self.close)
+            return ReplicaAnswer(200, STREAM, self._chunks(event(1), self._sick), self.close)
+        return ReplicaAnswer(200, STREAM, self._chunks(event(2), DONE), self.close)
 
     async def _chunks(self, *pieces: bytes | float) -> AsyncGenerator[bytes, None]:
         for piece in pieces:
@@ -363,7 +361,7 @@ async def test_a_slow_client_is_no_silent_replica() -> None:
     forwarding = Forwarding(
         Scripted([(event(1), event(2), 0.15, event(3), DONE)]), ASKED, stall_seconds=0.3, patience_seconds=0.0
     )
-    assert isinstance(await forwarding.begin(), Answer)
+    assert isinstance(await forwarding.begin(), ReplicaAnswer)
     told = []
     async for one in forwarding.frames():
         told.append(one)
@@ -372,21 +370,21 @@ async def test_a_slow_client_is_no_silent_replica() -> None:
     assert told == [event(1), event(2), event(3), DONE]
 
 
-WHOLE = Whole(200, JSON, b'{"id": 1}')
+WHOLE = WholeAnswer(200, JSON, b'{"id": 1}')
 
 
 @pytest.mark.parametrize(
     ("told", "status", "code"),
     [
         ([Unreachable("gone"), WHOLE], 200, None),
-        ([Whole.of(NOT_READY), WHOLE], 200, None),
+        ([WholeAnswer.of(NOT_READY), WHOLE], 200, None),
         ([FULL, WHOLE], 200, None),
         ([(b'{"id"', Broken("killed")), WHOLE], 200, None),
         ([Broken("killed"), Broken("killed"), WHOLE], 200, None),
         ([Broken("killed")], 500, "replica_lost"),
         ([FULL], 429, "queue_full"),
         ([Unreachable("gone")], 503, "no_replica"),
-        ([Whole(400, JSON, b'{"error": {"code": "wrong"}}')], 400, "wrong"),
+        ([WholeAnswer(400, JSON, b'{"error": {"code": "wrong"}}')], 400, "wrong"),
     ],
 )
 async def test_a_whole_answer_comes_from_whoever_gives_one(
@@ -402,13 +400,13 @@ async def test_a_whole_answer_comes_from_whoever_gives_one(
 
 
 async def test_a_replica_is_waited_for() -> None:
-    told: list[Told | Exception] = [*[Unreachable("gone")] * 3, Whole.of(NOT_READY), WHOLE]
+    told: list[Told | Exception] = [*[Unreachable("gone")] * 3, WholeAnswer.of(NOT_READY), WHOLE]
     async with ingress(Scripted(told), patience_seconds=10.0) as client:
         assert (await client.post(TEXT, json={"model": "tiny", "prompt": "a"})).json() == {"id": 1}
 
 
 async def test_probes_do_not_wait() -> None:
-    async with ingress(Scripted([Whole.of(NOT_READY)]), patience_seconds=60.0) as client:
+    async with ingress(Scripted([WholeAnswer.of(NOT_READY)]), patience_seconds=60.0) as client:
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.get("/livez")).json() == {"status": "alive"}
 

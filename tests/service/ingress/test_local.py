@@ -8,10 +8,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.engine.requests import GenerationRequest, SequenceOutput
-from service.ingress.local import answered
-from service.ingress.replicas import Asked
-from tests.service.api.client import ASK, Body, app_of, client_for
-from tests.service.api.test_resumption import CHAT
+from service.ingress.replicas import ForwardedRequest, answer_locally
+from tests.service.api.client import ASK, CHAT, Body, app_of, client_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say, step
 
 pytestmark = pytest.mark.anyio
@@ -19,8 +17,8 @@ pytestmark = pytest.mark.anyio
 HEADERS = ((b"content-type", b"application/json"), (b"host", b"test"), (b"x-request-id", b"mine"))
 
 
-def asked(body: Body, path: str = CHAT) -> Asked:
-    return Asked("POST", path, HEADERS, json.dumps(body).encode(), "a")
+def asked(body: Body, path: str = CHAT) -> ForwardedRequest:
+    return ForwardedRequest("POST", path, HEADERS, json.dumps(body).encode(), "a")
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"temperature": 9}])
@@ -31,7 +29,7 @@ async def test_it_answers_alike(fields: Body) -> None:
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()
         over_http = await client.post(CHAT, json=body, headers={"x-request-id": "mine"})
-        (status, headers), *pieces = [piece async for piece in answered(app, asked(body))]
+        (status, headers), *pieces = [piece async for piece in answer_locally(app, asked(body))]
     assert isinstance(headers, tuple)
     assert status == over_http.status_code
     assert dict(headers)[b"x-request-id"] == b"mine"
@@ -49,7 +47,7 @@ async def test_whoever_leaves_is_given_up() -> None:
     app = app_of(runtime)
     async with app.router.lifespan_context(app):
         await runtime.wait_until_loaded()
-        async with aclosing(answered(app, asked({**ASK, "stream": True}))) as pieces:
+        async with aclosing(answer_locally(app, asked({**ASK, "stream": True}))) as pieces:
             assert (await anext(pieces))[0] == 200
             assert b'"x"' in await anext(pieces)
         assert engine.aborted
@@ -70,7 +68,7 @@ async def test_half_an_answer_is_none(sent: list[Message], raises: bool) -> None
             raise ValueError("a bug")
 
     with pytest.raises(ValueError if raises else RuntimeError):
-        _ = [piece async for piece in answered(app, asked({}))]
+        _ = [piece async for piece in answer_locally(app, asked({}))]
 
 
 async def test_an_answer_tells_of_a_bug_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,5 +77,5 @@ async def test_an_answer_tells_of_a_bug_itself(caplog: pytest.LogCaptureFixture)
         await send({"type": "http.response.body", "body": b"sorry"})
         raise ValueError("a bug")
 
-    assert [piece async for piece in answered(app, asked({}))] == [(500, ()), b"sorry"]
+    assert [piece async for piece in answer_locally(app, asked({}))] == [(500, ()), b"sorry"]
     assert "a bug" in caplog.text

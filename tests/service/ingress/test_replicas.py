@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from service.errors import StartupError
-from service.ingress.replicas import Answer, Asked, Broken, HttpReplicas, Unreachable
+from service.ingress.replicas import Broken, ForwardedRequest, HttpReplicas, ReplicaAnswer, Unreachable
 
 pytestmark = pytest.mark.anyio
 
 Handle = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
-def asked(prompt: str = "a") -> Asked:
-    return Asked("POST", "/v1/completions", ((b"host", b"me"),), b"{}", prompt)
+def asked(prompt: str = "a") -> ForwardedRequest:
+    return ForwardedRequest("POST", "/v1/completions", ((b"host", b"me"),), b"{}", prompt)
 
 
 @asynccontextmanager
@@ -52,7 +52,7 @@ def saying(name: bytes) -> Handle:
     return answer
 
 
-async def read(answer: Answer | None) -> bytes:
+async def read(answer: ReplicaAnswer | None) -> bytes:
     assert answer is not None
     try:
         return b"".join([chunk async for chunk in answer.chunks])
@@ -62,11 +62,11 @@ async def read(answer: Answer | None) -> bytes:
 
 async def test_a_prompt_keeps_its_replica_until_that_has_too_much_to_do() -> None:
     async with served(*map(saying, (b"1", b"2", b"3"))) as replicas:
-        names = {prompt: await read(await replicas.ask(asked(prompt), set())) for prompt in map(str, range(20))}
+        names = {prompt: await read(await replicas.send(asked(prompt), set())) for prompt in map(str, range(20))}
         assert set(names.values()) == {b"1", b"2", b"3"}
         for prompt, name in names.items():
-            assert await read(await replicas.ask(asked(prompt), set())) == name
-        busy = [await replicas.ask(asked("0"), set()) for _ in range(9)]
+            assert await read(await replicas.send(asked(prompt), set())) == name
+        busy = [await replicas.send(asked("0"), set()) for _ in range(9)]
         told = [await read(answer) for answer in busy]
     assert told[:5] == [names["0"]] * 5
     assert told[5:] != [names["0"]] * 4
@@ -75,8 +75,8 @@ async def test_a_prompt_keeps_its_replica_until_that_has_too_much_to_do() -> Non
 async def test_each_is_asked_once() -> None:
     async with served(saying(b"1"), saying(b"2")) as replicas:
         tried: set[str] = set()
-        told = {await read(await replicas.ask(asked(), tried)) for _ in range(2)}
-        assert await replicas.ask(asked(), tried) is None
+        told = {await read(await replicas.send(asked(), tried)) for _ in range(2)}
+        assert await replicas.send(asked(), tried) is None
     assert told == {b"1", b"2"}
 
 
@@ -88,7 +88,7 @@ async def test_what_belongs_to_a_connection_stays_there() -> None:
         await saying(b"1")(head, writer)
 
     async with served(answer) as replicas:
-        found = await replicas.ask(asked(), set())
+        found = await replicas.send(asked(), set())
         assert found is not None
         assert await read(found) == b"1"
     assert found.headers == ((b"x-a", b"b"),)
@@ -98,7 +98,7 @@ async def test_what_belongs_to_a_connection_stays_there() -> None:
 async def test_one_that_is_not_there_has_not_taken_a_request() -> None:
     replicas = HttpReplicas(["http://127.0.0.1:1"], stall_seconds=5.0)
     with pytest.raises(Unreachable) as raised:
-        await replicas.ask(asked(), set())
+        await replicas.send(asked(), set())
     assert not isinstance(raised.value, Broken)
     await replicas.close()
 
@@ -123,10 +123,10 @@ async def test_one_that_says_nothing_is_asked_whether_it_lives() -> None:
             await over.wait()
 
     async with served(slow, stall_seconds=0.05) as replicas:
-        assert await read(await replicas.ask(asked(), set())) == b"2"
+        assert await read(await replicas.send(asked(), set())) == b"2"
     async with served(dead, stall_seconds=0.05) as replicas:
-        with pytest.raises(Broken, match="silent"):
-            await replicas.ask(asked(), set())
+        with pytest.raises(Broken, match="does not respond"):
+            await replicas.send(asked(), set())
         over.set()
 
 
@@ -151,7 +151,7 @@ async def test_one_that_did_not_answer_is_asked_last_until_it_lives() -> None:
 
 async def answers(replicas: HttpReplicas, prompt: str) -> bytes | None:
     try:
-        return await read(await replicas.ask(asked(prompt), set()))
+        return await read(await replicas.send(asked(prompt), set()))
     except Broken:
         return None
 
@@ -163,7 +163,7 @@ async def test_an_answer_that_ends_too_early_is_broken() -> None:
 
     async with served(half) as replicas:
         with pytest.raises(Broken):
-            await read(await replicas.ask(asked(), set()))
+            await read(await replicas.send(asked(), set()))
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://a", "http://", "http://a/v1", "http://a:x"])

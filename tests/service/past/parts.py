@@ -14,11 +14,10 @@ from drafters.protocol import DraftContext, MemorySizes
 from drafters.registry import memory_of
 from drafters.tree import DraftTree
 from service.engine.engine import StepReport
-from service.engine.requests import SequenceOutput
+from service.engine.requests import Scope, SequenceOutput
 from service.engine.stats import LoadStats, StepStats
 from service.engine.thread import EngineThread
 from service.past.file import MemoryFile
-from service.scope import Scope
 from tests.service.engine.harness import LIMITS, greedy, request, tiny_engine
 
 torch.set_num_threads(1)

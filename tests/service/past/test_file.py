@@ -245,5 +245,5 @@ def test_a_key_that_is_none_is_refused(path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="cannot be had"):
+    with pytest.raises(StartupError, match="cannot be read"):
         key_beside(tmp_path / "file" / "past")

@@ -86,7 +86,7 @@ def test_one_that_starts_later_catches_up_unless_its_file_has(redis: RedisServer
         one.answer(PROMPT)
         eventually(lambda: sent.num_sent == 1)
         with replica(redis) as (_, late), replica(redis, knows_earlier=True) as (_, kept):
-            eventually(lambda: late.num_added == 1 and kept._last not in ("", "0-0"))
+            eventually(lambda: late.num_added == 1 and kept._stream.last not in ("", "0-0"))
             one.answer(OTHER)
             eventually(lambda: late.num_added == 2)
             eventually(lambda: kept.num_added == 1)

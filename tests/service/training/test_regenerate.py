@@ -9,7 +9,7 @@ from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
-from service.prompts import Message, Prompt, read_prompts
+from service.prompts import Prompt, PromptMessage, read_prompts
 from service.training.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
 from tests.service.training.parts import save_target, settings, write_prompts
 
@@ -74,7 +74,7 @@ def test_nothing_is_answered_twice(assembly: Assembly, prompts: list[Prompt], tm
 def test_prompts_that_leave_no_room_are_left_out(
     assembly: Assembly, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = Prompt(id="long-1", messages=[Message(role="user", content="the hat " * 300)])
+    long = Prompt(id="long-1", messages=[PromptMessage(role="user", content="the hat " * 300)])
     found = answer(assembly, [long, *prompts[:2]], tmp_path / "r.jsonl")
     assert found.keys() == {prompt.id for prompt in prompts[:2]}
     assert "left out 1 prompts of more than 246 tokens" in capsys.readouterr().err
