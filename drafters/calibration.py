@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drafters.tree import DraftTree
 from kernels import ops
-from kernels.hit_rates import CLAIMS, DEPTHS, HitCounts
+from kernels.survival import CLAIMS, DEPTHS, HitCounts
 
 MIN_SURVIVAL = 1 / 400  # below it candidates never pay: a row costs 1/380 of a step where it costs least (8B, H200)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafters.tree import MAX_DEPTH
-from kernels.hit_rates import CEILING
-from kernels.lattice import Lattice, Origin
+from kernels.lattice import Lattice, StartNodes
+from kernels.survival import CEILING
 
 
 class Chain:
@@ -17,7 +17,7 @@ class Chain:
     position and rank."""
 
     def __init__(
-        self, origin: Origin, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
+        self, origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
     ) -> None:
         """As of `grow_lattice`. # tokens, predicted [batch, 1, block, rank]"""
         block, ranks = tokens.shape[2:]

@@ -9,8 +9,8 @@ from drafters.calibration import HitTable
 from drafters.protocol import DraftingSizes, RankOutcomes
 from drafters.tree import Candidates
 from kernels import ops
-from kernels.hit_rates import Proposed
 from kernels.lattice import CLASS_OF_RANK, LEAST, members_of_classes
+from kernels.survival import Proposed
 
 CLASS_NAMES = ("1", "2-4", "5-10")
 """Ranks of the classes that hold candidates."""

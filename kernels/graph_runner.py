@@ -89,7 +89,7 @@ class GraphRunner(Generic[Out]):
         self._function = function
         self._captured: list[_Captured[Out]] = []
         if capture is not None:
-            inputs, results = _Places(), _Places()
+            inputs, results = _Buffers(), _Buffers()
             with torch.inference_mode():
                 self._captured = [_Captured(function, capture, *shape, inputs, results) for shape in shapes]
         self._fit = lru_cache(maxsize=_FITS)(partial(_smallest, self._captured))
@@ -125,8 +125,8 @@ class _Captured(Generic[Out]):
         capture: Capture,
         padding: tuple[Any, ...],
         given: tuple[Any, ...],
-        inputs: "_Places",
-        results: "_Places",
+        inputs: "_Buffers",
+        results: "_Buffers",
     ) -> None:
         static = inputs.of(padding)
         self.padding, self.inputs, self._given = _leaves(padding), _leaves(static), _leaves(given)
@@ -180,7 +180,7 @@ def _smallest(captured: Sequence[_Captured[Out]], sizes: Sizes, given: Sizes) ->
     return None if holding is None else _Fit(holding, sizes)
 
 
-class _Places:
+class _Buffers:
     """Where tensors stand in all shapes: the leading part of those of the largest, which must be asked for first."""
 
     def __init__(self) -> None:

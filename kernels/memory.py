@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gumbel import hash_bits, row_keys
+from kernels.sample import hash_bits, row_keys
 from kernels.trees import ROOT, DraftTree
 
 ORDERS = (1, 2, 4, 8)
@@ -121,7 +121,7 @@ class Memory(NamedTuple):
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
     """Count each token behind the ones before it, beginning at the end of the row's text, which the tokens continue
     where the part is TEXT. # tokens [count] int64"""
-    reader = _Reader(memory, row)
+    reader = _RowReader(memory, row)
     context = reader.tail()
     for token in tokens.tolist():
         reader.add(context, part, token)
@@ -140,7 +140,7 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
         memory.network.num_nodes[row] = 0
         if network is not None:
             _write(kept, row, _nodes_of(network, line))
-        nodes = _grown(_Reader(memory, row), max_nodes, least)
+        nodes = _grown(_RowReader(memory, row), max_nodes, least)
         if network is None:
             _write(kept, row, nodes)
         lines.append(nodes)
@@ -160,7 +160,7 @@ def learn_committed(
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
     right, known = 0, [0] * len(ORDERS)
     for line, (row, text, count) in enumerate(given):
-        reader = _Reader(memory, row)
+        reader = _RowReader(memory, row)
         before = reader.tail()
         right += _learnt(reader, text[:count], rate, known)
         _count_rejected(reader, before, _nodes_of(verified, line), choices[line].tolist())
@@ -204,7 +204,7 @@ class _Node:
     proposed: int | None = None  # which node of the network's tree it is: ROOT for the root, None for none
 
 
-class _Reader:
+class _RowReader:
     """One row's view of the memory."""
 
     def __init__(self, memory: Memory, row: int) -> None:
@@ -272,7 +272,7 @@ class _Reader:
 
     def _noise(self, tokens: list[int], depth: int) -> list[int]:
         """How large each token's sampling noise at that depth is: by zeros that its hash begins with, each of which
-        adds log 2 to the noise (`kernels.gumbel`); 0 where none is drawn."""
+        adds log 2 to the noise (`kernels.sample`); 0 where none is drawn."""
         if not self._draws:
             return [0] * len(tokens)
         row = slice(self.row, self.row + 1)
@@ -326,7 +326,7 @@ def _chance(weights: Tensor, features: list[int]) -> float:
     return float(np.clip(1 / (1 + np.exp(-score)), np.float32(low), np.float32(high)))
 
 
-def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
+def _grown(reader: _RowReader, most: int, least: float) -> list[_Node]:
     """Best first: the likeliest node that is not expanded yet goes on. The likeliest nodes are held: a better one takes
     the place of the least likely, which has no child among them, for a child is less likely than its parent."""
     nodes: list[_Node] = []
@@ -348,7 +348,7 @@ def _grown(reader: _Reader, most: int, least: float) -> list[_Node]:
     return [_Node(n.token, numbers[n.parent], n.depth, n.survival) for n in (nodes[place] for place in order)]
 
 
-def _children(reader: _Reader, parent: _Node, number: int) -> Iterator[_Node]:
+def _children(reader: _RowReader, parent: _Node, number: int) -> Iterator[_Node]:
     weights, _ = reader.weights(knows=reader.knows(parent.proposed))
     for one, features in reader.candidates(parent.context, parent.proposed, parent.depth + 1):
         survival = float(np.float32(parent.survival) * np.float32(_chance(weights, features)))
@@ -366,7 +366,7 @@ def _hold(nodes: list[_Node], expanded: set[int], node: _Node, most: int) -> Non
         expanded.discard(place)
 
 
-def _learnt(reader: _Reader, tokens: list[int], rate: float, known: list[int]) -> int:
+def _learnt(reader: _RowReader, tokens: list[int], rate: float, known: list[int]) -> int:
     """`learn_committed` of one row; adds to `known`."""
     context, proposed = reader.tail(), ROOT if reader.network else None
     stores = bool(reader.memory.stores[reader.row])
@@ -391,7 +391,7 @@ def _learnt(reader: _Reader, tokens: list[int], rate: float, known: list[int]) -
     return _right(_nodes_of(reader.memory.alone, reader.row), tokens[:-1])
 
 
-def _count_rejected(reader: _Reader, tail: tuple[int, ...], nodes: list[_Node], choices: list[int]) -> None:
+def _count_rejected(reader: _RowReader, tail: tuple[int, ...], nodes: list[_Node], choices: list[int]) -> None:
     """Count in the text what the target chose after each rejected node. # choices [nodes + 1]"""
     accepted = {ROOT}
     for number, node in enumerate(nodes):

@@ -69,7 +69,7 @@ class SequenceKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedAttention:
+class ReferenceAttention:
     """The reference: a masked softmax for each sequence of a forward."""
 
     sequences: tuple[SequenceKeys, ...]
@@ -96,7 +96,7 @@ def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int,
     """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the extend rows; of the
     heads kernels want to know the numbers."""
     sequences = rows.sequence.unique().tolist()  # planned transfer: kernels compute on devices
-    return MaskedAttention(tuple(_keys_of(sequence, rows, slot_table) for sequence in sequences))
+    return ReferenceAttention(tuple(_keys_of(sequence, rows, slot_table) for sequence in sequences))
 
 
 def _keys_of(sequence: int, rows: AttentionRows, slot_table: Tensor) -> SequenceKeys:

@@ -25,7 +25,7 @@ from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
 from drafters.specblock.recording import BlockRecorder
 from drafters.tree import DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
-from kernels.lattice import Origin, Picked
+from kernels.lattice import Picked, StartNodes
 
 NOWHERE = -1
 COUNTS = (4, 16, WAITING)
@@ -149,7 +149,7 @@ class Blocks:
         depth = self._weights.blocks * self._network.config.block_size
         ground = Ground(keys, TreeNoise.of(noise, depth, self._network.d2t))
         states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, hidden]
-        root = Origin.root(keys.rows.shape[0], keys.rows.device)
+        root = StartNodes.root(keys.rows.shape[0], keys.rows.device)
         root = root._replace(survival=root.survival * anchored[:, None])
         block, logits = self._block(states, live, root, ground, [])
         if self._weights.recorder is not None:
@@ -189,7 +189,7 @@ class Blocks:
         return self.calibration.learn(rows, tokens, counts)
 
     def _block(
-        self, states: Tensor, live: Live, origin: Origin, ground: Ground, before: Sequence[Block]
+        self, states: Tensor, live: Live, origin: StartNodes, ground: Ground, before: Sequence[Block]
     ) -> tuple[Block, Tensor]:
         """The nodes of one forward's blocks, and its logits. # states [batch, starts, block, hidden]"""
         number = len(before)

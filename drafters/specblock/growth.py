@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drafters.specblock.heads import BlockChances
 from kernels import ops
-from kernels.hit_rates import CEILING
 from kernels.rank_features import TOP
+from kernels.survival import CEILING
 
 Policy = Callable[[BlockChances], Tensor]
 """Conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""

@@ -53,7 +53,7 @@ class TilePlan:
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
-        shape = _Shape.of(query.shape[1], heads, dim, self.slot_table.shape[1])
+        shape = _KernelSizes.of(query.shape[1], heads, dim, self.slot_table.shape[1])
         cap = 0.0 if softcap is None else softcap * LOG2_E
         bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
@@ -74,7 +74,7 @@ class TilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _KernelSizes:
     """Sizes that kernels are compiled for; all of them follow from the model and the longest text it may serve."""
 
     heads: int
@@ -83,8 +83,8 @@ class _Shape:
     splits: int
 
     @staticmethod
-    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_Shape":
-        return _Shape(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
+    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_KernelSizes":
+        return _KernelSizes(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
 
     @property
     def members(self) -> int:

@@ -20,13 +20,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels.memory import Memory
-from kernels.ops import OPS, Ops, has_twin, twin
+from kernels.ops import implementation
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
-from kernels.triton.accept import accept
-from kernels.triton.commit_slots import commit_slots
-from kernels.triton.hit_rates import correct_survival
+from kernels.triton.settle import accept, commit_slots
+from kernels.triton.survival import correct_survival
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -38,7 +37,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-DEVICE = Ops(**{op: twin(op, "triton") for op in OPS if has_twin(op, "triton")})
+DEVICE = implementation("triton")
 _OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
 _RESERVED = ("grid", "warmup", *_OPTIONS)
 

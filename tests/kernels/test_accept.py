@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import accept as reference
-from kernels.accept import Accepted
+from kernels import settle as reference
+from kernels.settle import Accepted
 from kernels.tree_attention import MAX_DEPTH
-from kernels.triton import accept as on_device
+from kernels.triton import settle as on_device
 from tests.kernels.random_walks import Tree, batch_of
 
 Accept = Callable[..., Accepted]

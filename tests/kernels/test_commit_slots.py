@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import commit_slots as reference
-from kernels.accept import accept
-from kernels.commit_slots import CommittedSlots
+from kernels import settle as reference
+from kernels.settle import CommittedSlots, accept
 from kernels.tree_attention import NULL_SLOT
-from kernels.triton import commit_slots as on_device
+from kernels.triton import settle as on_device
 from tests.kernels.random_walks import Tree, batch_of
 
 LENGTH = 90

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import kl_div, linear
 
-from kernels.draft_loss import draft_objective, target_divergence
+from kernels.rank_features import draft_objective, target_divergence
 
 torch.set_num_threads(1)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.hit_rates import CLAIMS, DEPTHS, HitCounts, Proposed
 from kernels.ops import REFERENCE
+from kernels.survival import CLAIMS, DEPTHS, HitCounts, Proposed
 from kernels.trees import DraftTree
 from tests.drafters.trees import draft_trees, path_to
 

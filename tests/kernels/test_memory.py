@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.gumbel import gumbel_noise_of
 from kernels.memory import CONTEXT, FEATURES, KINDS, PAST, PREDICTION, TEXT, Memory
 from kernels.ops import REFERENCE, Ops
+from kernels.sample import gumbel_noise_of
 from kernels.trees import ROOT, DraftTree
 from tests.drafters.trees import assert_valid_tree
 

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import ops
-from kernels.hit_rates import CLAIMS, DEPTHS
 from kernels.ops import REFERENCE
-from kernels.pruning import Pruned, survival_order
+from kernels.survival import CLAIMS, DEPTHS, Pruned, survival_order
 from kernels.trees import DraftTree, select_nodes
 from tests.drafters.trees import draft_trees
 from tests.kernels.test_trees import likeliest
@@ -20,13 +19,13 @@ WIDTHS = torch.tensor([0, 2, 4, 8])
 
 
 def assert_pruned_alike(
-    tree: DraftTree, deepest: Tensor, wished: Tensor, rates: Tensor, seconds: Tensor, weights: Tensor, width: int
+    tree: DraftTree, deepest: Tensor, requested: Tensor, rates: Tensor, seconds: Tensor, weights: Tensor, width: int
 ) -> list[Pruned]:
     """By both, in rows for as many nodes as each tree has, and laid out before. # -> by the compiled op"""
     found = []
     for widths in (None, WIDTHS):
         prices = seconds[: tree.tokens.numel() + 1 if widths is None else len(WIDTHS)]
-        given = tree, deepest, wished, rates, prices, weights, width, widths
+        given = tree, deepest, requested, rates, prices, weights, width, widths
         expected, pruned = REFERENCE.prune_trees(*given), COMPILED.prune_trees(*given)
         assert all(map(torch.equal, pruned.trees, expected.trees))
         assert torch.equal(pruned.sizes, expected.sizes)
@@ -45,16 +44,16 @@ def test_the_same_nodes_are_kept(tree: DraftTree, width: int, seed: int) -> None
     def draw(*values: float, count: int = tree.batch) -> Tensor:
         return torch.tensor(values)[torch.randint(len(values), (count,), generator=generator)]
 
-    deepest, wished = (torch.randint(low, 14, (tree.batch,), generator=generator) for low in (0, -1))
+    deepest, requested = (torch.randint(low, 14, (tree.batch,), generator=generator) for low in (0, -1))
     rates = draw(0.5, 0.25, count=DEPTHS * CLAIMS)
     seconds = 1.0 + draw(0.0, 0.0, 0.125, 0.5, count=max(len(WIDTHS), tree.tokens.numel() + 1)).cumsum(0)
     seconds[1 + seed % 20 :] = torch.inf  # more than there is room for
     weights = draw(1.0, 1.5, 4.0)
-    exact, fixed = assert_pruned_alike(tree, deepest, wished, rates, seconds, weights, width)
-    assert (exact.sizes[:, 0] <= wished.clamp(min=0)).all()
-    assert (fixed.sizes[:, 1] == torch.minimum(wished, fixed.sizes[:, 2]).clamp(0, min(width, tree.width))).all()
-    for all_wished in assert_pruned_alike(tree, deepest, wished, rates, seconds[:0], weights, width):
-        assert torch.equal(all_wished.sizes[:, 0], torch.minimum(wished, all_wished.sizes[:, 2]).clamp(min=0))
+    exact, fixed = assert_pruned_alike(tree, deepest, requested, rates, seconds, weights, width)
+    assert (exact.sizes[:, 0] <= requested.clamp(min=0)).all()
+    assert (fixed.sizes[:, 1] == torch.minimum(requested, fixed.sizes[:, 2]).clamp(0, min(width, tree.width))).all()
+    for all_wished in assert_pruned_alike(tree, deepest, requested, rates, seconds[:0], weights, width):
+        assert torch.equal(all_wished.sizes[:, 0], torch.minimum(requested, all_wished.sizes[:, 2]).clamp(min=0))
 
 
 @given(draft_trees(), st.integers(0, 6), st.integers(0, 2**30))

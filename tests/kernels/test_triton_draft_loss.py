@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import draft_loss as reference
-from kernels.triton import draft_loss as device_loss
+from kernels import rank_features as reference
+from kernels.triton import rank_features as device_loss
 
 HIDDEN = 24
 TOLERANCES = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (2e-3, 2e-2)}  # of gradients and values: atol, rtol

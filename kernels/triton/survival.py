@@ -1,6 +1,6 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Survival corrected as in `kernels/hit_rates.py`, in one launch: a program has a tree, a lane a node, which multiplies
+"""Survival corrected as in `kernels/survival.py`, in one launch: a program has a tree, a lane a node, which multiplies
 what became of the claims on its path."""
 
 from functools import partial
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with
+from kernels.survival import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with, prune_with
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 from kernels.triton.trees import fates, lanes
@@ -87,3 +87,6 @@ def _corrected(
     bucket = tl.minimum(tl.maximum(depth - 1, 0), _DEPTHS - 1) * _CLAIMS + step
     made = tl.minimum(claim * tl.load(rates + bucket, mask=asked, other=0.0), _CEILING)
     return claim, bucket, made, above
+
+
+prune_trees = partial(prune_with, correct_survival)
