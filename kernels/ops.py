@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, take_entries
+from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import EIGHT_BITS, Product, Weight, in_8_bits, keep_blocks, plan_linear
-from kernels.memory import add_text, grow_joint_tree, learn_committed
 from kernels.rank_features import draft_objective, rank_features
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample

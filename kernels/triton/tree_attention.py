@@ -56,18 +56,16 @@ class TilePlan:
         shape = _KernelSizes.of(query.shape[1], heads, dim, self.slot_table.shape[1])
         cap = 0.0 if softcap is None else softcap * LOG2_E
         bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
+        rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
             sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
             tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
-            rows, table = self.rows, self.slot_table
-            layout = (tiles, rows.sequence, rows.positions, rows.table_rows, table, table.shape[1])
-            tree = (rows.node, rows.extend_end, rows.node_slots, rows.node_depths, rows.ancestors)
-            pools = (query, pool[0], pool[1])
+            inputs = (query, pool[0], pool[1], tiles, rows, self.slot_table, self.slot_table.shape[1])
             _prefix_kernel[len(tiles), heads, shape.splits](
-                *pools, *layout, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
+                *inputs, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
             )
             _tail_kernel[len(tiles), heads](
-                *pools, *layout, *tree, rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
+                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
                 enable_fp_fusion=True,
             )  # fmt: skip
         return out
@@ -142,9 +140,7 @@ def _prefix_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tile_rows: tl.tensor,
-    sequence: tl.tensor,
-    positions: tl.tensor,
-    table_rows: tl.tensor,
+    rows: tl.tuple,
     table: tl.tensor,
     line_length: tl.tensor,
     sums: tl.tensor,
@@ -161,6 +157,7 @@ def _prefix_kernel(
 ) -> None:
     """One split of the prefix for one tile and one key/value head: its largest scores, weights and weighted values."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, positions, _, table_rows, _, _, _, _ = rows
     row, _, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
     nearest = tl.min(tl.where(row >= 0, first, line_length), 0)
     begin = tl.maximum(split * _SPLIT, nearest // _CHUNK * _CHUNK)
@@ -197,16 +194,9 @@ def _tail_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tile_rows: tl.tensor,
-    sequence: tl.tensor,
-    positions: tl.tensor,
-    table_rows: tl.tensor,
+    rows: tl.tuple,
     table: tl.tensor,
     line_length: tl.tensor,
-    node: tl.tensor,
-    extend_end: tl.tensor,
-    node_slots: tl.tensor,
-    node_depths: tl.tensor,
-    ancestors: tl.tensor,
     nodes: tl.tensor,
     sums: tl.tensor,
     tops_totals: tl.tensor,
@@ -223,37 +213,24 @@ def _tail_kernel(
 ) -> None:
     """Adds up a tile's splits and its tail. Two sweeps over the tail: its largest scores, then its sums below them."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    row, position, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
+    members = _members(tile_rows, rows[1], window, tile, GROUP, MEMBERS)
+    row, _, boundary, first = members
     if tl.max(row, 0) < 0:
         return
     at = (tile * HEADS + head) * SPLITS
     top, total, mixed = _add_splits(sums, tops_totals, at, boundary, first, DIM, MEMBERS, BLOCK_DIM)
     queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
-    of = tl.load(sequence + tl.max(row, 0))
-    root = tl.load(extend_end + of)
-    own = tl.load(node + row, mask=row >= 0, other=-1)
-    start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
-    committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
-    extend_slots = table + tl.load(table_rows + of) * line_length + start
-    tree_slots, depths, above = node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes
-    padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # behind these columns stand those of the nodes
-    columns = padded + tl.max(own, 0) + 1
+    tail, columns = _tail_of(rows, table, line_length, nodes, members)
     highest = top
     for column in range(0, columns, _COLUMNS):
-        slot, held, seen = _tail_columns(
-            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
-            own, position, boundary, first,
-        )  # fmt: skip
+        slot, held, seen = _tail_columns(column, tail)
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
         highest = tl.maximum(highest, tl.max(_scores(queries, key, seen, scale, cap), 1))
     fade = tl.exp2(top - highest)
     totals = (total * fade)[:, None] + tl.zeros([MEMBERS, 16], tl.float32)
     mixed = mixed * fade[:, None]
     for column in range(0, columns, _COLUMNS):
-        slot, held, seen = _tail_columns(
-            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
-            own, position, boundary, first,
-        )  # fmt: skip
+        slot, held, seen = _tail_columns(column, tail)
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
         value = _load_slots(values, slot, held, head, HEADS, DIM, BLOCK_DIM).to(tl.float32)
         score = _scores(queries, key, seen, scale, cap)
@@ -264,6 +241,22 @@ def _tail_kernel(
     whole = tl.max(totals, 1)
     result = mixed / tl.where(whole > 0, whole, 1.0)[:, None]
     _store_rows(out, result, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM)
+
+
+@triton.jit
+def _tail_of(rows: tl.tuple, table: tl.tensor, line_length: tl.tensor, nodes: tl.tensor, members: tl.tuple) -> tl.tuple:
+    """Where a tile's tail begins, what it consists of, and its number of columns; see `_tail_columns`."""
+    sequence, _, node, table_rows, extend_end, node_slots, node_depths, ancestors = rows
+    row, position, boundary, first = members
+    of = tl.load(sequence + tl.max(row, 0))
+    root = tl.load(extend_end + of)
+    own = tl.load(node + row, mask=row >= 0, other=-1)
+    start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
+    committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
+    padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # then come the columns of the nodes
+    extend_slots = table + tl.load(table_rows + of) * line_length + start
+    tree = (node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes, nodes)
+    return (extend_slots, committed, start, padded, tree, root, own, members), padded + tl.max(own, 0) + 1
 
 
 @triton.jit
@@ -316,24 +309,11 @@ def _add_splits(
 
 
 @triton.jit
-def _tail_columns(
-    column: tl.tensor,
-    extend_slots: tl.tensor,
-    committed: tl.tensor,
-    start: tl.tensor,
-    padded: tl.tensor,
-    tree_slots: tl.tensor,
-    depths: tl.tensor,
-    above: tl.tensor,
-    nodes: tl.tensor,
-    root: tl.tensor,
-    own: tl.tensor,
-    position: tl.tensor,
-    boundary: tl.tensor,
-    first: tl.tensor,
-) -> tl.tuple:
+def _tail_columns(column: tl.tensor, tail: tl.tuple) -> tl.tuple:
     """Slot, existence [columns] and visibility [members, columns] of the tail's next columns.
     First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes."""
+    extend_slots, committed, start, padded, tree, root, own, members = tail
+    (tree_slots, depths, above, nodes), (_, position, boundary, first) = tree, members
     place = column + tl.arange(0, _COLUMNS)
     on_extend = place < committed
     node = place - padded

@@ -27,7 +27,7 @@ from torch import Tensor
 from adaptation.checkpoint import sync_folder
 from adaptation.worker import step_back
 from drafters.memory.drafter import MemoryDrafter, PastAnswers
-from kernels.memory import FEATURES, KINDS, WAYS
+from kernels.memory import FEATURES, WEIGHT_SETS, WAYS
 from service.engine.thread import EngineThread
 from service.errors import StartupError
 
@@ -44,7 +44,7 @@ _BYTES_PER_SECOND = 1 << 20
 and take a disk of 100 MiB/s a hundredth of its time."""
 _LEAST_PAUSE_SECONDS = 1.0
 _NICENESS = 10
-_WEIGHTS_SHAPE = (KINDS, FEATURES)
+_WEIGHTS_SHAPE = (WEIGHT_SETS, FEATURES)
 
 
 def key_beside(file: Path) -> bytes:
@@ -253,7 +253,7 @@ class MemoryFile:
     def _read_scope(self, file: BinaryIO) -> bool:
         """Give a scope what was remembered of it. # -> whether there was room"""
         scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
-        weights, squares = (_tensor(file, torch.float32, KINDS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
+        weights, squares = (_tensor(file, torch.float32, WEIGHT_SETS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
         past = self._between(partial(self._adopt, scope, weights, squares))
         for start in range(0, self._drafter.share_buckets, _PIECE // WAYS):
             count = min(_PIECE // WAYS, self._drafter.share_buckets - start)

@@ -1,4 +1,4 @@
-"""Compiled ops of `kernels.memory`."""
+"""Compiled ops of `kernels.joint_tree`."""
 
 from torch import Tensor
 
