@@ -28,8 +28,8 @@ from kernels.trees import ROOT, DraftTree
 
 
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
-    """Count each token behind the ones before it, beginning at the end of the row's text, which the tokens continue
-    where the part is TEXT. # tokens [count] int64"""
+    """Count each token in a part after the tokens before it, beginning after the row's last tokens; where the part is
+    TEXT, the tokens are appended to them. # tokens [count] int64"""
     reader = RowReader(memory, row)
     context = reader.tail()
     for token in tokens.tolist():
@@ -40,16 +40,16 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
 
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
-    """For each text the nodes that are likeliest to be accepted, best first, of all that its parts and the network
-    propose; none that survives with a probability below `least`. What the network proposes, or that it does not, is
-    kept for `learn_committed`. # rows [batch] int64, network [batch, nodes]"""
+    """For each row the nodes likeliest to be accepted, best first, of all that its parts and the network propose and
+    that survive with a probability of at least `least`. The network's proposals, or the tree grown without any, are
+    kept for `learn_committed`. # rows [batch] int64, network [batch, nodes] -> [batch, max_nodes]"""
     lines = []
     for line, row in enumerate(rows.tolist()):
         kept = memory.network if network is not None else memory.alone
         memory.network.num_nodes[row] = 0
         if network is not None:
             write_nodes(kept, row, nodes_of(network, line))
-        nodes = _grown(RowReader(memory, row), max_nodes, least)
+        nodes = _grow(RowReader(memory, row), max_nodes, least)
         if network is None:
             write_nodes(kept, row, nodes)
         lines.append(nodes)
@@ -59,11 +59,11 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """Count what was committed in each text and, where the row stores, in its scope's past answers, whose weights learn
-    then which candidates came true; and in the text what the target chose after nodes that it rejected. Returns how
-    many accepted tokens (all but the last of each row) the trees without the network had, how many there are, how many
-    were committed, how many past answers remember from now on, and, for each order, how many they had seen already,
-    behind a context of that length and no longer one.
+    """Count committed tokens in each row's text and, where the row stores, in its scope's past answers, and train the
+    scope's weights with the candidates that came true or did not; count the target's choices after rejected nodes in
+    the text. Returns how many accepted tokens (all but the last of each row) the trees without the network had, the
+    number of accepted tokens, of committed tokens, of tokens counted in past answers, and, for each order, of tokens
+    that these had counted already, after a context of that length and no longer one.
     # rows, counts [batch] int64; tokens [batch, depth + 1] int64; choices [batch, nodes + 1] int64, after the root and
     after each verified node -> [4 + len(ORDERS)] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
@@ -71,7 +71,7 @@ def learn_committed(
     for line, (row, text, count) in enumerate(given):
         reader = RowReader(memory, row)
         before = reader.tail()
-        right += _learnt(reader, text[:count], rate, known)
+        right += _learn_row(reader, text[:count], rate, known)
         _count_rejected(reader, before, nodes_of(verified, line), choices[line].tolist())
         memory.alone.num_nodes[row] = memory.network.num_nodes[row] = 0  # a step may commit without having grown
     accepted = sum(max(0, count - 1) for *_, count in given)
@@ -80,9 +80,9 @@ def learn_committed(
     return torch.tensor([right, accepted, committed, remembered, *known], device=rows.device)
 
 
-def _grown(reader: RowReader, most: int, least: float) -> list[GrownNode]:
-    """Best first: the likeliest node that is not expanded yet goes on. The likeliest nodes are held: a better one takes
-    the place of the least likely, which has no child among them, for a child is less likely than its parent."""
+def _grow(reader: RowReader, most: int, least: float) -> list[GrownNode]:
+    """Grow best first: expand the likeliest node that is not expanded yet. The `most` likeliest nodes are kept: a
+    better one replaces the least likely, which has no child among them, for a child is less likely than its parent."""
     nodes: list[GrownNode] = []
     expanded = set[int]()
     number, parent = ROOT, GrownNode(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
@@ -120,7 +120,7 @@ def _insert(nodes: list[GrownNode], expanded: set[int], node: GrownNode, most: i
         expanded.discard(place)
 
 
-def _learnt(reader: RowReader, tokens: list[int], rate: float, known: list[int]) -> int:
+def _learn_row(reader: RowReader, tokens: list[int], rate: float, known: list[int]) -> int:
     """`learn_committed` of one row; adds to `known`."""
     context, proposed = reader.tail(), ROOT if reader.network else None
     stores = bool(reader.memory.stores[reader.row])
@@ -142,11 +142,11 @@ def _learnt(reader: RowReader, tokens: list[int], rate: float, known: list[int])
             reader.add(context, part, token)
         context = then(context, token)
     reader.memory.tails[reader.row] = torch.tensor(context)
-    return _right(nodes_of(reader.memory.alone, reader.row), tokens[:-1])
+    return _num_matching(nodes_of(reader.memory.alone, reader.row), tokens[:-1])
 
 
 def _count_rejected(reader: RowReader, tail: tuple[int, ...], nodes: list[GrownNode], choices: list[int]) -> None:
-    """Count in the text what the target chose after each rejected node. # choices [nodes + 1]"""
+    """Count the target's choice after each rejected node in the text. # choices [nodes + 1]"""
     accepted = {ROOT}
     for number, node in enumerate(nodes):
         node.context = then(tail if node.parent == ROOT else nodes[node.parent].context, node.token)
@@ -156,8 +156,8 @@ def _count_rejected(reader: RowReader, tail: tuple[int, ...], nodes: list[GrownN
             reader.add(node.context, TEXT, choices[number + 1], AFTER_REJECTED)
 
 
-def _right(nodes: list[GrownNode], tokens: list[int]) -> int:
-    """How many of the tokens stand on a path from the root."""
+def _num_matching(nodes: list[GrownNode], tokens: list[int]) -> int:
+    """Number of leading tokens that the nodes have as a path from the root."""
     parent = ROOT
     for depth, token in enumerate(tokens):
         found = [n for n, node in enumerate(nodes) if node.parent == parent and node.token == token]
@@ -176,5 +176,5 @@ def _tree(lines: Sequence[list[GrownNode]], width: int, device: torch.device) ->
 
 def _chance(weights: Tensor, features: list[int]) -> float:
     low, high = CHANCE_LIMITS
-    score = sum(weights[features].numpy(), np.float32(0))  # in the order of groups, as the twins add
+    score = sum(weights[features].numpy(), np.float32(0))  # in the order of groups, as kernels add
     return float(np.clip(1 / (1 + np.exp(-score)), np.float32(low), np.float32(high)))

@@ -165,8 +165,8 @@ def keep_blocks(
 
 
 def in_8_bits(weight: Tensor) -> QuantisedBlocks:
-    """Quantise to whole numbers from -127 to 127 with a scale per 32 columns, format `EIGHT_BITS`. # weight [out,
-    in]"""
+    """Quantise to whole numbers from -127 to 127 with a scale per 32 columns, format `EIGHT_BITS`.
+    # weight [out, in]"""
     blocks = _blocks(weight.float())
     scales = (blocks.abs().amax(-1, keepdim=True) / _MOST).clamp(max=_LARGEST_SCALE).half()
     counts = torch.where(scales > 0, (blocks / scales.float()).round().clamp(-_MOST, _MOST), 0.0)

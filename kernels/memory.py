@@ -1,27 +1,26 @@
-"""Which tokens followed which contexts, and one tree of what may follow a text now: n-gram counts of several texts and
-what a network proposes, joined by one learnt distribution.
+"""An n-gram memory: counts of which tokens followed which contexts, and the candidates for the next token that these
+counts and a network's proposals give together, with one learnt probability. `kernels/joint_tree.py` has the ops.
 
-A context of 1, 2, 4 or 8 tokens names a bucket of eight places by its hash. A place holds 28 further bits of the hash,
-a successor and how often it was seen. A new successor takes the place with the fewest sightings, and the others of its
-bucket fade then, so that what is frequent and recent stays; a bucket is one cache line, whatever is held.
+A context of 1, 2, 4 or 8 tokens selects by its hash a bucket of eight entries. An entry holds 28 more bits of the hash,
+a successor and its count. A new successor replaces the entry of the lowest count, and the other counts of its bucket
+decay then, so that frequent and recent successors stay; a bucket is one cache line.
 
 A sequence reads up to three parts: its own text (the prompt and its answer so far), the answer that its client
 predicts, and past answers of its scope. What the target chose after a node that it rejected counts in the text, too, at
-a quarter of a sighting: it is what the target says after such a context (as in Lookahead decoding, Fu et al., 2024).
-The chance of a candidate given that its parent is accepted is
+a quarter of a sighting: it is what the target emits after such a context (as in Lookahead decoding, Fu et al., 2024).
+The probability of a candidate given that its parent is accepted is
 
     p = 1 / (1 + exp(-sum_g w[feature_g])),
 
-over one feature of each group: per part, how long the longest context is behind which the token was seen, and its share
-of what was seen there; whether longer contexts are known; how much was seen in all; and, jointly, what the network
-claims and how strongly texts agree; and, where tokens are drawn, the candidate's sampling noise at its position, which
-is known beforehand and which a network's claim includes. Where the network proposes no children of a node, it claims
-for them what it proposes at their depth under other nodes. Weights are learnt online by AdaGrad (Duchi et al., 2011)
-from candidates whose parent came true, per scope.
+over one feature of each group: per part, the length of the longest context after which it has counted the token and the
+token's share of the counts there; whether longer contexts have counts; and the total count; then, jointly, the
+network's claim and the strength of the parts; and, at temperatures above 0, the candidate's sampling noise at its
+position, which is known beforehand and which a network's claim includes. Where the network proposes no children of a
+node, its claims are those for nodes of the same depth. Weights are learnt online by AdaGrad (Duchi et al., 2011) from
+candidates whose parent came true, per scope.
 
-Legend: batch = some rows; rows = sequences of the engine's table; scopes = who shares past answers; kinds = 4 sets of
-weights: whether the network proposes children of the parent, and 2 more where the temperature is above 0.
-"""
+Legend: batch = some rows; rows = sequences of the engine's table; scopes = groups of sequences that share past answers;
+weight sets: whether the network proposes children of the parent, and 2 more where the temperature is above 0."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,18 +35,18 @@ from kernels.sample import hash_bits, row_keys
 from kernels.trees import ROOT, DraftTree
 
 ORDERS = (1, 2, 4, 8)
-"""Lengths of contexts: of these four trees are as good as of all lengths up to 8."""
+"""Lengths of contexts: trees are as good with these four as with all lengths up to 8."""
 
 CONTEXT = max(ORDERS)
 WAYS = 8
-"""Places of a bucket."""
+"""Entries of a bucket."""
 
 BUCKET_BYTES = 8 * WAYS
-"""A cache line."""
+"""Bytes of a bucket: one cache line."""
 
 PARTS = TEXT, PREDICTION, PAST = 0, 1, 2
 NO_TOKEN = -1
-"""Stands before the first token of a text."""
+"""The token before the first one of a sequence."""
 
 WEIGHT_SETS = 4
 
@@ -58,46 +57,46 @@ SIGHTING = 16  # in 1/16, so that counts can fade by an eighth
 AFTER_REJECTED = SIGHTING // 4
 _WORD = (1 << 64) - 1
 
-SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # of what was seen behind a context
-TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # sightings behind a context
-STRENGTH_EDGES = (0.34, 0.9)  # of a share, where it stands beside a claim
-LEAST_ODDS = -10  # log2 of a claim's
+SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # of the counts after a context
+TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # counts after a context
+STRENGTH_EDGES = (0.34, 0.9)  # of a share, in the joint group
+LEAST_ODDS = -10  # log2, of a claim
 CLAIM_CLASSES = 18  # nothing proposed at this depth, not this token, and log2 of the odds up to 5
 STRENGTHS = len(STRENGTH_EDGES) + 2
 SHARES, TOTALS, LENGTHS = len(SHARE_EDGES) + 1, len(TOTAL_EDGES) + 1, len(ORDERS) + 1
 OF_SHARE, OF_KNOWN, OF_TOTAL = len(ORDERS) * SHARES + 1, LENGTHS**2, TOTALS + 1
 OF_PART = OF_SHARE + OF_KNOWN + OF_TOTAL
 OF_CLAIM = CLAIM_CLASSES * STRENGTHS**2
-NOISES = 13  # of none, and by zeros that the noise's hash begins with: of 2^10 tokens one has more than are told apart
+NOISES = 13  # none, and by leading zeros of the noise's hash; one token in 2^10 has more than have a class
 
 FEATURES = len(PARTS) * OF_PART + OF_CLAIM + NOISES
-"""Weights of a kind."""
+"""Weights of a set."""
 
 CHANCE_LIMITS = (0.005, 0.98)  # of a chance: survival falls along a path, and a long one does not underflow
 MAX_DEPTH = 64
 
 
 class Memory(NamedTuple):
-    """Everything that is remembered, in tensors that stay where they are."""
+    """All counts and weights, in tensors whose addresses never change."""
 
-    entries: Tensor  # [buckets, WAYS] int64: tag, successor and count; a count of 0 is an empty place
+    entries: Tensor  # [buckets, WAYS] int64: tag, successor and count; a count of 0 is an empty entry
     weights: Tensor  # [scopes, WEIGHT_SETS, FEATURES] float32
     squares: Tensor  # like weights, summed squares of their gradients
     parts: Tensor  # [rows, PARTS, 2] int64, first bucket and number of buckets (a power of two, or 0 for none)
     scopes: Tensor  # [rows] int64
-    warm: Tensor  # [rows] bool, whether tokens are drawn, at a temperature above 0
-    stores: Tensor  # [rows] bool, whether answers are remembered, and teach weights
-    tails: Tensor  # [rows, CONTEXT] int64, last tokens of the text, the newest first
-    predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had in their place
+    warm: Tensor  # [rows] bool, whether the temperature is above 0
+    stores: Tensor  # [rows] bool, whether answers are counted in PAST, and train weights
+    tails: Tensor  # [rows, CONTEXT] int64, last tokens of the sequence, the newest first
+    predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had
     seeds: Tensor  # [rows] int64, of the sampling noise
     roots: Tensor  # [rows] int64, absolute position of the last token
-    alone: DraftTree  # [rows, nodes], last trees without a network's proposals
-    network: DraftTree  # [rows, nodes], and what the network proposed, if it was asked
+    alone: DraftTree  # [rows, nodes], last trees grown without a network
+    network: DraftTree  # [rows, nodes], last proposals of the network, if there were any
     factors: Tensor  # [len(ORDERS) + CONTEXT] int64, odd numbers of the hash
 
     @staticmethod
     def empty(rows: int, buckets: int, scopes: int, nodes: int, device: torch.device | str = "cpu") -> "Memory":
-        """Room for so many rows, with trees of up to `nodes`; no row has a part yet, and all weights are 0."""
+        """A memory for trees of up to `nodes` nodes, in which no row has a part yet and all weights are 0."""
         weights = torch.zeros(scopes, WEIGHT_SETS, FEATURES, device=device)
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         return Memory(
@@ -120,7 +119,7 @@ class Memory(NamedTuple):
 
 @dataclass(slots=True)
 class Sighting:
-    """Where a part has seen a token: behind the longest context that it has seen it behind."""
+    """Count of a token in one part, after the longest context with any."""
 
     order: int = -1
     count: float = 0.0
@@ -128,12 +127,13 @@ class Sighting:
 
     @property
     def share(self) -> float:
+        """Share of the token among all successors."""
         return self.count / self.total if self.total else 0.0
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A token that may follow."""
+    """A candidate for the next token."""
 
     token: int
     node: int = -1  # of the network's tree
@@ -143,6 +143,8 @@ class Candidate:
 
 @dataclass(slots=True)
 class GrownNode:
+    """A node of a tree that is grown, or of the network's tree."""
+
     token: int
     parent: int
     depth: int
@@ -162,10 +164,11 @@ class RowReader:
         self.network = nodes_of(memory.network, row)
 
     def tail(self) -> tuple[int, ...]:
+        """The last tokens of the sequence, the newest first."""
         return tuple(self.memory.tails[self.row].tolist())
 
     def places(self, context: tuple[int, ...], part: int) -> list[tuple[int, int]]:
-        """Bucket and tag of each order for which the text is long enough."""
+        """Bucket and tag of the context of each order for which the sequence is long enough."""
         (first, buckets), found, hashed = self._parts[part], [], 0
         for order, (length, before) in enumerate(zip(ORDERS, (0, *ORDERS), strict=False)):
             for age in range(before, length):
@@ -177,7 +180,7 @@ class RowReader:
         return found
 
     def add(self, context: tuple[int, ...], part: int, token: int, sighting: int = SIGHTING) -> None:
-        """Count a sighting of the token behind each context."""
+        """Count a sighting of the token after the context of each order."""
         for bucket, tag in self.places(context, part):
             entries = [entry & _WORD for entry in self.memory.entries[bucket].tolist()]
             name = tag << (64 - TAG_BITS) | token << COUNT_BITS
@@ -194,7 +197,7 @@ class RowReader:
     def candidates(
         self, context: tuple[int, ...], proposed: int | None, depth: int
     ) -> list[tuple[Candidate, list[int]]]:
-        """What may follow at a depth, and the features of each."""
+        """Candidates for the next token at a depth, with the features of each."""
         found: dict[int, Candidate] = {}
         known = [self._see(context, part, found) for part in PARTS]
         knows, claims = self.knows(proposed), False
@@ -213,13 +216,13 @@ class RowReader:
         return proposed is not None and any(node.parent == proposed for node in self.network)
 
     def weights(self, *, knows: bool) -> tuple[Tensor, Tensor]:
-        """Weights and squares of a kind. # both [FEATURES]"""
+        """Weights and squared gradients of a set. # both [FEATURES]"""
         scope, kind = int(self.memory.scopes[self.row]), 2 * int(self.memory.warm[self.row]) + knows
         return self.memory.weights[scope, kind], self.memory.squares[scope, kind]
 
     def _noise(self, tokens: list[int], depth: int) -> list[int]:
-        """How large each token's sampling noise at that depth is: by zeros that its hash begins with, each of which
-        adds log 2 to the noise (`kernels.sample`); 0 where none is drawn."""
+        """Class of each token's sampling noise at that depth, by leading zeros of its hash, each of which adds log 2 to
+        the noise (`kernels.sample`); 0 at temperature 0."""
         if not self._draws:
             return [0] * len(tokens)
         row = slice(self.row, self.row + 1)
@@ -229,7 +232,7 @@ class RowReader:
         return [1 if own >= 3 << 30 else min(34 - own.bit_length(), NOISES - 1) for own in hashes]
 
     def _see(self, context: tuple[int, ...], part: int, found: dict[int, Candidate]) -> int:
-        """Note what the part has seen behind the context; returns the longest order that it knows, or -1."""
+        """Add the tokens that the part has counted after the context; returns the longest order with any, or -1."""
         longest = -1
         for order, (bucket, tag) in reversed(list(enumerate(self.places(context, part)))):
             entries = [entry & _WORD for entry in self.memory.entries[bucket].tolist()]
@@ -245,26 +248,26 @@ class RowReader:
 
 
 def _features(one: Candidate, known: Sequence[int], noise: int, *, claims: bool) -> list[int]:
-    """Which weight of each group speaks for a candidate; `claims`: whether the network proposes any in its place."""
+    """Index of a candidate's weight in each group; `claims`: whether the network proposes any token at its position."""
     features, base = [], 0
     for part, seen in zip(PARTS, one.seen, strict=True):
-        shared = seen.order * SHARES + _passed(seen.share, SHARE_EDGES)
+        shared = seen.order * SHARES + _num_below(seen.share, SHARE_EDGES)
         features.append(base + (OF_SHARE - 1 if seen.order < 0 else shared))
         features.append(base + OF_SHARE + (known[part] + 1) * LENGTHS + seen.order + 1)
-        total = TOTALS if seen.order < 0 else _passed(seen.total, TOTAL_EDGES)
+        total = TOTALS if seen.order < 0 else _num_below(seen.total, TOTAL_EDGES)
         features.append(base + OF_SHARE + OF_KNOWN + total)
         base += OF_PART
     claim = int(claims)
     if one.claim > 0:
         odds = np.log2(np.float32(one.claim) / max(np.float32(1e-6), 1 - np.float32(one.claim)))
         claim = 2 + min(max(floor(odds) - LEAST_ODDS, 0), CLAIM_CLASSES - 3)
-    own = max(_strength(one.seen[TEXT]), _strength(one.seen[PREDICTION]))
-    features.append(base + (claim * STRENGTHS + own) * STRENGTHS + _strength(one.seen[PAST]))
+    own = max(_strength_class(one.seen[TEXT]), _strength_class(one.seen[PREDICTION]))
+    features.append(base + (claim * STRENGTHS + own) * STRENGTHS + _strength_class(one.seen[PAST]))
     return [*features, base + OF_CLAIM + (0 if one.claim > 0 else noise)]
 
 
-def _strength(seen: Sighting) -> int:
-    return 0 if seen.order < 0 else 1 + _passed(seen.share, STRENGTH_EDGES)
+def _strength_class(seen: Sighting) -> int:
+    return 0 if seen.order < 0 else 1 + _num_below(seen.share, STRENGTH_EDGES)
 
 
 def _hash_factors() -> Tensor:
@@ -274,11 +277,12 @@ def _hash_factors() -> Tensor:
 
 
 def then(context: tuple[int, ...], token: int) -> tuple[int, ...]:
+    """The context after one more token."""
     return token, *context[:-1]
 
 
-def _passed(value: float, edges: Sequence[float]) -> int:
-    """Edges below a value."""
+def _num_below(value: float, edges: Sequence[float]) -> int:
+    """Number of edges below a value."""
     return sum(value > edge for edge in edges)
 
 
@@ -287,12 +291,14 @@ def _signed(word: int) -> int:
 
 
 def nodes_of(tree: DraftTree, line: int) -> list[GrownNode]:
+    """The nodes of one tree of a batch."""
     count = int(tree.num_nodes[line])
     columns = (values[line, :count].tolist() for values in tree[:4])
     return [GrownNode(*values) for values in zip(*columns, strict=True)]
 
 
 def write_nodes(tree: DraftTree, line: int, nodes: list[GrownNode]) -> None:
+    """Write one tree of a batch."""
     tree.num_nodes[line] = len(nodes)
     for place, node in enumerate(nodes):
         for values, value in zip(tree[:4], (node.token, node.parent, node.depth, node.survival), strict=True):

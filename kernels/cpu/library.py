@@ -1,6 +1,7 @@
 """Finds the compiled kernels that this processor can run, and calls them through their C interface.
 
-What a C function takes stands in one place, its own signature: `EXPORT` (export.h) stores it beside the address."""
+The C++ source is the only declaration of what a function takes: `EXPORT` (export.h) stores its signature with the
+address."""
 
 import ctypes
 import os

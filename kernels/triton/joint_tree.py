@@ -10,18 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.memory import (
-    AFTER_REJECTED,
-    CONTEXT,
-    MAX_DEPTH,
-    NO_TOKEN,
-    ORDERS,
-    PARTS,
-    PAST,
-    SIGHTING,
-    TEXT,
-    Memory,
-)
+from kernels.memory import AFTER_REJECTED, CONTEXT, MAX_DEPTH, NO_TOKEN, ORDERS, PARTS, PAST, SIGHTING, TEXT, Memory
 from kernels.trees import ROOT, DraftTree
 from kernels.triton.memory import (
     AGES,
@@ -45,8 +34,8 @@ from kernels.triton.memory import (
 from kernels.triton.trees import lanes
 
 _PAIRS = 128  # of a token and an order, whose buckets a program looks up at once
-_OWN = 8  # tokens for which one more program counts
-_PROGRAMS = 128  # that count a text at most: about as many as a device has processors
+_OWN = 8  # tokens per program
+_PROGRAMS = 128  # most that count one sequence: about as many as a device has processors
 _HELD = 1024  # numbers of a tensor for which a warp has registers
 
 _NUM_ORDERS, _CONTEXT, _NUM_PARTS, _MAX_DEPTH = map(tl.constexpr, (len(ORDERS), CONTEXT, len(PARTS), MAX_DEPTH))
@@ -55,16 +44,16 @@ _SIGHTING, _AFTER_REJECTED = map(tl.constexpr, (SIGHTING, AFTER_REJECTED))
 
 
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
-    """As the reference."""
+    """As the reference. # tokens [count]"""
     count = len(tokens)
     if count:
-        tail = memory.tails[row].clone()  # that other programs read while the first one writes
+        tail = memory.tails[row].clone()  # which other programs read while the first one writes
         programs = min(_PROGRAMS, triton.cdiv(count, _OWN))
         _add[(programs,)](memory, row, part, tail, tokens.contiguous(), count, PAIRS=_PAIRS, enable_fp_fusion=False)
 
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
-    """As the reference."""
+    """As the reference. # rows [batch]; network [batch, nodes]"""
     batch, nodes = len(rows), lanes(max_nodes)
     tokens, parents, depths = rows.new_empty(3, batch, max_nodes)
     tree = DraftTree(tokens, parents, depths, memory.weights.new_empty(batch, max_nodes), rows.new_empty(batch))
@@ -82,9 +71,9 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """As the reference. Rows of one scope write the same weights and past answers, and what a row writes the next one
-    reads: so one program goes over the rows in their order, and the result is the same each time. What the target chose
-    after rejected nodes is a row's own, and is counted by many programs after that."""
+    """As the reference. Rows of one scope share weights and past answers, and each row reads what the one before wrote:
+    one program goes over the rows in order, so that the result is deterministic. The target's choices after rejected
+    nodes belong to one row each, and are counted by many programs after that. # -> [4 + len(ORDERS)]"""
     outcome, tails, rows = rows.new_empty(4 + len(ORDERS)), memory.tails[rows], rows.contiguous()
     _learn[(1,)](
         memory, rows, tokens.contiguous(), counts.contiguous(), outcome, memory.network.width,
@@ -110,7 +99,7 @@ def _add(
     count: tl.tensor,
     PAIRS: tl.constexpr,
 ) -> None:
-    """All sightings of some buckets, in the order of the text."""
+    """Count all sightings of some buckets, in the order of the tokens."""
     mine, programs, row = tl.program_id(0), tl.num_programs(0), tl.cast(row, tl.int64)
     pair, age = tl.arange(0, PAIRS), tl.arange(0, AGES)
     start = 0
@@ -139,7 +128,8 @@ def _add_rejected(
     MOST: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """What the target chose after a row's rejected nodes, counted as by `_add`. # tails [batch, CONTEXT], old ones"""
+    """Count the target's choices after a row's rejected nodes as `_add` does. # tails [batch, CONTEXT], before the
+    step"""
     line, mine, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, count, tail = tl.load(rows + line), tl.load(tree.num_nodes + line), tails + line * _CONTEXT
     pair, age = tl.arange(0, PAIRS), tl.arange(0, AGES)[None, :]
@@ -151,12 +141,12 @@ def _add_rejected(
         context, above, level = tl.full([PAIRS, AGES], _NO_TOKEN, tl.int64), tl.where(exists, node, _ROOT), 0
         ends, accepted = tl.zeros([PAIRS], tl.int32), exists
         while (tl.max(above, 0) >= 0) & (level < MOST):
-            asked = above >= 0
-            token = tl.load(tokens + above, mask=asked, other=_NO_TOKEN)
-            context = tl.where((age == level) & asked[:, None], token[:, None], context)
-            above = tl.load(parents + above, mask=asked, other=_ROOT).to(tl.int32)
-            accepted = accepted & (~asked | (tl.load(choices + above, mask=asked, other=_NO_TOKEN) == token))
-            ends += asked.to(tl.int32)
+            active = above >= 0
+            token = tl.load(tokens + above, mask=active, other=_NO_TOKEN)
+            context = tl.where((age == level) & active[:, None], token[:, None], context)
+            above = tl.load(parents + above, mask=active, other=_ROOT).to(tl.int32)
+            accepted = accepted & (~active | (tl.load(choices + above, mask=active, other=_NO_TOKEN) == token))
+            ends += active.to(tl.int32)
             level += 1
         before = age - ends[:, None]
         is_before = (before >= 0) & (before < _CONTEXT)
@@ -181,8 +171,8 @@ def _grow(
     NODES: tl.constexpr,
     PROPOSED: tl.constexpr,
 ) -> None:
-    """One row's tree. Nodes are expanded by falling survival, as they stand in the result: a node gets its number, and
-    is written, when it is expanded. None is replaced after that, for those that come later survive less."""
+    """Grow one row's tree. Nodes are expanded by falling survival, the order of the result: a node is numbered and
+    written when it is expanded. It is not replaced after that, for later nodes have lower survival."""
     line, slot = tl.program_id(0).to(tl.int64), tl.arange(0, NODES)
     row, age = tl.load(rows + line), tl.arange(0, AGES)
     if given is None:
@@ -234,7 +224,7 @@ def _grow(
 @triton.jit
 def _insert(
     nodes: tl.tuple,
-    asked: tl.tensor,
+    active: tl.tensor,
     likely: tl.tensor,
     token: tl.tensor,
     node: tl.tensor,
@@ -243,12 +233,12 @@ def _insert(
     NODES: tl.constexpr,
 ) -> tl.tuple:
     """Put candidates, one after the other, in the place of the least likely node where they are likelier.
-    # nodes: six of [NODES]; asked, likely, token, node [BUCKET_LANES]"""
+    # nodes: six of [NODES]; active, likely, token, node [BUCKET_LANES]"""
     survival, tokens, proposals, parents, depths, waits = nodes
     slot, lane, least = tl.arange(0, NODES), tl.arange(0, BUCKET_LANES), tl.min(survival, 0)
-    asked = asked & (likely > least)
-    while any_of(asked):
-        one = lane == tl.min(tl.where(asked, lane, BUCKET_LANES), 0)
+    active = active & (likely > least)
+    while any_of(active):
+        one = lane == tl.min(tl.where(active, lane, BUCKET_LANES), 0)
         taken = slot == tl.min(tl.where(survival == least, slot, NODES), 0)
         survival = tl.where(taken, value_of(one, likely), survival)
         tokens = tl.where(taken, value_of(one, token), tokens)
@@ -256,7 +246,7 @@ def _insert(
         parents, depths = tl.where(taken, parent, parents), tl.where(taken, depth, depths)
         waits = waits | taken
         least = tl.min(survival, 0)
-        asked = asked & ~one & (likely > least)
+        active = active & ~one & (likely > least)
     return survival, tokens, proposals, parents, depths, waits
 
 
@@ -274,19 +264,19 @@ def _learn(
     NODES: tl.constexpr,
 ) -> None:
     age, lane, orders = tl.arange(0, AGES), tl.arange(0, BUCKET_LANES), tl.arange(0, EACH_ORDER)
-    right, accepted, total = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    matched, accepted, total = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     remembered, known = tl.cast(0, tl.int64), tl.zeros([EACH_ORDER], tl.int64)
     for line in range(batch):
         row, count, text = tl.load(rows + line), tl.load(counts + line), committed + line * longest
         stores, tail, predicted = tl.load(memory.stores + row) != 0, memory.tails + row * _CONTEXT, tl.cast(0, tl.int64)
-        right += _right(memory.alone, row, held, text, count - 1, NODES)
+        matched += _matching(memory.alone, row, held, text, count - 1, NODES)
         accepted, total = accepted + tl.maximum(count - 1, 0), total + count
         has_past = tl.load(memory.parts + (row * _NUM_PARTS + _PAST) * 2 + 1) > 0
         remembered += tl.where(stores & has_past, count, 0)
         network = proposals_of(memory.network, row * held, tl.load(memory.network.num_nodes + row))
         proposed = tl.where(network[4] > 0, _ROOT, UNKNOWN)
         for place in range(count):
-            said = tl.load(text + place)
+            committed_token = tl.load(text + place)
             context = context_of(tail, text, place, age, age < _CONTEXT)
             after, rounds = expand(memory, row, network, proposed, place + 1, context.to(tl.int32), age)
             following = tl.cast(UNKNOWN, tl.int32)
@@ -295,7 +285,7 @@ def _learn(
                 if any_of(exists):
                     node, features, _, is_new, in_prediction, in_past = weigh(memory, after, now, token, stands)
                     labelled = exists & is_new
-                    is_true = labelled & (token == said)
+                    is_true = labelled & (token == committed_token)
                     following = tl.maximum(following, tl.max(tl.where(is_true & (node >= 0), node, UNKNOWN), 0))
                     predicted += (tl.max(tl.where(is_true, in_prediction, -1), 0) > 0).to(tl.int64)
                     known += (orders == tl.max(tl.where(is_true, in_past, -1), 0)).to(tl.int64)
@@ -306,16 +296,16 @@ def _learn(
                         _update(memory, after[4] + feature, label, rate)
                         labelled = labelled & ~one
             proposed = following
-            _count_said(memory, row, _TEXT, context, age, said)
+            _count_committed(memory, row, _TEXT, context, age, committed_token)
             if stores:
-                _count_said(memory, row, _PAST, context, age, said)
+                _count_committed(memory, row, _PAST, context, age, committed_token)
         newest = context_of(tail, text, count, age, age < _CONTEXT)
         tl.debug_barrier()  # all have read the tail
         tl.store(tail + age, newest, mask=age < _CONTEXT)
         tl.store(memory.predicted + row, tl.load(memory.predicted + row) + predicted)
         tl.store(memory.alone.num_nodes + row, 0)
         tl.store(memory.network.num_nodes + row, 0)
-    tl.store(outcome, right)
+    tl.store(outcome, matched)
     tl.store(outcome + 1, accepted)
     tl.store(outcome + 2, total)
     tl.store(outcome + 3, remembered)
@@ -338,7 +328,7 @@ def _update(memory: tl.tuple, feature: tl.tensor, label: tl.tensor, rate: tl.ten
 
 
 @triton.jit
-def _count_said(
+def _count_committed(
     memory: tl.tuple,
     row: tl.tensor,
     part: tl.constexpr,
@@ -346,7 +336,7 @@ def _count_said(
     age: tl.tensor,
     token: tl.tensor,
 ) -> None:
-    """Count the token behind the context of each order."""
+    """Count the token after the context of each order."""
     seen = hash_contexts(memory, context[None, :], age[None, :], tl.arange(0, EACH_ORDER))
     bucket, tag = buckets_of(memory, row, part, seen)
     count_sightings(memory, bucket, tag, token, bucket >= 0, _SIGHTING)
@@ -362,13 +352,12 @@ def _keep(
     count: tl.tensor,
     PROPOSED: tl.constexpr,
 ) -> None:
-    """Copy what the network proposes, for when it is learnt from."""
+    """Copy the network's proposals for the learning step."""
     node = tl.arange(0, PROPOSED)
-    at, to, exists = first + node, row * held + node, node < count
-    tl.store(kept.tokens + to, tl.load(given.tokens + at, mask=exists), mask=exists)
-    tl.store(kept.parents + to, tl.load(given.parents + at, mask=exists), mask=exists)
-    tl.store(kept.depths + to, tl.load(given.depths + at, mask=exists), mask=exists)
-    tl.store(kept.survival + to, tl.load(given.survival + at, mask=exists), mask=exists)
+    at, exists = first + node, node < count
+    token, parent = tl.load(given.tokens + at, mask=exists), tl.load(given.parents + at, mask=exists)
+    depth, survival = tl.load(given.depths + at, mask=exists), tl.load(given.survival + at, mask=exists)
+    _write(kept, row * held + node, token, parent, depth, survival, exists)
     tl.store(kept.num_nodes + row, count)
 
 
@@ -380,27 +369,27 @@ def _write(
     parent: tl.tensor,
     depth: tl.tensor,
     survival: tl.tensor,
-    asked: tl.tensor,
+    active: tl.tensor,
 ) -> None:
-    tl.store(tree.tokens + place, token, mask=asked)
-    tl.store(tree.parents + place, parent, mask=asked)
-    tl.store(tree.depths + place, depth, mask=asked)
-    tl.store(tree.survival + place, survival, mask=asked)
+    tl.store(tree.tokens + place, token, mask=active)
+    tl.store(tree.parents + place, parent, mask=active)
+    tl.store(tree.depths + place, depth, mask=active)
+    tl.store(tree.survival + place, survival, mask=active)
 
 
 @triton.jit
-def _right(
+def _matching(
     tree: tl.tuple, row: tl.tensor, held: tl.tensor, text: tl.tensor, count: tl.tensor, NODES: tl.constexpr
 ) -> tl.tensor:
-    """How many of the text's tokens stand on a path from the root."""
+    """Number of leading tokens that the tree has as a path from its root."""
     node = tl.arange(0, NODES)
     exists = node < tl.load(tree.num_nodes + row)
     token = tl.load(tree.tokens + row * held + node, mask=exists, other=_NO_TOKEN)
     parent = tl.load(tree.parents + row * held + node, mask=exists, other=UNKNOWN)
     here, right, goes_on = _ROOT, tl.cast(0, tl.int64), count > 0
     while goes_on:
-        said = tl.load(text + right)
-        child = tl.min(tl.where(exists & (parent == here) & (token == said), node, NODES), 0)
+        committed_token = tl.load(text + right)
+        child = tl.min(tl.where(exists & (parent == here) & (token == committed_token), node, NODES), 0)
         right += child < NODES
         goes_on = (child < NODES) & (right < count)
         here = child

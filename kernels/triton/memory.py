@@ -22,7 +22,7 @@ GROUPS = tl.constexpr(triton.next_power_of_2(3 * len(PARTS) + 2))
 _ORDERS, _NUM_ORDERS, _CONTEXT, _WAYS = map(tl.constexpr, (ORDERS, len(ORDERS), CONTEXT, WAYS))
 _NUM_PARTS, _PREDICTION, _PAST = map(tl.constexpr, (len(PARTS), PREDICTION, PAST))
 _WEIGHT_SETS, _FEATURES, _NO_TOKEN = map(tl.constexpr, (WEIGHT_SETS, FEATURES, NO_TOKEN))
-_ROOT, UNKNOWN = tl.constexpr(ROOT), tl.constexpr(ROOT - 1)  # the latter: not a node of the network's
+_ROOT, UNKNOWN = tl.constexpr(ROOT), tl.constexpr(ROOT - 1)  # no node of the network's tree
 _BUCKET_SHIFT, _TAG_SHIFT = tl.constexpr(reference.BUCKET_SHIFT), tl.constexpr(reference.TAG_SHIFT)
 _TAG_PLACE, _TAGS = tl.constexpr(64 - reference.TAG_BITS), tl.constexpr((1 << reference.TAG_BITS) - 1)
 _COUNT_BITS, _TOKENS = tl.constexpr(reference.COUNT_BITS), tl.constexpr((1 << reference.TOKEN_BITS) - 1)
@@ -126,8 +126,8 @@ def weigh(memory: tl.tuple, after: tl.tuple, now: tl.tensor, token: tl.tensor, p
 
 @triton.jit
 def _claim_of(network: tl.tuple, of: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Which child of a proposed node has the token, or -1; the first node that claims the token in this place; and the
-    class of what the network claims for it."""
+    """The child of a proposed node that has the token, or -1; the first node that claims the token at this position;
+    the claim, and its class."""
     _, _, knows, is_claimed = of
     last, first = tl.full([BUCKET_LANES], -1, tl.int32), tl.zeros([BUCKET_LANES], tl.int32) + network[4]
     claim, start = tl.zeros([BUCKET_LANES], tl.float32), 0
@@ -148,7 +148,7 @@ def _claim_of(network: tl.tuple, of: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _noise(memory: tl.tuple, row: tl.tensor, depth: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """How large a token's sampling noise is: by zeros that its hash begins with; 0 where none is drawn."""
+    """Class of a token's sampling noise by leading zeros of its hash; 0 at temperature 0."""
     bits = hash_bits(tl.load(memory.seeds + row), tl.load(memory.roots + row) + depth, token).to(tl.int64)
     zeros = tl.full([BUCKET_LANES], 2, tl.int32)
     for place in tl.static_range(_NOISES - 3):
@@ -160,13 +160,14 @@ def _noise(memory: tl.tuple, row: tl.tensor, depth: tl.tensor, token: tl.tensor)
 def _with_feature(
     features: tl.tensor, score: tl.tensor, weights: tl.tensor, group: tl.constexpr, feature: tl.tensor
 ) -> tl.tuple:
-    """The same with one feature more."""
+    """Features and score with one feature added."""
     groups = tl.arange(0, GROUPS)[:, None]
     return tl.where(groups == group, feature[None, :], features), score + tl.load(weights + feature)
 
 
 @triton.jit
 def chance(score: tl.tensor) -> tl.tensor:
+    """The sigmoid of a score, within limits."""
     return tl.minimum(tl.maximum(tl.div_rn(1.0, 1.0 + tl.exp(-score)), _LOWEST), _HIGHEST)
 
 
@@ -176,14 +177,14 @@ def count_sightings(
     buckets: tl.tensor,
     tags: tl.tensor,
     token: tl.tensor,
-    asked: tl.tensor,
+    active: tl.tensor,
     amount: tl.constexpr,
 ) -> None:
-    """Count sightings one after the other, for several may be of one bucket."""
+    """Count sightings one after the other, for several may be in one bucket."""
     sighting, way = tl.arange(0, buckets.shape[0]), tl.arange(0, _WAYS)
     names = (tags << _TAG_PLACE) | (token.to(tl.int64) << _COUNT_BITS)
-    while any_of(asked):
-        one = sighting == tl.min(tl.where(asked, sighting, buckets.shape[0]), 0)
+    while any_of(active):
+        one = sighting == tl.min(tl.where(active, sighting, buckets.shape[0]), 0)
         places, name = memory.entries + value_of(one, buckets) * _WAYS + way, value_of(one, names)
         entry = tl.load(places)
         count = entry & _MOST
@@ -195,12 +196,12 @@ def count_sightings(
         tl.debug_barrier()
         tl.store(places, tl.where(tl.max(is_known.to(tl.int32), 0) > 0, counted, entered))
         tl.debug_barrier()  # the next one may be of the same bucket
-        asked = asked & ~one
+        active = active & ~one
 
 
 @triton.jit
 def hash_contexts(memory: tl.tuple, context: tl.tensor, age: tl.tensor, order: tl.tensor) -> tl.tuple:
-    """What names a context's places, and whether the text is long enough.
+    """Hashes of contexts, and whether the sequence is long enough for them.
     # context, age [lanes or 1, AGES] int64, the newest token has age 0; order [lanes] -> both [lanes]"""
     length = tl.zeros_like(order)
     for number in tl.static_range(_NUM_ORDERS):
@@ -215,7 +216,7 @@ def hash_contexts(memory: tl.tuple, context: tl.tensor, age: tl.tensor, order: t
 
 @triton.jit
 def buckets_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple) -> tl.tuple:
-    """A part's buckets and tags of contexts; a bucket of -1 where the text is too short or the row has no such part."""
+    """Buckets and tags of contexts in a part; bucket -1 where the sequence is too short or the row has no such part."""
     hashed, fits = seen
     of = memory.parts + (row * _NUM_PARTS + part) * 2
     first, buckets, bits = tl.load(of), tl.load(of + 1), hashed.to(tl.uint64)
@@ -225,7 +226,8 @@ def buckets_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple
 
 @triton.jit
 def entries_of(memory: tl.tuple, row: tl.tensor, part: tl.tensor, seen: tl.tuple) -> tl.tuple:
-    """The tokens that a part has seen behind the context of each order, and how often; 0: an empty place or another's.
+    """The tokens that a part has counted after the context of each order, with their counts; 0 for an empty entry or
+    one of another context.
     # both [LANES]"""
     _, way = order_and_way()
     bucket, tag = buckets_of(memory, row, part, seen)
@@ -243,16 +245,16 @@ def order_and_way() -> tl.tuple:
 
 
 @triton.jit
-def context_of(tail: tl.tensor, text: tl.tensor, place: tl.tensor, age: tl.tensor, asked: tl.tensor) -> tl.tensor:
-    """The tokens before a place of a text that goes on where the tail ends."""
-    is_new, before = asked & (age < place), asked & (age >= place) & (age - place < _CONTEXT)
+def context_of(tail: tl.tensor, text: tl.tensor, place: tl.tensor, age: tl.tensor, active: tl.tensor) -> tl.tensor:
+    """The tokens before a position of a sequence that continues the tail."""
+    is_new, before = active & (age < place), active & (age >= place) & (age - place < _CONTEXT)
     newer = tl.load(text + place - 1 - age, mask=is_new, other=_NO_TOKEN)
     return tl.where(is_new, newer, tl.load(tail + age - place, mask=before, other=_NO_TOKEN))
 
 
 @triton.jit
 def proposals_of(tree: tl.tuple, first: tl.tensor, count: tl.tensor) -> tl.tuple:
-    """A network's tree: tokens, parents, depths and survival, and how many nodes it has."""
+    """A network's tree: addresses of tokens, parents, depths and survival, and its number of nodes."""
     return (
         tree.tokens + first,
         tree.parents + first,
@@ -264,7 +266,7 @@ def proposals_of(tree: tl.tuple, first: tl.tensor, count: tl.tensor) -> tl.tuple
 
 @triton.jit
 def proposed_nodes(network: tl.tuple, proposed: tl.tensor, depth: tl.tensor, start: tl.tensor) -> tl.tuple:
-    """Of as many nodes as there are lanes: their numbers, which are children of that one, and which are at a depth."""
+    """One node per lane: their numbers, which are children of node `proposed`, and which are at the depth."""
     _, parents, depths, _, count = network
     node = start + tl.arange(0, BUCKET_LANES)
     is_child = tl.load(parents + node, mask=node < count, other=UNKNOWN - 1) == proposed
@@ -273,7 +275,7 @@ def proposed_nodes(network: tl.tuple, proposed: tl.tensor, depth: tl.tensor, sta
 
 @triton.jit
 def claims_of(network: tl.tuple, of: tl.tuple, start: tl.tensor) -> tl.tuple:
-    """Of as many nodes as there are lanes: numbers, tokens, and which of them claim a token in this place."""
+    """One node per lane: numbers, tokens, and which of them claim their token at this position."""
     proposed, depth, knows, _ = of
     node, is_child, is_at_depth = proposed_nodes(network, proposed, depth, start)
     claims = tl.where(knows > 0, is_child, is_at_depth)
@@ -282,7 +284,7 @@ def claims_of(network: tl.tuple, of: tl.tuple, start: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _num_below(value: tl.tensor, EDGES: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
-    """Edges below a value."""
+    """Number of edges below each value."""
     passed = tl.zeros(value.shape, tl.int32)
     for edge in tl.static_range(NUMBER):
         passed += (value > EDGES[edge]).to(tl.int32)
@@ -291,10 +293,11 @@ def _num_below(value: tl.tensor, EDGES: tl.constexpr, NUMBER: tl.constexpr) -> t
 
 @triton.jit
 def any_of(marked: tl.tensor) -> tl.tensor:
+    """Whether any lane is marked."""
     return tl.max(marked.to(tl.int32), 0) > 0
 
 
 @triton.jit
 def value_of(one: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """The value in the only place that is marked."""
+    """The value of the one marked lane."""
     return tl.sum(tl.where(one, values, 0), 0)

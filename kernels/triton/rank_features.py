@@ -21,11 +21,11 @@ _TOP = tl.constexpr(TOP)
 _FIRST_GAP, _SECOND_GAP, _THIRD_GAP = (tl.constexpr(rank) for rank in GAPS)
 _NUM_FEATURES = tl.constexpr(NUM_FEATURES)
 _LEAST = tl.constexpr(-1e30)  # finite, so that it can be multiplied by a weight of 0
-_NOBODY = tl.constexpr(2**31 - 1)
+_NO_ID = tl.constexpr(2**31 - 1)
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference's `rank_features`. # scores [..., vocab], any float type"""
+    """As the reference. # scores [..., vocab], any float type"""
     flat = scores.reshape(-1, scores.shape[-1])
     assert flat.stride(1) == 1, "the scores of a row stand side by side"
     features = flat.new_empty(flat.shape[0], NUM_FEATURES, dtype=torch.float32)
@@ -50,7 +50,7 @@ def _features_of_row(
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     # places beyond TOP hold what no score can replace
     best = tl.where(place < _TOP, _LEAST, float("inf"))
-    best_ids = tl.full([PLACES], _NOBODY, tl.int32)
+    best_ids = tl.full([PLACES], _NO_ID, tl.int32)
     highest = tl.full([1], _LEAST, tl.float32)
     weights = tl.zeros([1], tl.float32)
     moment = tl.zeros([1], tl.float32)  # of (score - highest)
@@ -70,12 +70,12 @@ def _features_of_row(
     logs = tl.where(place < _TOP, best - total, _LEAST)
     first = tl.max(logs, 0)
     gap_rank = tl.where(place == _TOP, _FIRST_GAP, tl.where(place == _TOP + 1, _SECOND_GAP, _THIRD_GAP))
-    behind = tl.sum(tl.where(place[None, :] == gap_rank[:, None], tl.where(place < _TOP, logs, 0.0)[None, :], 0.0), 1)
-    value = tl.where(place < _TOP, logs, first - behind)
+    at_gap = tl.sum(tl.where(place[None, :] == gap_rank[:, None], tl.where(place < _TOP, logs, 0.0)[None, :], 0.0), 1)
+    value = tl.where(place < _TOP, logs, first - at_gap)
     value = tl.where(place == _TOP + 3, tl.exp(first), value)
     value = tl.where(place == _TOP + 4, tl.log(weights) - moment / weights, value)
     tl.store(features + row * _NUM_FEATURES + place, value, mask=place < _NUM_FEATURES)
-    best_ids = tl.where((best_ids >= 0) & (best_ids < vocab), best_ids, 0)  # scores that are no numbers rank nobody
+    best_ids = tl.where((best_ids >= 0) & (best_ids < vocab), best_ids, 0)  # NaN scores leave places without an id
     tl.store(ids + row * _TOP + place, best_ids.to(tl.int64), mask=place < _TOP)
 
 
@@ -87,7 +87,7 @@ def _keep_best(
     place = tl.arange(0, PLACES)
     challenger, last = tl.max(score, 0), tl.min(best, 0)
     while challenger > last:
-        its_id = tl.min(tl.where(score == challenger, token, _NOBODY), 0)
+        its_id = tl.min(tl.where(score == challenger, token, _NO_ID), 0)
         latest = tl.max(tl.where(best == last, best_ids, -1), 0)  # among equals the highest id goes
         gone = tl.min(tl.where((best == last) & (best_ids == latest), place, PLACES), 0)
         best = tl.where(place == gone, challenger, best)
@@ -118,7 +118,7 @@ def draft_objective(
     anchor_weight: float,
     ranked: Ranked = unchanged,
 ) -> HeadLoss:
-    """As the reference's `draft_objective`; the anchor's logits are computed anew for every head."""
+    """As the reference; the anchor's logits are computed anew for every head. # states [rows, hidden]"""
 
     def loss(head: Tensor) -> DraftLoss:
         parts = _Loss.apply(head, states, anchor_head, drafted, top_logprobs, anchor_weight, ranked)  # type: ignore[no-untyped-call]

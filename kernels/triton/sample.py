@@ -29,7 +29,7 @@ _FARTHEST = tl.constexpr(0x7F800000)  # of a score of -inf
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
 ) -> ChosenTokens:
-    """As the reference's `sample`."""
+    """As the reference. # logits [rows, vocab] -> [rows]"""
     assert logits.stride(1) == 1, "the logits of a row stand side by side"
     highest = logits.amax(-1).float()  # a NaN, if there is one
     bad_rows = ~highest.isfinite()

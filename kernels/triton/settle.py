@@ -11,12 +11,12 @@ from torch import Tensor
 from kernels.settle import Accepted, CommittedSlots, settle_with
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT
 
-_SEQUENCES = 32  # a step of fewer is compiled as one of so many
+_SEQUENCES = 32  # smaller batches are compiled as this one
 
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
-    """As the reference's `accept`."""
-    # tokens, parents [batch, nodes] int64; num_nodes [batch] int64; target_tokens [batch, nodes + 1] int64
+    """As the reference; one program walks one tree. # tokens, parents [batch, nodes]; target_tokens [batch, nodes +
+    1]"""
     batch, nodes = tokens.shape
     depth = min(nodes, MAX_DEPTH)
     path = tokens.new_empty(batch, depth)
@@ -43,7 +43,7 @@ def _walk(
     NODES: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """From the root, while a child carries the target's token; a first child behind the last node is none."""
+    """Walk from the root while a child has the target's token."""
     line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES)
     exists = node < tl.load(num_nodes + line)
     token = tl.load(tokens + line * nodes + node, mask=exists, other=-1)
@@ -72,7 +72,8 @@ def commit_slots(
     extend_end: Tensor,
     slot_table: Tensor,
 ) -> CommittedSlots:
-    """As the reference's `commit_slots`."""
+    """As the reference; one program per sequence, which adds up the counts of all sequences before it.
+    # path [batch, depth]; node_slots [batch, nodes]; slot_table [table rows, max positions]"""
     batch, nodes = node_slots.shape
     path_slots = path.new_full(path.shape, NULL_SLOT)
     freed = node_slots.new_full((batch * nodes,), NULL_SLOT)
@@ -104,17 +105,18 @@ def _commit(
     NODES: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """One sequence: its path into the table, its other nodes' slots behind those of the sequences before it."""
+    """Write one sequence's path into the table, and the slots of its other nodes after those of the sequences
+    before."""
     of = tl.program_id(0).to(tl.int64)
-    ahead, node, everybody = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
+    ahead, node, sequences = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
     step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)
     slot = tl.load(node_slots + of * nodes + step, mask=step >= 0, other=0)
     tl.store(path_slots + of * depth + ahead, slot, mask=step >= 0)
     entry = slot_table + tl.load(lines + of) * line_length + tl.load(extend_end + of) + 1
     tl.store(entry + ahead, slot, mask=step >= 0)
-    before = everybody < of
-    counts = tl.load(num_nodes + everybody, mask=before, other=0)
-    first = tl.sum(counts - tl.load(num_accepted + everybody, mask=before, other=0), 0)
+    before = sequences < of
+    counts = tl.load(num_nodes + sequences, mask=before, other=0)
+    first = tl.sum(counts - tl.load(num_accepted + sequences, mask=before, other=0), 0)
     kept = tl.sum((step[None, :] == node[:, None]).to(tl.int32), 1) > 0
     rejected = (node < tl.load(num_nodes + of)) & ~kept
     place = first + tl.cumsum(rejected.to(tl.int32), 0) - 1

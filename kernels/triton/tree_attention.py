@@ -39,7 +39,7 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How one forward's rows attend: which rows share a tile; shared by all layers."""
+    """The tiles of one forward's rows, for all layers."""
 
     rows: AttentionRows
     slot_table: Tensor  # [table rows, max positions] int64
@@ -48,8 +48,8 @@ class TilePlan:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As the reference's `attend`; rows that no tile holds get zeros."""
-        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> as query
+        """As the reference; rows in no tile get zeros. # query [rows, query heads, dim]; pool [2, slots, heads, dim] ->
+        query"""
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
@@ -91,7 +91,7 @@ class _KernelSizes:
 
     @property
     def tiles_at_once(self) -> int:
-        """As many as keep the sums of their splits in bounds."""
+        """Largest number of tiles whose splits' sums fit into _PARTIAL_BYTES."""
         return max(1, _PARTIAL_BYTES // (self.heads * self.splits * self.members * (self.dim + 2) * 4))
 
     def constants(self) -> tuple[int, ...]:
@@ -106,7 +106,8 @@ def plan_attention(
     query_heads: int,
     kv_heads: int,
 ) -> TilePlan:
-    """As the reference's `plan_attention`, without asking the device anything. Rows may stand in any order."""
+    """As the reference, without a transfer from the device; rows may come in any order.
+    # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
     trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
     return TilePlan(replace(rows, **trees), slot_table, _tile_rows(rows, _members_of(group) // group))

@@ -27,7 +27,7 @@ from torch import Tensor
 from adaptation.checkpoint import sync_folder
 from adaptation.worker import step_back
 from drafters.memory.drafter import MemoryDrafter, PastAnswers
-from kernels.memory import FEATURES, WEIGHT_SETS, WAYS
+from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
 from service.engine.thread import EngineThread
 from service.errors import StartupError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.memory import CONTEXT, FEATURES, WEIGHT_SETS, PAST, PREDICTION, TEXT, Memory
+from kernels.memory import CONTEXT, FEATURES, PAST, PREDICTION, TEXT, WEIGHT_SETS, Memory
 from kernels.ops import REFERENCE, Ops
 from kernels.sample import gumbel_noise_of
 from kernels.trees import ROOT, DraftTree
