@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import Structure, call, contiguous, remembered
 from kernels.entries import EntryTables, Placed, Waiting
 
 
@@ -29,9 +29,9 @@ def add_entries(
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
     """As the reference. # rows [batch] -> [batch, most]"""
     rows = rows.contiguous()
-    features = tables.features.new_empty(len(rows), most, tables.features.shape[2])
-    waiting = Waiting(features, *rows.new_empty(3, len(rows), most).unbind())
-    call("take_entries", _structure_of(tables), rows, len(rows), most, *waiting)
+    features = tables.features.new_empty(rows.shape[0], most, tables.features.shape[2])
+    waiting = Waiting(features, *rows.new_empty(3, rows.shape[0], most).unbind())
+    call("take_entries", _structure_of(tables), rows, rows.shape[0], most, *waiting)
     return waiting
 
 
@@ -48,6 +48,7 @@ def place_entries(
     return placed
 
 
+@remembered
 def _structure_of(tables: EntryTables) -> Structure:
     """`Entries` of entries.cpp."""
     features = tables.features

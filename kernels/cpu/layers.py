@@ -46,7 +46,7 @@ def rotary_store(
     epsilon: float,
 ) -> Tensor:
     """As the reference. # pool [2, slots, kv_heads, dim] float32 -> [rows, query heads, dim]"""
-    rows, kv_heads, dim = len(slots), *pool.shape[2:]
+    rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
     written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim, torch.get_num_threads())
     call("rotary_store", joined, cos, sin, slots, *norms, epsilon, *written, *sizes, dtype=joined.dtype)
@@ -72,7 +72,7 @@ class CompiledLayers:
         attention = places.attention
         assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
         assert hidden.is_contiguous(), "it is changed in place"
-        result, rows = torch.empty_like(hidden), len(hidden)
+        result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch, where = hidden.new_empty(rows * self._scratch), (places.cos, places.sin, places.slots)
         at = Structure(*where, *attention.rows.words, *attention.groups_and_table)
         layers, threads = (self._joined, len(self._structures)), torch.get_num_threads()

@@ -6,6 +6,7 @@ address."""
 import ctypes
 import os
 import struct
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,22 @@ class Structure(bytes):
         return self
 
 
+def remembered(build: Callable[[Any], Structure]) -> Callable[[Any], Structure]:
+    """The structure of an object whose tensors never move: built once, and kept for the last few objects."""
+    kept: dict[int, tuple[object, Structure]] = {}
+
+    def structure_of(value: object) -> Structure:
+        found = kept.get(id(value))  # valid: what is kept stays alive
+        if found is None:
+            if len(kept) == _MOST_REMEMBERED:
+                kept.clear()
+            found = kept[id(value)] = value, build(value)
+        return found[1]
+
+    return structure_of
+
+
+_MOST_REMEMBERED = 4
 _PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, Structure, type(None)))
 
 

@@ -22,7 +22,7 @@ def lay_out_rows(
 ) -> ForwardRows:
     """As the reference, without `place`. # slots [rows]; table [table rows, max positions]"""
     assert table.is_contiguous(), "it is changed in place"
-    lines, width, rows = len(extends), tree.width, len(slots)
+    lines, width, rows = len(extends), tree.width, slots.shape[0]
     sequences, read, completing = array("q"), array("q"), 0
     for extend, count in zip(extends, nodes, strict=True):
         completing += extend.completes

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import Structure, call, contiguous, remembered
 from kernels.cpu.trees import empty_tree, trees_of
 from kernels.survival import CEILING, CLAIMS, DEPTHS, SIZES, HitCounts, Proposed, Pruned
 from kernels.trees import DraftTree
@@ -28,8 +28,8 @@ def judge_proposed(
 ) -> Tensor:
     """As the reference. # tokens [batch, longest] -> [2]"""
     rows, tokens, lengths = contiguous(rows, tokens, lengths)
-    came, longest = rows.new_empty(2), tokens.shape[1]
-    call("judge_proposed", _log_of(log), _hits_of(counts), rows, len(rows), tokens, longest, lengths, next_block, came)
+    (batch, longest), came = tokens.shape, rows.new_empty(2)
+    call("judge_proposed", _log_of(log), _hits_of(counts), rows, batch, tokens, longest, lengths, next_block, came)
     return came
 
 
@@ -77,17 +77,19 @@ def prune_trees(
     claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
     sizes = torch.empty(batch, SIZES, dtype=torch.int64)
     given, constants = contiguous(deepest, requested, rates), (DEPTHS, CLAIMS, CEILING)
-    choices, written = (seconds, len(seconds), weights, widths), (trees_of(kept), claimed, buckets, sizes)
+    choices, written = (seconds, seconds.shape[0], weights, widths), (trees_of(kept), claimed, buckets, sizes)
     call("prune_trees", trees_of(candidates), batch, *given, *constants, *choices, *written)
     return Pruned(kept, claimed, buckets, sizes)
 
 
+@remembered
 def _hits_of(counts: HitCounts) -> Structure:
     """`Hits` of hit_rates.cpp."""
     tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    return Structure(*tables, len(counts.rates), floats=(counts.decay, counts.low, counts.high))
+    return Structure(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
 
 
+@remembered
 def _log_of(log: Proposed) -> Structure:
     """`Proposed` of hit_rates.cpp."""
     return Structure(*log, log.tokens.shape[1])

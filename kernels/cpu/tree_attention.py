@@ -1,6 +1,7 @@
 """Compiled op of `kernels.tree_attention`: a row's keys are a range of its sequence's slots, then those of its path."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ class CompiledAttention:
     ) -> Tensor:
         """As `Attention.attend`. # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] float32 -> query"""
         query = query.contiguous()
-        out, words = torch.empty_like(query), layer_of(pool, query.shape[1], window)
-        layer = Structure(*words, floats=(scale * LOG2_E, (softcap or 0.0) * LOG2_E))
+        out, layer = torch.empty_like(query), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
         rows = self.rows, *self.groups_and_table
         call("attend", layer, *rows, query, out, torch.get_num_threads(), dtype=query.dtype)
         return out
@@ -37,7 +37,16 @@ class CompiledAttention:
 
 def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, ...]:
     """`Layer` of ops.h without its floats. # pool [2, slots, kv_heads, dim] float32"""
-    return *halves(pool), query_heads, *pool.shape[2:], window or 0
+    _, _, kv_heads, dim = pool.shape
+    return *halves(pool), query_heads, kv_heads, dim, window or 0
+
+
+@lru_cache(maxsize=256)  # a forward's layers
+def _layer(
+    keys: int, values: int, query_heads: int, kv_heads: int, dim: int, window: int, scale: float, softcap: float | None
+) -> Structure:
+    floats = scale * LOG2_E, (softcap or 0.0) * LOG2_E
+    return Structure(keys, values, query_heads, kv_heads, dim, window, floats=floats)
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:

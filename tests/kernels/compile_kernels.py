@@ -94,7 +94,8 @@ def _leaves(values: object) -> list[object]:
 def _type_of(value: object) -> Any:
     """Of a tuple a tuple of the same kind."""
     if isinstance(value, tuple):
-        return type(value)(*map(_type_of, value))
+        types = map(_type_of, value)
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
