@@ -12,8 +12,8 @@ from torch import Tensor
 from drafters.protocol import DraftingSizes, RankOutcomes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.hit_rates import CLAIMS, DEPTHS, HitCounts, Proposed
 from kernels.lattice import CLASS_OF_RANK, LEAST, members_of_classes
+from kernels.survival import CLAIMS, DEPTHS, HitCounts, Proposed
 
 MIN_SURVIVAL = 1 / 400  # below it candidates never pay: a row costs 1/380 of a step where it costs least (8B, H200)
 

@@ -17,7 +17,7 @@ from kernels.tree_attention import MAX_DEPTH, Attention
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where a forward's rows stand, for all layers."""
+    """Positions, slots and attention of a forward's rows, for all layers."""
 
     cos: Tensor  # [rows, dim]; this and sin: rotary embedding of the rows' positions
     sin: Tensor
@@ -26,11 +26,11 @@ class RowPlaces:
 
 
 class RotaryTable:
-    """The rotary embedding of every position, computed once: a step looks up what several calls would compute."""
+    """The rotary embedding of every position, computed once; a step only looks it up."""
 
     def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
         """`embed`: cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
-        # Nodes stand behind the last position of a text.
+        # Nodes have positions after the last one of a sequence.
         self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,8 @@ class DecoderLayer:
     def of(
         weights: Mapping[str, Weight], ops: Ops, *, query_heads: int, epsilon: float, scale: float, window: int | None
     ) -> "DecoderLayer":
-        """From weights by the names that transformers gives them in a layer. Raises ValueError for other names."""
+        """Build a layer from weights under the names of transformers. Raises ValueError where some are missing or
+        unknown."""
         left = dict(weights)
 
         def joined(part: str, *names: str) -> Product:
@@ -102,12 +103,14 @@ class DecoderLayer:
         return layer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Adds `delta` to `hidden` in place, which is the layer's input then, and later what attention adds; what
-        feed-forward adds is the result. # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
+        """Run the layer on hidden + delta: `hidden` becomes that plus the attention output, in place; returns the
+        output of the feed-forward, which is still to be added. # hidden, delta [rows, hidden]; pool [2, slots,
+        kv_heads, dim] -> like delta"""
         return self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
 
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """What follows on `store`: attention, whose result is added to `hidden`, and feed-forward, whose is not.
+        """The layer after `store`: attention, whose output is added to `hidden`, and feed-forward, whose output is
+        returned.
         # query [rows, query heads, dim] -> like hidden"""
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.output(attended.flatten(1))
@@ -115,11 +118,12 @@ class DecoderLayer:
         return self.down(self.ops.silu_mul(self.gate_up(x)))
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """The layer's beginning: keys and values go to the pool. # -> queries [rows, query heads, dim]"""
+        """The layer up to attention: store keys and values of hidden + delta in the pool.
+        # hidden, delta [rows, hidden] -> queries [rows, query heads, dim]"""
         return self.keep(self.ops.add_rms_norm(hidden, delta, self.input_norm, self.epsilon), places, pool)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """The same of what attention reads. # x [rows, columns of the joined product] -> like `store`"""
+        """`store` of normed hidden states. # x [rows, hidden] -> queries [rows, query heads, dim]"""
         joined = self.query_key_value(x)
         return self.ops.rotary_store(
             joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, self.epsilon

@@ -1,6 +1,6 @@
-"""Entries of a drafter with keys and values of its own: which of each text lie where, and which wait to be run.
-Legend: rows = lines of the tables, one per sequence and a last one that pads batches, batch = some of them, entries =
-pool entries of a position, count = positions, size = entries of a block."""
+"""KV entries of a drafter that has a pool of its own: where those of each sequence are, and which are still to be
+computed. Legend: rows = rows of the tables, one per sequence and a last one for padding, batch = some of them, entries
+= pool entries per position, count = positions, size = entries of a block."""
 
 from typing import NamedTuple
 
@@ -11,19 +11,19 @@ from kernels.tree_attention import NULL_SLOT
 
 
 class EntryTables(NamedTuple):
-    """What is known of each row; changed in place."""
+    """The entries of each row; changed in place."""
 
     places: Tensor  # [rows, positions + 1, entries] int64, in the pool; the last column takes padding
     known: Tensor  # [rows] int64, positions in `places`
     ends: Tensor  # [rows] int64, one past the newest position
-    waiting: Tensor  # [rows] int64, how many of the newest positions are still to be run
-    features: Tensor  # [rows, room + 1, width], of those that wait; the last column takes padding
+    waiting: Tensor  # [rows] int64, how many of the newest positions are still to be computed
+    features: Tensor  # [rows, room + 1, width], of waiting positions; the last column takes padding
     tokens: Tensor  # [rows, room + 1] int64, the token after each of them
-    held: Tensor  # [slots] bool, in which lie entries that were run
+    held: Tensor  # [slots] bool, whether the slot's entries were computed
 
 
 class Waiting(NamedTuple):
-    """Entries to run, right-aligned: the last column is the newest position, the anchor of the next block."""
+    """Positions to compute, right-aligned: the last column is the newest, the anchor of the next block."""
 
     features: Tensor  # [batch, count, width]
     tokens: Tensor  # [batch, count] int64, the token after each position
@@ -32,13 +32,13 @@ class Waiting(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where the rows of a forward stand: of each sequence the entries that wait, then those of a block at the newest.
+    """Rows of a forward: of each sequence the waiting entries, then those of a block at the newest position.
     The last three [batch, rows of a sequence] int64."""
 
-    end: Tensor  # [batch] int64, place in its line of entries of the last one before the block
+    end: Tensor  # [batch] int64, index in its sequence of entries of the last one before the block
     live: Tensor  # [batch, size] int64, where keys and values of the block go
-    at: Tensor  # places in the line; where there are fewer than rows, padding rows see some of others'
-    positions: Tensor  # absolute, of what an entry predicts
+    at: Tensor  # index in the sequence of entries; where there are fewer than rows, padding rows see others' entries
+    positions: Tensor  # absolute position that an entry predicts
     slots: Tensor  # where keys and values go
 
 
@@ -51,13 +51,13 @@ def add_entries(
     features: Tensor | None,
     tokens: Tensor | None,
 ) -> None:
-    """Positions starts..starts + counts - 1 are committed, and what their slots held is forgotten. Where features and
-    tokens are given, the positions wait to be run; there must be room for them.
+    """Append committed positions starts..starts + counts - 1, whose slots hold no computed entries yet. With features
+    and tokens, the positions wait to be computed; there must be room for them.
     # rows, starts, counts [batch] int64; slots, tokens [batch, count] int64, padded with any; features [batch, count,
     width]"""
     offsets = torch.arange(slots.shape[1], device=rows.device)
     exists = offsets < counts[:, None]
-    follows = tables.ends[rows] == starts  # otherwise nothing is known of what stands before
+    follows = tables.ends[rows] == starts  # otherwise the positions before are unknown
     known, waiting = tables.known[rows] * follows, tables.waiting[rows] * follows
     lines, taken = rows[:, None], slots.where(exists, NULL_SLOT)
     columns = (known[:, None] + offsets).where(exists, tables.places.shape[1] - 1)
@@ -74,7 +74,7 @@ def add_entries(
 
 
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
-    """The waiting entries of these rows, at most so many of each, which stop waiting and are held from now on.
+    """Remove the waiting positions of these rows, at most `most` each, and mark their slots as computed.
     # rows [batch] int64 -> [batch, most]"""
     counts, lines = tables.waiting[rows], rows[:, None]
     column = torch.arange(most, device=rows.device) - (most - counts[:, None])  # [batch, most], negative for padding
@@ -91,9 +91,9 @@ def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
 def place_entries(
     tables: EntryTables, rows: Tensor, positions: Tensor, slots: Tensor, scratch: Tensor, size: int
 ) -> Placed:
-    """Where entries that wait are run, and at the newest of them a block of `size` entries, or none of size 0. The
-    first entries of the block stay in the pool, the others go to `scratch`.
-    # rows [batch] int64; positions, slots [batch, count] as of `Waiting`; scratch [batch, others] int64"""
+    """Indices, positions and slots of the waiting entries and of a block of `size` entries at the newest position (0:
+    no block). The first entries of the block stay in the pool, the others go to `scratch`.
+    # rows [batch] int64; positions, slots [batch, count] as in `Waiting`; scratch [batch, others] int64"""
     entries, count = tables.places.shape[2], slots.shape[1]
     before = (count - 1 if size else count) * entries
     ahead = torch.arange(1, max(size, entries) + 1, device=rows.device)
@@ -113,5 +113,5 @@ def place_entries(
 
 
 def places_of(slots: Tensor, entries: int) -> Tensor:
-    """Where in the pool the entries of slots lie. # [...] -> [..., entries] int64"""
+    """Pool indices of the entries of slots. # [...] -> [..., entries] int64"""
     return slots[..., None] * entries + torch.arange(entries, device=slots.device)

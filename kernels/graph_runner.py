@@ -1,6 +1,6 @@
-"""Functions of tensors, run eagerly as they are called, or as CUDA graphs over static buffers in a few padded shapes.
-Without a CUDA device a capture is the computation itself, called again on the same buffers, so that padding and placing
-are tested there."""
+"""Functions of tensors, run eagerly or as CUDA graphs over static buffers in a few padded shapes.
+Without a CUDA device a capture is the computation itself, called again on the same buffers, so that tests without one
+cover padding and copying."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,27 +13,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 HIGH_PRIORITY = -1
-"""Of the stream that serving computes on; learning has 0 beside it."""
+"""Priority of the stream that serving uses; training uses 0."""
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a computation repeatable that reads and writes only tensors that outlive it; runs it at least once."""
+"""Makes a computation on tensors that stay allocated repeatable; runs it at least once."""
 
 _FITS = 256
-"""Sizes whose shape is remembered: decoding has a few, prompts any number."""
+"""Number of input sizes whose shape is cached: decoding has a few, prompts any number."""
 Sizes = tuple[tuple[int, ...], ...]
 Out = TypeVar("Out")
 
 
 def rerun(compute: Callable[[], None]) -> Callable[[], None]:
-    """Repeats a computation by calling it again."""
+    """The capture without a CUDA device: repeats a computation by calling it."""
     compute()
     return compute
 
 
 class CudaGraphs:
-    """Repeats a computation as a CUDA graph; all graphs share one pool of memory, for no two of them run at once, and
-    one stream, to which memory and libraries' workspaces belong. Kernels keep its priority."""
+    """Repeats computations as CUDA graphs, which share one memory pool, for no two run at once, and one stream, to
+    which memory and libraries' workspaces belong. Kernels keep its priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,6 +41,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Record a computation as a graph; the result replays it."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -58,7 +59,7 @@ class CudaGraphs:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Nothing is collected meanwhile: a graph that is given back while another is captured spoils the capture."""
+    """Switch garbage collection off: a graph that is freed while another is captured spoils the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -69,15 +70,15 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def capture_for(device: torch.device) -> Capture:
-    """What captures computations on this device."""
+    """The way to capture computations on this device."""
     return CudaGraphs(device).capture if device.type == "cuda" else rerun
 
 
 class GraphRunner(Generic[Out]):
-    """One function, called with inputs that are copied into static buffers, and with what stands in place already; both
-    nested tuples of tensors and ints. A captured shape holds a call if none of its sizes and ints is smaller and if
-    what is given stands where the shape expects it, as other runners' results do. A call that no shape holds runs
-    eagerly. Results of a capture are padded, and overwritten by the next call."""
+    """One function of `inputs`, which are copied into static buffers, and of `given` values that are in static buffers
+    already, as other runners' results are; both nested tuples of tensors and ints. A captured shape fits a call if none
+    of its sizes and ints is smaller and the given tensors have the addresses that were captured. A call that no shape
+    fits runs eagerly. Results of a capture are padded, and overwritten by the next call."""
 
     def __init__(
         self,
@@ -85,19 +86,19 @@ class GraphRunner(Generic[Out]):
         capture: Capture | None = None,
         shapes: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]] = (),
     ) -> None:
-        """`function(*inputs, *given)`; `shapes` are the padding of the inputs, and what is given, the largest first."""
+        """`function(*inputs, *given)`; `shapes`: pairs of padded inputs and given values, the largest first."""
         self._function = function
         self._captured: list[_Captured[Out]] = []
         if capture is not None:
-            inputs, results = _Places(), _Places()
+            inputs, results = _Buffers(), _Buffers()
             with torch.inference_mode():
                 self._captured = [_Captured(function, capture, *shape, inputs, results) for shape in shapes]
         self._fit = lru_cache(maxsize=_FITS)(partial(_smallest, self._captured))
-        self._padded: _Fit[Out] | None = None  # whose padding stands in the buffers
+        self._padded: _Fit[Out] | None = None  # whose padding is in the buffers
 
     @property
     def results(self) -> list[Out]:
-        """Where each shape's results stand, in the order in which shapes were given."""
+        """The result buffers of each shape, in the order of the shapes."""
         return [captured.results for captured in self._captured]
 
     def __call__(self, inputs: tuple[Any, ...], given: tuple[Any, ...] = ()) -> Out:
@@ -125,8 +126,8 @@ class _Captured(Generic[Out]):
         capture: Capture,
         padding: tuple[Any, ...],
         given: tuple[Any, ...],
-        inputs: "_Places",
-        results: "_Places",
+        inputs: "_Buffers",
+        results: "_Buffers",
     ) -> None:
         static = inputs.of(padding)
         self.padding, self.inputs, self._given = _leaves(padding), _leaves(static), _leaves(given)
@@ -143,7 +144,7 @@ class _Captured(Generic[Out]):
         return _at_most(sizes, self._sizes) and _at_most(given, self._given_sizes)
 
     def stands(self, given: Sequence[Tensor | int]) -> bool:
-        """Whether these are the tensors that were captured, or their leading parts."""
+        """Whether these are the tensors that were captured, or leading parts of them."""
         pairs = zip(given, self._given, strict=True)
         return all(
             value is place or not isinstance(value, Tensor) or value.data_ptr() == place.data_ptr()
@@ -152,7 +153,7 @@ class _Captured(Generic[Out]):
 
 
 class _Fit(Generic[Out]):
-    """Inputs of some sizes in a shape that may be larger: where they go, and what stands behind them."""
+    """Inputs of certain sizes in a captured shape: the views they are copied to, and the padding after them."""
 
     def __init__(self, captured: _Captured[Out], sizes: Sizes) -> None:
         self.captured = captured
@@ -175,19 +176,19 @@ class _Fit(Generic[Out]):
 
 
 def _smallest(captured: Sequence[_Captured[Out]], sizes: Sizes, given: Sizes) -> _Fit[Out] | None:
-    """The smallest shape that holds these."""
+    """The smallest shape that fits, if there is one."""
     holding = next((shape for shape in reversed(captured) if shape.holds(sizes, given)), None)
     return None if holding is None else _Fit(holding, sizes)
 
 
-class _Places:
-    """Where tensors stand in all shapes: the leading part of those of the largest, which must be asked for first."""
+class _Buffers:
+    """Static buffers shared by all shapes: each shape uses the leading part of the largest, which must come first."""
 
     def __init__(self) -> None:
         self._largest: list[Any] = []
 
     def of(self, values: Any, besides: Sequence[Tensor | int] = ()) -> Any:
-        """Places for values like these; those that are among `besides` have theirs already."""
+        """Buffers for values like these; values in `besides` are buffers already and stay."""
         leaves, structure = pytree.tree_flatten(values)
         self._largest = self._largest or [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in leaves]
         places = [
@@ -200,7 +201,7 @@ class _Places:
 
 
 def _copy(places: Sequence[Any], values: Sequence[Any]) -> None:
-    """To their places, those of a type without gaps by one launch, for which a device wants them as lines."""
+    """Copy values to their buffers, contiguous ones of one type by a single launch, flattened as it needs them."""
     alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in zip(places, values, strict=True):
         if not isinstance(place, Tensor) or place is value or not place.numel():
@@ -218,24 +219,24 @@ def _copy(places: Sequence[Any], values: Sequence[Any]) -> None:
 def by_batch(
     function: Callable[..., Out], capture: Capture | None, most: int, *paddings: tuple[Any, ...]
 ) -> GraphRunner[Out]:
-    """A runner of a function whose tensors have a line for each sequence of a batch, of up to so many; each of the
-    paddings is of as many."""
+    """A runner of a function whose tensors have one row per sequence, captured for batches up to `most`; each padding
+    has `most` rows."""
     shapes = ((leading(padding, batch), ()) for batch in batches_up_to(most) for padding in paddings)
     return GraphRunner(function, capture, shapes)
 
 
 def leading(values: Any, count: int) -> Any:
-    """The leading part of all tensors in nested tuples."""
+    """The first `count` rows of all tensors in nested tuples."""
     return pytree.tree_map_only(Tensor, lambda value: value[:count], values)
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Of the shapes, the largest first."""
+    """Batch sizes that are captured, the largest first."""
     return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
 
 
 def _leaves(values: Any) -> list[Any]:
-    """Of nested tuples and lists, in order. torch's own function takes several times as long."""
+    """Values of nested tuples and lists, in order. torch's own function takes several times as long."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, (tuple, list)):

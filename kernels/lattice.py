@@ -1,9 +1,8 @@
-"""Nodes of a draft tree that grows by forwards: what each rank of a position is worth, who is whose parent, what
-survives, and where the next forward starts.
+"""Nodes of a draft tree that grows by forwards of a drafter: probabilities of the ranks at each position, parents,
+survival, and the nodes from which the next forward starts.
 
 Each forward runs some blocks, which start at nodes of the one before. A block's first ranks form its spine; the other
-ranks hang beside it as leaves. Blocks of one position make a beam: all of its nodes are leaves, and the likeliest paths
-are those that go on.
+ranks are leaves. With blocks of one position this is a beam: all nodes are leaves, and the likeliest paths continue.
 Legend: batch, starts = blocks begun at once, block = positions of one, rank = TOP, nodes = starts * block * rank."""
 
 from functools import cache
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from kernels.hit_rates import CEILING
+from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT
 
@@ -21,26 +20,27 @@ CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
 """Class of ranks 1..10; the last class, beyond, is 3."""
 
 LEAST = 1e-9
-"""Smallest mass that is divided by, or that a logarithm is taken of."""
+"""Lower bound of a divisor, or of the argument of a logarithm."""
 
 
-class Origin(NamedTuple):
-    """The nodes (or roots) at which one forward's blocks begin, all [batch, starts]."""
+class StartNodes(NamedTuple):
+    """The nodes (or roots) at which one forward's blocks start, all [batch, starts]."""
 
     node: Tensor  # int64, number among all nodes grown so far, ROOT for the root
     depth: Tensor  # int64, 0 for the root
-    survival: Tensor  # float32, 1 for the root; 0 where nothing can begin, and no node then survives
+    survival: Tensor  # float32, 1 for the root; 0 for no start, below which no node survives
 
     @staticmethod
-    def root(batch: int, device: torch.device) -> "Origin":
+    def root(batch: int, device: torch.device) -> "StartNodes":
+        """The root of each sequence. # [batch, 1]"""
         zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        return Origin(zeros + ROOT, zeros, zeros + 1.0)
+        return StartNodes(zeros + ROOT, zeros, zeros + 1.0)
 
 
 class Lattice(NamedTuple):
     """The nodes of one forward's blocks."""
 
-    origin: Origin
+    origin: StartNodes
     tokens: Tensor  # [batch, starts, block, rank] int64
     parents: Tensor  # [batch, nodes] int64, numbers among all nodes grown so far
     depths: Tensor  # [batch, nodes] int64
@@ -54,15 +54,16 @@ class Lattice(NamedTuple):
 class Picked(NamedTuple):
     """Nodes chosen as starts of the next forward, all [batch, starts]."""
 
-    origin: Origin
+    origin: StartNodes
     tokens: Tensor  # int64
     start: Tensor  # int64, which start's block the node belongs to
     position: Tensor  # int64, which of its block's positions, 0-based
 
 
 def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
-    """Conditional probabilities of ranks 1..10, of which none is certain: those of their classes, spread over a class's
-    ranks by draft probability. # logits of classes [..., 4], logprobs [..., 10 or more], both float32 -> [..., 10]"""
+    """Conditional probabilities of ranks 1..10: softmax(logits) of a class, divided among its ranks in proportion to
+    their draft probabilities, at most CEILING. # logits of classes [..., 4], logprobs [..., 10 or more], both float32
+    -> [..., 10]"""
     members = members_of_classes(logits.device)
     draft, classes = logprobs[..., : len(CLASS_OF_RANK)].exp(), logits.softmax(-1)
     mass = (draft @ members).clamp(min=LEAST)
@@ -70,13 +71,13 @@ def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def grow_lattice(
-    origin: Origin, tokens: Tensor, predicted: Tensor, trust: Tensor, first_number: int, least: float, starts: int
+    origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, first_number: int, least: float, starts: int
 ) -> tuple[Lattice, Picked]:
-    """The nodes of one forward's blocks, of predicted conditional probabilities times what they can be trusted; those
-    that survive with a probability below `least` are absent. Beside them the nodes most worth another block, at most so
-    many: likely to be reached, and not continued by this one.
+    """The nodes of one forward's blocks: conditional = min(CEILING, predicted * trust), survival = its product along
+    the path, 0 where it is below `least`. Also the `starts` nodes from which another block gains most: likely to be
+    reached, and not continued by this forward, gain = survival * (1 - conditional of the next node on the spine).
     # tokens, predicted [batch, starts, block, rank]; trust [block, rank] float32; numbers of nodes count up from
-    # `first_number`"""
+    `first_number`"""
     wide, (block, ranks) = tokens.shape, trust.shape
     conditional = (predicted * trust).clamp(max=CEILING)
     spine = conditional[..., 0].cumprod(-1) * origin.survival[..., None]  # [batch, starts, block]
@@ -98,11 +99,11 @@ def grow_lattice(
     gain = torch.cat([(survival[..., 0] * (1.0 - continued))[..., None], survival[..., 1:]], dim=-1).flatten(1)
     best = gain.sort(dim=1, descending=True, stable=True).indices[:, :starts]
     position = best // ranks  # among those of all starts
-    begun = Origin(numbers[best], lattice.depths.gather(1, best), survival.flatten(1).gather(1, best))
+    begun = StartNodes(numbers[best], lattice.depths.gather(1, best), survival.flatten(1).gather(1, best))
     return lattice, Picked(begun, tokens.flatten(1).gather(1, best), position // block, position % block)
 
 
 @cache
 def members_of_classes(device: torch.device) -> Tensor:
-    """Which ranks are of which class; made once, for a capture cannot copy from the host. # -> [rank, 4] float32"""
+    """One-hot classes of ranks, cached: a graph capture cannot copy from the host. # -> [rank, 4] float32"""
     return one_hot(torch.tensor(CLASS_OF_RANK, device=device), max(CLASS_OF_RANK) + 2).float()

@@ -1,6 +1,6 @@
-"""What a decoder layer computes beside products and attention, in the order in which transformers rounds.
-Legend: rows = positions of one forward, hidden = the model's width, dim = head_dim; round: to the type of what comes
-in."""
+"""The ops of a decoder layer other than products and attention, with the roundings of transformers.
+Legend: rows = positions of one forward, hidden = the model's width, dim = head_dim; round: to the type of the
+input."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 RunLayers = Callable[[Tensor, Tensor | None, Any], Tensor]
-"""hidden [rows, hidden], which changes in place, what the first layer adds to it, `RowPlaces` -> what the last adds"""
+"""Runs layers on (hidden [rows, hidden], changed in place; delta, which the first layer adds to it; `RowPlaces`) and
+returns the output of the last feed-forward, which is still to be added to hidden."""
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Adds `delta` to `hidden`, in place, and norms what is there then: y = w * round(h / sqrt(mean(h^2) + epsilon)).
+    """y = w * round(h / sqrt(mean(h^2) + epsilon)) with h = hidden + delta, which is stored in `hidden`.
     # hidden, delta [rows, hidden], weight [hidden] -> like hidden"""
     if delta is not None:
         hidden += delta
@@ -22,8 +23,8 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """The gate of SwiGLU on the joined product of gate and up projection: y = round(silu(gate)) * up,
-    silu(g) = g / (1 + exp(-g)). # joined [..., 2 * width], the gate first -> [..., width]"""
+    """y = round(silu(gate)) * up, silu(g) = g / (1 + exp(-g)): SwiGLU on the joined product of both projections.
+    # joined [..., 2 * width], the gate first -> [..., width]"""
     gate, up = joined.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -38,12 +39,11 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """Splits the joined product of an attention, norms heads of queries and keys where there are weights for it, embeds
-    positions, halves against halves: y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2], and stores keys and
-    values in one layer of a pool.
-    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64;
-    # pool [2, slots, kv_heads, dim]; head_norms of queries and of keys, both [dim] -> queries [rows, query heads, dim]
-    """
+    """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the joined product of queries, keys and
+    values, norm heads of queries and keys where there are weights for it, rotate both, store keys and values in the
+    pool.
+    # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots,
+    kv_heads, dim]; head_norms of queries and of keys, both [dim] -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
     query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:
@@ -54,7 +54,8 @@ def rotary_store(
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """Runs one `DecoderLayer` after the other, each on its layer of the pool."""
+    """A function that runs `DecoderLayer`s in order, each on its layer of the pool. # pools [2, slots, kv_heads, dim]
+    each"""
 
     def run(hidden: Tensor, delta: Tensor | None, places: Any) -> Tensor:
         for layer, pool in zip(layers, pools, strict=True):
@@ -66,6 +67,6 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """# x [rows, heads, dim], cos and sin [rows, dim]"""
+    """The rotary embedding. # x [rows, heads, dim], cos and sin [rows, dim]"""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]

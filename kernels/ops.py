@@ -1,8 +1,8 @@
 """The one place where ops are bound to implementations: Triton kernels on CUDA devices, kernels compiled for the
 processor on CPUs, plain torch where there are none.
 
-Whoever is built for a device asks for its table once; nobody compares backend names in a step. Ops that are not in the
-table (noise for a drafter's candidates) are plain torch on every device.
+An object that computes on a device takes the device's table once; no step compares names of implementations. Ops that
+are not in the table (noise for a drafter's candidates) are plain torch on every device.
 """
 
 from collections.abc import Callable
@@ -15,28 +15,24 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.draft_loss import draft_objective
 from kernels.entries import add_entries, place_entries, take_entries
-from kernels.gumbel import gumbel_noise_of
-from kernels.hit_rates import count_claims, count_hits, judge_proposed, keep_proposed
+from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
-from kernels.linear import Product, Weight, plan_linear
-from kernels.memory import add_text, grow_joint_tree, learn_committed
-from kernels.pruning import prune_trees
-from kernels.quantised import EIGHT_BITS, in_8_bits, keep_blocks
-from kernels.rank_features import rank_features
+from kernels.linear import EIGHT_BITS, Product, Weight, in_8_bits, keep_blocks, plan_linear
+from kernels.rank_features import draft_objective, rank_features
 from kernels.rows import lay_out_rows
-from kernels.sample import choose_likeliest, sample
+from kernels.sample import choose_likeliest, gumbel_noise_of, sample
 from kernels.settle import settle
+from kernels.survival import count_claims, count_hits, judge_proposed, keep_proposed, prune_trees
 from kernels.tree_attention import plan_attention
 from kernels.trees import ancestor_matrix, fates, likeliest_nodes, merge_trees
 
-__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "kernel_set", "on", "twin"]
+__all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "implementation", "kernel_of", "kernel_set", "on"]
 
 
 class Ops:
-    """One implementation of each op: the reference, which also says what the op does, or another of its type."""
+    """One implementation of each op: the reference, which defines the op, or a kernel of the same signature."""
 
     plan_linear = staticmethod(plan_linear)
     keep_blocks = staticmethod(keep_blocks)
@@ -70,11 +66,11 @@ class Ops:
     prune_trees = staticmethod(prune_trees)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
-        """`others` take the places of references."""
+        """`others` replace references of the same names."""
         vars(self).update(others)
 
     def in_8_bits(self) -> "Ops":
-        """The same, whose linear layers keep 8 bits of their weights."""
+        """The same ops, whose linear layers quantise their weights to 8 bits."""
         return Ops(**{**vars(self), "plan_linear": self._plan_in_8_bits})
 
     def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
@@ -84,7 +80,7 @@ class Ops:
         return self.plan_linear(weight, bias)
 
 
-_ROWS = 4096  # of a matrix that are held as floats at once while it is quantised
+_ROWS = 4096  # of a matrix that are float32 at once while it is quantised
 
 REFERENCE = Ops()
 OPS = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmethod))
@@ -96,32 +92,23 @@ def on(device: torch.device) -> Ops:
 
 
 def kernel_set(device: torch.device) -> str:
-    """Which kernels `on` this device run, in a word: triton, a build for the processor, or torch."""
+    """Name of the kernels that `on(device)` uses: triton, a build for the processor, or torch."""
     return "triton" if device.type == "cuda" else library.variant() or "torch"
 
 
 @cache
 def _table(device_type: str) -> Ops:
     if device_type == "cuda":
-        return _twins("triton")
-    return REFERENCE if library.variant() is None else _twins("cpu")
+        return implementation("triton")
+    return REFERENCE if library.variant() is None else implementation("cpu")
 
 
-def _twins(kind: str) -> Ops:
-    return Ops(**{op: twin(op, kind) for op in OPS if has_twin(op, kind)})
+def implementation(kind: str) -> Ops:
+    """All ops with the kernels of one kind, "triton" or "cpu"; an op without a kernel there is its reference."""
+    return Ops(**{op: kernel for op in OPS if (kernel := kernel_of(op, kind)) is not None})
 
 
-def has_twin(op: str, kind: str) -> bool:
-    """Whether there is a kernel of that kind."""
-    home = _home(op, kind)
-    return find_spec(home) is not None and hasattr(import_module(home), op)
-
-
-def twin(op: str, kind: str) -> Callable[..., Any]:
-    """The kernel, by name from the twin of its reference's module; Triton need not be installed before."""
-    return getattr(import_module(_home(op, kind)), op)  # type: ignore[no-any-return]
-
-
-def _home(op: str, kind: str) -> str:
-    module: str = getattr(REFERENCE, op).__module__
-    return module.replace("kernels.", f"kernels.{kind}.")
+def kernel_of(op: str, kind: str) -> Callable[..., Any] | None:
+    """The kernel of an op, from the module that is called like its reference's; None where there is none."""
+    module: str = getattr(REFERENCE, op).__module__.replace("kernels.", f"kernels.{kind}.")
+    return None if find_spec(module) is None else getattr(import_module(module), op, None)

@@ -19,7 +19,7 @@ from kernels.trees import ROOT, DraftTree
 
 Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor, Tensor]]
 """Tokens, positions, sequence, node, slots [rows], positions of roots [lines], tokens, parents, depths [lines, nodes]
--> tokens, positions [rows], those of nodes by their trees; slots of each line's nodes, and who is on whose path."""
+-> tokens, positions [rows], those of nodes from their trees; slots [lines, nodes] and ancestor matrix of the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,17 @@ class ExtendRows:
     table_row: int
     start: int  # absolute position of the first token
     tokens: Sequence[int]
-    completes: bool  # the last token is the newest of the text, so the step chooses the next one
+    completes: bool  # the last token is the newest of the sequence, so the step chooses the next one
 
     @property
     def num_rows(self) -> int:
+        """Number of tokens."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of one forward and what becomes of each."""
+    """The rows of one forward, and which of their logits choose a token."""
 
     tokens: Tensor  # [rows] int64
     attention: AttentionRows
@@ -46,12 +47,13 @@ class ForwardRows:
     num_extend_rows: int
     logit_rows: Tensor  # [logits] int64, whose next token is chosen: each completing extend's last row, then all nodes
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
-    logit_places: Tensor  # [logits] int64, where among its sequence's choices: 0 behind the root, then by node
+    logit_places: Tensor  # [logits] int64, index among its sequence's choices: 0 after the root, 1 + i after node i
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
     num_nodes: Tensor  # [completing sequences] int64, rows of nodes, those of padding included
 
     @property
     def num_rows(self) -> int:
+        """Number of rows, padding included."""
         return self.tokens.shape[0]
 
 
@@ -63,12 +65,12 @@ def lay_out_rows(
     table: Tensor,
     place: Place,
 ) -> ForwardRows:
-    """Lays out extends and trees into rows, and writes the slots of extend rows into the table, in place: nothing can
-    reject them. Tree line i belongs to extend i. `nodes` counts the rows of each line's nodes, at least as many as its
-    tree has: rows of padding stand where the root does, and nobody sees them.
+    """Lay out extends and trees into rows, and write the slots of extend rows into the table, in place: they cannot be
+    rejected. Tree i belongs to extend i. `nodes` is the number of node rows per line, at least as many as its tree has:
+    padding rows have the root's position, and no row sees them.
     # slots [rows] int64, one per extend token and row of a node; table [table rows, max positions] int64
 
-    `place` adds what depends on the trees, whose numbers the host does not know; the result holds what it returns.
+    `place` computes on the device what depends on the trees' values; the result contains what it returns.
     """
     lengths = np.array([extend.num_rows for extend in extends])
     starts, table_rows = (np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True))
@@ -109,6 +111,6 @@ def lay_out_rows(
 
 
 def _numbered(counts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Of each item its line and its number there, for lines of so many items. # counts [lines] -> [items], [items]"""
+    """Line of each item, and its index in the line, for lines of these lengths. # counts [lines] -> [items], [items]"""
     lines = np.repeat(np.arange(len(counts)), counts)
     return lines, np.arange(len(lines)) - (counts.cumsum() - counts)[lines]

@@ -1,6 +1,9 @@
-"""What a verified step makes permanent. Reads no value back to the host.
+"""What a verified step makes permanent: the acceptance walk, and the slots of accepted nodes. Reads no value back to
+the host.
+
 Legend: batch = sequences that choose a token in the step, lines = all sequences of the step, nodes = padded node count,
-depth = longest path that can be accepted, logits = rows that choose a token."""
+depth = longest path that can be accepted, logits = rows that choose a token. A *tree index* is 0 for the root and 1 + i
+for node i: the columns of `target_tokens`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,28 +12,107 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.accept import Accepted, accept
-from kernels.commit_slots import CommittedSlots, commit_slots
+from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
+
+
+class Accepted(NamedTuple):
+    """The path on which the target agrees, and the target's own token after it."""
+
+    path: Tensor  # [batch, depth] int64, node indices from the root down, -1 padded
+    num_accepted: Tensor  # [batch] int64
+    bonus: Tensor  # [batch] int64
+
+
+def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
+    """Walk each tree from its root as long as a child has the target's token; of equal siblings the first counts.
+    # tokens, parents [batch, nodes] int64, parents -1 below the root; num_nodes [batch] int64; target_tokens [batch,
+    # nodes + 1] int64, the target's choice after the root and after each node"""
+    nodes = tokens.shape[1]
+    jump = _next_index(tokens, parents, num_nodes, target_tokens)
+    depth = min(nodes, MAX_DEPTH)
+    path = pad(jump[:, :1], (1, 0))  # the root and the node after it
+    while path.shape[1] <= depth:  # doubled: each new one is as many steps after an old one
+        jump = jump.gather(1, jump)
+        path = torch.cat([path, jump.gather(1, path)], 1)
+    path = path[:, : 1 + depth]
+    path = path.masked_fill(path > nodes, 0)
+    # parents come before children, so the last index of a path is its largest
+    bonus = target_tokens.gather(1, path.amax(1, keepdim=True)).squeeze(1)
+    path = path[:, 1:] - 1
+    return Accepted(path, (path >= 0).sum(1), bonus)
+
+
+def _next_index(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Tensor:
+    """For each tree index that of its first child with the target's token, or nodes + 1, the end, which follows itself.
+    # -> [batch, nodes + 2] int64"""
+    batch, nodes = tokens.shape
+    end = nodes + 1
+    slots = torch.arange(1, end, device=tokens.device)
+    parent_index = parents + 1
+    agrees = (tokens == target_tokens.gather(1, parent_index)) & (slots <= num_nodes[:, None])
+    next_index = torch.full((batch, nodes + 2), end, dtype=torch.int64, device=tokens.device)
+    return next_index.scatter_reduce_(1, parent_index, torch.where(agrees, slots, end), "amin")
+
+
+class CommittedSlots(NamedTuple):
+    """Which slots were kept and which are free."""
+
+    path: Tensor  # [batch, depth] int64, slots of the accepted nodes, NULL_SLOT padded
+    freed: Tensor  # [batch * nodes] int64, slots of rejected nodes, sequence by sequence, NULL_SLOT padded
+
+
+def commit_slots(
+    path: Tensor,
+    num_accepted: Tensor,
+    num_nodes: Tensor,
+    node_slots: Tensor,
+    lines: Tensor,
+    extend_end: Tensor,
+    slot_table: Tensor,
+) -> CommittedSlots:
+    """Write the slots of accepted nodes into the table after `extend_end`, in place; list the slots of rejected nodes.
+    # path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines (rows of the table), extend_end [batch]
+    int64; node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64"""
+    on_path = path >= 0
+    path_slots = node_slots.gather(1, path.clamp(min=0)) * on_path
+    ahead = torch.arange(1, path.shape[1] + 1, device=path.device)
+    line, root = lines[:, None].expand_as(path), extend_end[:, None]
+    # padding writes the root's slot again, so that the host need not know the count
+    slots = torch.where(on_path, path_slots, slot_table[lines[:, None], root])
+    slot_table[line, torch.where(on_path, root + ahead, root)] = slots
+    return CommittedSlots(path_slots, _rejected(path, num_nodes, node_slots))
+
+
+def _rejected(path: Tensor, num_nodes: Tensor, node_slots: Tensor) -> Tensor:
+    """Slots of the nodes that are not on the path, NULL_SLOT padded. # -> [batch * nodes]"""
+    batch, nodes = node_slots.shape
+    kept = node_slots.new_zeros(batch, nodes + 1, dtype=torch.bool)
+    kept.scatter_(1, torch.where(path >= 0, path, nodes), True)
+    rejected = ~kept[:, :nodes] & (torch.arange(nodes, device=path.device) < num_nodes[:, None])
+    flat = rejected.flatten()
+    place = torch.where(flat, flat.cumsum(0) - 1, batch * nodes)
+    freed = node_slots.new_full((batch * nodes + 1,), NULL_SLOT)
+    return freed.scatter_(0, place, node_slots.flatten())[:-1]
 
 
 class Verified(NamedTuple):
-    """What the target said of a step, by completing sequence (batch), and what becomes permanent of it."""
+    """The target's choices in a step, by completing sequence (batch), and what becomes permanent of the step."""
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, nodes on the path
     bonus: Tensor  # [batch] int64, the target's own token after the path
-    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node; those
-    # behind padding mean nothing
+    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node; of
+    # padding undefined
     tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
     emitted: Tensor  # [batch, 1 + sizes + depth + 1] int64, what the host reads: whether a row of the path had no
     # finite score to choose by, then `sizes`, then `tokens`
     counts: Tensor  # [batch] int64: valid entries of `tokens`
-    path_logits: Tensor  # [batch, depth + 1] int64, lines of the logits that chose them; behind the bonus token any
-    path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes; behind them the root's
+    path_logits: Tensor  # [batch, depth + 1] int64, rows of the logits that chose them; undefined after the bonus
+    path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes, then the root's row again
     slots: Tensor  # [batch, depth + 1] int64, of those rows
     table_rows: Tensor  # [batch] int64
     roots: Tensor  # [batch] int64, absolute positions
-    freed: Tensor  # [batch * nodes] int64, slots that nobody needs any more: as many as were not accepted
+    freed: Tensor  # [batch * nodes] int64, slots of rejected nodes, NULL_SLOT padded
 
 
 def settle(
@@ -43,15 +125,15 @@ def settle(
     trees: tuple[Tensor, Tensor, Tensor],
     sizes: Tensor,
 ) -> Verified:
-    """Walks down each tree as far as the target agrees, and writes the accepted nodes' slots into the table, in place.
+    """Walk down each tree as far as the target agrees, and write the slots of accepted nodes into the table, in place.
 
     table [table rows, max positions] int64; all others int64 too
     choice: tokens [logits], and whether there was no finite score to choose each by [logits]
-    logits: their rows, sequences in the batch and places in its tree: 0 the root's, 1 + i node i's, nodes + 1 padding
-    completing: lines [batch] of the sequences, and rows of nodes that each has [batch], those of padding included
+    logits: their rows, their sequences in the batch, and their tree indices, nodes + 1 for padding; each [logits]
+    completing: lines [batch] of the sequences, and numbers of node rows [batch], padding included
     lines: rows of the table [lines], positions of roots [lines], slots of nodes [lines, nodes]
     slots [rows]; trees: tokens, parents [lines, nodes], numbers of nodes [lines], parents before children
-    sizes [first of the batch, sizes]: what else the host is to read; of the others it reads 0
+    sizes [sequences, sizes]: more numbers for the host, of the first sequences of the batch; of the others it reads 0
     """
     return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees, sizes)
 
@@ -68,13 +150,13 @@ def settle_with(
     trees: tuple[Tensor, Tensor, Tensor],
     sizes: Tensor,
 ) -> Verified:
-    """`settle`, by these ways to walk and to commit."""
+    """`settle` by these implementations of `accept` and `commit_slots`. # table [table rows, max positions]"""
     (chosen, bad), (logit_rows, logit_sequence, logit_places) = choice, logits
     of, num_nodes = completing
     table_rows, roots, node_slots = (values[of] for values in lines)
     tokens, parents, tree_nodes = (values[of] for values in trees)
     batch, width = tokens.shape
-    places = chosen.new_full((2, batch, width + 2), -1)  # behind the nodes' places one that takes padding
+    places = chosen.new_full((2, batch, width + 2), -1)  # the last column takes padding
     numbered = torch.stack([chosen, torch.arange(chosen.shape[0], device=chosen.device)])
     places[:, logit_sequence, logit_places] = numbered
     target_tokens, logit_index = places[:, :, : width + 1]
@@ -86,7 +168,7 @@ def settle_with(
     path_logits = logit_index.gather(1, pad(path + 1, (1, 0))).clamp(min=0)
     path_rows = logit_rows[path_logits]
     emitted = _emitted(tokens, path, num_accepted, bonus)
-    has_failed = bad[path_logits].amax(1, keepdim=True)  # rejected nodes may be as bad as they like
+    has_failed = bad[path_logits].amax(1, keepdim=True)  # rejected nodes may have no finite score
     return Verified(
         path=path,
         num_accepted=num_accepted,

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device."""
+"""Transfers of numbers from the host to a device."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,20 @@ Numbers = Sequence[int] | Sequence[float] | npt.NDArray[np.int64] | npt.NDArray[
 
 
 def send(device: torch.device, *columns: Numbers) -> tuple[Tensor, ...]:
-    """All columns as int64 in one transfer that nobody waits for: it starts in pinned memory, which torch keeps until
-    the device has read it."""
+    """All columns as int64 in one asynchronous transfer from pinned memory, which torch keeps until the device has read
+    it.
+    # -> [length] each"""
     together = _sent(device, np.concatenate([np.asarray(column, dtype=np.int64) for column in columns]))
     return together.split_with_sizes([len(column) for column in columns])
 
 
 def send_lines(device: torch.device, *columns: Sequence[int]) -> tuple[Tensor, ...]:
-    """The same for lists of equal length."""
+    """`send` for lists of equal length. # -> [length] each"""
     return _sent(device, np.array(columns, dtype=np.int64)).unbind()
 
 
 def send_floats(device: torch.device, values: Numbers) -> Tensor:
-    """The same for one column, as float32."""
+    """`send` for one column, as float32. # -> [length]"""
     return _sent(device, np.asarray(values, dtype=np.float32))
 
 

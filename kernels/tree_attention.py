@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 MAX_DEPTH = 64
-"""Deepest tree node a row may be."""
+"""Largest depth of a tree node."""
 
 MAX_NODES = 256
-"""Most tree nodes of one sequence in a step."""
+"""Largest number of tree nodes of one sequence in a step."""
 
 LOG2_E = math.log2(math.e)
 """Kernels keep scores in powers of two, exp(x) = exp2(x log2 e)."""
@@ -32,14 +32,14 @@ NULL_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """What the layout needs to know of a forward's rows. A sequence's *extend* rows (a prompt chunk, or just the root)
-    are certain to be committed and already stand in the slot table; its node rows hang below the last extend row.
-    Parents come before children."""
+    """The rows of a forward, as attention needs them. A sequence's *extend* rows (a prompt chunk, or just the root)
+    are certain to be committed and already in the slot table; its node rows are a tree below the last extend row,
+    parents before children."""
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
     positions: Tensor  # [rows] int64, absolute
     node: Tensor  # [rows] int64, node index within the sequence's tree, -1 for extend rows
-    table_rows: Tensor  # [sequences] int64, line of the slot table
+    table_rows: Tensor  # [sequences] int64, row of the slot table
     extend_end: Tensor  # [sequences] int64, position of the last extend row
     node_slots: Tensor  # [sequences, nodes] int64, NULL_SLOT padded
     node_depths: Tensor  # [sequences, nodes] int64
@@ -52,24 +52,24 @@ class Attention(Protocol):
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """Attend all rows in one layer; `softcap` bounds scores to +-softcap by tanh (Gemma 2). # query [rows, query
-        heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and values with this
-        forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in float32; numbers
-        even where a row sees nothing, as padding may"""
+        """out = softmax(q k^T * scale) v of all rows in one layer; `softcap` bounds scores to +-softcap by tanh (Gemma
+        2). # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
+        values with this forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in
+        float32; finite even for a row that sees no key, as padding may"""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceKeys:
-    """What the rows of one sequence may see."""
+    """The keys of one sequence, and which of its rows see them."""
 
     rows: Tensor  # [own rows] int64
     slots: Tensor  # [keys] int64, by position, tree nodes last
     visible: Tensor  # [own rows, keys] bool
-    distance: Tensor  # [own rows, keys] int64, how far behind a row a key stands
+    distance: Tensor  # [own rows, keys] int64, positions from the key to the row
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedAttention:
+class ReferenceAttention:
     """The reference: a masked softmax for each sequence of a forward."""
 
     sequences: tuple[SequenceKeys, ...]
@@ -77,7 +77,7 @@ class MaskedAttention:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As `Attention.attend`."""
+        """As `Attention.attend`. # query [rows, query heads, head_dim]; pool [2, slots, heads, head_dim] -> query"""
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for own in self.sequences:
             queries = query[own.rows].float().unflatten(1, (pool.shape[2], -1))  # [own rows, heads, group, head_dim]
@@ -93,10 +93,10 @@ class MaskedAttention:
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:
-    """Lay out one forward. `slot_table` is [table rows, max positions] int64 and already holds the extend rows; of the
-    heads kernels want to know the numbers."""
+    """Lay out one forward for all layers. `slot_table` is [table rows, max positions] int64 and already has the slots
+    of extend rows; kernels choose tile sizes by the numbers of heads."""
     sequences = rows.sequence.unique().tolist()  # planned transfer: kernels compute on devices
-    return MaskedAttention(tuple(_keys_of(sequence, rows, slot_table) for sequence in sequences))
+    return ReferenceAttention(tuple(_keys_of(sequence, rows, slot_table) for sequence in sequences))
 
 
 def _keys_of(sequence: int, rows: AttentionRows, slot_table: Tensor) -> SequenceKeys:

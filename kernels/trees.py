@@ -1,4 +1,4 @@
-"""Draft trees, and the ops that merge, cut and judge them.
+"""Draft trees, and the ops that merge, cut and compare them with committed tokens.
 Legend: batch = sequences in the step, nodes = padded node count. The root (the last committed token, depth 0) is not a
 node: a node whose parent is -1 hangs below the root."""
 
@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 from kernels.tree_attention import MAX_DEPTH
 
 ROOT = -1
-"""Parent index of a node that hangs directly below the root; also the padding of node indices."""
+"""Parent index of a child of the root; also the padding of node indices."""
 
 
 class DraftTree(NamedTuple):
-    """Nodes to verify, in an order where every parent stands before its children. Also the form of a drafter's
-    *candidates*: a tree from which the budget keeps the likeliest nodes."""
+    """Nodes to verify, parents before children. Also a drafter's *candidates*: a tree from which the budget keeps the
+    likeliest nodes."""
 
     tokens: Tensor  # [batch, nodes] int64, 0 padded
     parents: Tensor  # [batch, nodes] int64, parents[i] < i, ROOT below the root
@@ -28,6 +28,7 @@ class DraftTree(NamedTuple):
 
     @property
     def batch(self) -> int:
+        """Number of sequences."""
         return self.tokens.shape[0]
 
     @property
@@ -40,7 +41,7 @@ class DraftTree(NamedTuple):
         return DraftTree(*(value[lines] for value in self))
 
     def first(self, batch: int, width: int | None = None) -> "DraftTree":
-        """The first trees, and of each so many nodes, as views."""
+        """Views of the first `batch` trees, and of their first `width` nodes."""
         if batch == self.batch and width in (None, self.width):
             return self
         tokens, parents, depths, survival = (value[:batch, :width] for value in self[:4])
@@ -57,7 +58,7 @@ class DraftTree(NamedTuple):
 
     @staticmethod
     def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
-        """Trees without padding whose nodes all survive. # tokens, parents [batch, nodes] int64"""
+        """Trees without padding whose nodes have survival 1. # tokens, parents [batch, nodes] int64"""
         depths = torch.ones_like(parents)
         for _ in range(min(parents.shape[1], MAX_DEPTH)):
             depths = torch.where(parents < 0, 1, depths.gather(1, parents.clamp(min=0)) + 1)
@@ -66,33 +67,33 @@ class DraftTree(NamedTuple):
 
     @staticmethod
     def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
-        """One batch of several trees of equal width."""
+        """One batch of several batches of equal width."""
         return DraftTree(*(torch.cat(values) for values in zip(*trees, strict=True)))
 
     @staticmethod
     def padding(batch: int, width: int, device: torch.device | str = "cpu") -> "DraftTree":
-        """Trees of zero nodes, with room for so many."""
+        """Trees of 0 nodes, padded to `width`. # [batch, width]"""
         nodes = torch.zeros(batch, width, dtype=torch.int64, device=device)
         return DraftTree(nodes, nodes + ROOT, nodes.clone(), nodes.float(), nodes.new_zeros(batch))
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":
-        """The tree of zero nodes: verifying it is plain decoding."""
+        """Trees of 0 nodes and width 0: verifying them is plain decoding."""
         none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         return DraftTree(none, none, none, none.float(), torch.zeros(batch, dtype=torch.int64, device=device))
 
 
 class Fates(NamedTuple):
-    """What became of proposed nodes once the text went on; both [batch, nodes] bool."""
+    """Outcome of proposed nodes once tokens are committed; both [batch, nodes] bool."""
 
-    tried: Tensor  # the parent came true and the text goes on behind it: only such a node says something of its drafter
-    came_true: Tensor  # the node is on the text
+    tried: Tensor  # the parent came true and a token after it is committed: only such nodes count as evidence
+    came_true: Tensor  # the path to the node is committed
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
-    """Which nodes the committed text tried, and which it took. # tokens, parents, depths [batch, nodes] int64 in any
-    order, depth 0 = padding; committed [batch, longest] int64, the text behind the root; counts [batch] int64, how much
-    of it is known"""
+    """Which nodes the committed tokens tried, and which of them they contain. # tokens, parents, depths [batch, nodes]
+    int64 in any order, depth 0 = padding; committed [batch, longest] int64, tokens after the root; counts [batch]
+    int64, how many of them there are -> [batch, nodes]"""
     places = (depths - 1).clamp(0, committed.shape[1] - 1)
     known = (depths > 0) & (depths <= counts[:, None])
     equal = known & (tokens == committed.gather(1, places))
@@ -102,9 +103,9 @@ def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, co
 
 
 def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """The likeliest nodes of a raw tree, each path once, by falling survival, and which raw nodes they were; those of
-    padding mean nothing. Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the
-    likeliest stays and takes over the others' children, so that survival still falls along every path.
+    """The likeliest nodes of a raw tree, each path once, by falling survival, and their indices in the raw tree,
+    undefined for padding. Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the
+    likeliest stays and gets the others' children, so that survival still falls along every path.
     # -> tree, [batch, nodes] int64"""
     hashes = path_hashes(raw.tokens, raw.parents, raw.depths)
     order = raw.survival.sort(dim=1, descending=True, stable=True).indices  # likeliest first
@@ -116,7 +117,7 @@ def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
 
 
 def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """The same of a raw tree in which no path stands twice."""
+    """`merge_trees` of a raw tree in which no path occurs twice. # -> tree, [batch, nodes] int64"""
     best = raw.survival.sort(dim=1, descending=True, stable=True)
     survival, chosen = best.values[:, :max_nodes], best.indices[:, :max_nodes]
     exists = survival > 0
@@ -131,8 +132,8 @@ def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
 
 
 def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-    """The tree of each sequence's likeliest nodes by depth, then survival, and which candidates these were; those of
-    padding mean nothing. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
+    """The tree of each sequence's likeliest nodes, sorted by depth, then survival, and their candidate indices,
+    undefined for padding. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
     # num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64"""
     width = min(width, candidates.width)
     if width == 0:
@@ -155,13 +156,13 @@ def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[D
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """True at [b, i, j] where node j is on the path from the root to node i, i itself included.
+    """True at (b, i, j) where node j is on the path from the root to node i, i itself included.
     # parents [batch, nodes] -> [batch, nodes, nodes] bool"""
     batch, nodes = parents.shape
     if nodes == 0:
         return parents.new_zeros(batch, 0, 0, dtype=torch.bool)
     root = torch.full((batch, 1), nodes, dtype=parents.dtype, device=parents.device)
-    # The root becomes the last row, its own parent and nobody's ancestor, so that every jump is defined.
+    # The root becomes the last row, its own parent and no node's ancestor, so that every jump is defined.
     jump = torch.cat([torch.where(parents < 0, nodes, parents), root], dim=1)  # [batch, nodes + 1]
     above = torch.eye(nodes + 1, nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     for _ in range(_doublings(nodes)):
@@ -171,13 +172,13 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 
 
 def falling(candidates: DraftTree) -> torch.return_types.sort:
-    """Survival, likeliest first, and whose it is; -1 for padding."""
+    """Survival sorted from the likeliest on, with node indices; -1 for padding. # both [batch, nodes]"""
     return candidates.survival.masked_fill(~candidates.valid, -1.0).sort(dim=1, descending=True, stable=True)
 
 
 def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Values combined from the root's child down to each node. # values [batch, nodes + 1], the last column the root's,
-    which changes nothing; parents [batch, nodes] -> like parents"""
+    """`combine` over the path from the root's child to each node. # values [batch, nodes + 1], the last column the
+    neutral element; parents [batch, nodes] -> like parents"""
     nodes = parents.shape[1]
     jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
     for _ in range(_doublings(nodes)):
@@ -186,18 +187,18 @@ def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tens
 
 
 def _doublings(nodes: int) -> int:
-    """Jumps to the parent's parent that reach the root from any of so many nodes."""
+    """Number of pointer doublings that reach the root from any of so many nodes."""
     return max(0, min(nodes, MAX_DEPTH) - 1).bit_length()
 
 
 def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
-    """A 64-bit sum over the path of tokens times random odd numbers by depth; equal paths have equal sums. Different
-    ones collide with probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64"""
+    """sum over the path of (token + 1) * odd random number of the depth, modulo 2^64. Different paths collide with
+    probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64"""
     return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
 
 
 def prefix_hashes(tokens: Tensor) -> Tensor:
-    """The same sums for the beginnings of texts after the root, as far as trees reach.
+    """`path_hashes` of all prefixes of sequences after the root, up to MAX_DEPTH.
     # tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64"""
     tokens = tokens[:, :MAX_DEPTH]
     factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
@@ -206,7 +207,7 @@ def prefix_hashes(tokens: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """By depth. # -> [MAX_DEPTH + 1] int64"""
+    """The odd random number of each depth. # -> [MAX_DEPTH + 1] int64"""
     generator = torch.Generator().manual_seed(2)
     return (torch.randint(-(2**62), 2**62, (MAX_DEPTH + 1,), generator=generator) | 1).to(device)
 
@@ -214,7 +215,7 @@ def _factors(device: torch.device) -> Tensor:
 def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
     """For each node the first node in `order` with the same path. # both [batch, nodes] -> [batch, nodes] int64"""
     ordered = hashes.gather(1, order)
-    grouped = ordered.sort(dim=1, stable=True)  # equal hashes side by side, likeliest first
+    grouped = ordered.sort(dim=1, stable=True)  # equal hashes adjacent, likeliest first
     begins = pad(grouped.values[:, 1:] != grouped.values[:, :-1], (1, 0), value=True)
     places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
     head = torch.where(begins, places, 0).cummax(1).values  # where each group begins

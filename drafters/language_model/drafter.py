@@ -20,9 +20,9 @@ from drafters.language_model.sequences import Keys, SequenceTable
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.hit_rates import CEILING
-from kernels.lattice import Lattice, Origin, Picked
+from kernels.lattice import Lattice, Picked, StartNodes
 from kernels.rank_features import TOP
+from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 
 BEAM = 8
@@ -98,7 +98,7 @@ class LanguageModelDrafter(Drafter):
         for (row, root), span in zip(zip(host.rows, host.roots, strict=True), missing, strict=True):
             self._keys.run(row, root, self._table.slots[row, span.start : span.stop])
         logits, nodes = self._forward.root(rows, noise.positions, missing)
-        levels = [self._level(logits, Origin.root(len(rows), rows.device), noise, 0)]
+        levels = [self._level(logits, StartNodes.root(len(rows), rows.device), noise, 0)]
         first = 0  # row of the level before among those of its tree
         for number in range(1, self._depth):
             picked = levels[-1].picked
@@ -131,7 +131,7 @@ class LanguageModelDrafter(Drafter):
             if len(span) > most:
                 self._keys.run(row, span.stop, self._forward.follow(row, span))
 
-    def _level(self, logits: Tensor, origin: Origin, noise: Noise, number: int) -> _Level:
+    def _level(self, logits: Tensor, origin: StartNodes, noise: Noise, number: int) -> _Level:
         """Propose tokens below nodes of one depth. # logits [batch, beam, vocab]"""
         here = TreeNoise.of(replace(noise, positions=noise.positions + number), 1, self._ids)
         known = logits[:, :, None, : len(self._ids)]  # [batch, beam, 1, vocab]

@@ -25,8 +25,8 @@ from drafters.specblock.recording import BlockRecorder
 from drafters.specblock.serving import Live, forward_of
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
-from kernels.hit_rates import CEILING
-from kernels.lattice import Origin, Picked
+from kernels.lattice import Picked, StartNodes
+from kernels.survival import CEILING
 
 COUNTS = (4, 16, WAITING)
 """Numbers of waiting entries for which graphs are captured."""
@@ -145,7 +145,7 @@ class TreeGrower:
         depth = self._weights.blocks * network.config.block_size
         start = TreeStart(keys, TreeNoise.of(noise, depth, network.d2t))
         states, live = self._forward.first(keys.rows, waiting)  # [batch, 1, block, width]
-        root = Origin.root(keys.rows.shape[0], keys.rows.device)
+        root = StartNodes.root(keys.rows.shape[0], keys.rows.device)
         root = root._replace(survival=root.survival * anchored[:, None])
         block, logits = self._block(states, live, root, start, [])
         if self._weights.recorder is not None:
@@ -186,7 +186,7 @@ class TreeGrower:
         return self.calibration.learn(rows, tokens, counts)
 
     def _block(
-        self, states: Tensor, live: Live, origin: Origin, start: TreeStart, before: Sequence[GrownBlock]
+        self, states: Tensor, live: Live, origin: StartNodes, start: TreeStart, before: Sequence[GrownBlock]
     ) -> tuple[GrownBlock, Tensor]:
         """Return the nodes of one forward's blocks, and its logits. # states [batch, starts, block, width]"""
         number, network = len(before), self._weights.network
@@ -218,7 +218,7 @@ def tree_inputs(start: TreeStart, grown: Sequence[GrownBlock]) -> tuple[Tensor, 
 
 
 def path_nodes(
-    origin: Origin, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
+    origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens, parents, depths and survival of a block at the root whose distributions do not depend on the path:
     at each position the likeliest `paths` paths go on, each to all ranks. `least`: smaller survival becomes 0.

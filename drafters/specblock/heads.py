@@ -15,9 +15,9 @@ from torch import Tensor
 from drafters.coupling import TreeNoise
 from drafters.specblock.network import ServingNetwork
 from kernels import ops
-from kernels.hit_rates import CEILING
 from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
+from kernels.survival import CEILING
 
 _UNIFORM_WIDTH = 4
 

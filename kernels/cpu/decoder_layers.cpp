@@ -1,5 +1,6 @@
 // Whole decoder layers, one after the other: the ops of kernels/decoder_layer.py in their order, without a return to
 // Python between them.
+#include "export.h"
 #include "ops.h"
 
 namespace {
@@ -18,23 +19,23 @@ template <class T>
 struct DecoderLayer {
     Product<T> query_key_value, output, gate_up, down;
     const T *input_norm, *post_norm, *query_norm, *key_norm;
-    float epsilon;
     Layer attention;
+    float epsilon;
 };
 
 template <class T>
 struct Places {
     const T *cos, *sin;  // [rows, dim]
     const int64_t* slots;
-    const Rows* rows;
+    Rows rows;
     const int32_t* groups;
     int64_t num_groups;
     const int64_t* tables;
     int64_t table_width;
 };
 
-// hidden [rows, width] changes in place; `delta`, or nothing, is what the first layer adds to it, `result` what the last
-// one leaves to be added. The scratch holds, for all rows, what is between two ops.
+// Runs the layers on hidden [rows, width], in place. The first layer adds `delta` (or null) to it first; the output of the
+// last feed-forward, which is still to be added, goes to `result`. `scratch` holds intermediate results of all rows.
 template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
             int64_t rows, T* scratch, int threads) {
@@ -48,7 +49,7 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
         rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->epsilon, query,
                      const_cast<float*>(heads.keys), const_cast<float*>(heads.values), rows, heads.query_heads,
                      heads.kv_heads, heads.dim, threads);
-        attend(&heads, at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended, threads);
+        attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended, threads);
         layer->output(attended, result, rows, threads);
         add_rms_norm(hidden, result, layer->post_norm, layer->epsilon, normed, rows, width, threads);
         joined = gated + rows * layer->down.in;
@@ -60,13 +61,4 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
 
 }  // namespace
 
-extern "C" {
-void decode_bf16(const DecoderLayer<bf16>* layers, int64_t count, const Places<bf16>* at, bf16* hidden, const bf16* delta,
-                 bf16* result, int64_t rows, bf16* scratch, int threads) {
-    decode(layers, count, at, hidden, delta, result, rows, scratch, threads);
-}
-void decode_float(const DecoderLayer<float>* layers, int64_t count, const Places<float>* at, float* hidden,
-                  const float* delta, float* result, int64_t rows, float* scratch, int threads) {
-    decode(layers, count, at, hidden, delta, result, rows, scratch, threads);
-}
-}
+EXPORT_TYPES(decode)

@@ -1,7 +1,9 @@
-// What is known of the entries of texts: rows are marked, taken and placed one by one.
+// The ops of kernels/entries.py, sequence by sequence.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "export.h"
 
 namespace {
 
@@ -14,10 +16,6 @@ struct Entries {
     bool* held;
     int64_t positions, entries, room, feature_bytes;  // columns of `places` and of what waits, bytes of one position
 };
-
-}  // namespace
-
-extern "C" {
 
 void add_entries(const Entries* of, const int64_t* rows, const int64_t* starts, const int64_t* counts, int64_t batch,
                  const int64_t* slots, int64_t count, const char* features, const int64_t* tokens) {
@@ -79,4 +77,9 @@ void place_entries(const Entries* of, const int64_t* rows, int64_t batch, const 
         }
     }
 }
-}
+
+}  // namespace
+
+EXPORT(add_entries)
+EXPORT(take_entries)
+EXPORT(place_entries)

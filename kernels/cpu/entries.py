@@ -1,27 +1,10 @@
-"""The compiled twins of `kernels.entries`."""
-
-import ctypes
+"""Compiled ops of `kernels.entries`."""
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import address, function
+from kernels.cpu.library import Structure, call, contiguous, remembered
 from kernels.entries import EntryTables, Placed, Waiting
-
-
-class _Entries(ctypes.Structure):
-    """`Entries` of entries.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in EntryTables._fields),
-        *((name, ctypes.c_int64) for name in ("positions", "entries", "room", "feature_bytes")),
-    ]
-
-    @staticmethod
-    def of(tables: EntryTables) -> "_Entries":
-        features = tables.features
-        sizes = *tables.places.shape[1:], features.shape[1], features.shape[2] * features.itemsize
-        return _Entries(*map(address, tables), *sizes)
 
 
 def add_entries(
@@ -33,34 +16,41 @@ def add_entries(
     features: Tensor | None,
     tokens: Tensor | None,
 ) -> None:
-    """As the reference."""
-    given = [value.contiguous() for value in (rows, starts, counts)]
-    waits = None if features is None or tokens is None else (features.to(tables.features.dtype), tokens)
-    queued = [None, None] if waits is None else [value.contiguous() for value in waits]
-    (batch, count), slots = slots.shape, slots.contiguous()
-    known, places = ctypes.byref(_Entries.of(tables)), map(address, given)
-    function("add_entries", "ppppnpnpp")(known, *places, batch, slots.data_ptr(), count, *map(address, queued))
+    """As the reference. # slots, tokens [batch, count]"""
+    rows, starts, counts, slots = contiguous(rows, starts, counts, slots)
+    if features is None or tokens is None:
+        waiting: list[Tensor] | tuple[None, None] = (None, None)
+    else:
+        waiting = contiguous(features.to(tables.features.dtype), tokens)
+    batch, count = slots.shape
+    call("add_entries", _structure_of(tables), rows, starts, counts, batch, slots, count, *waiting)
 
 
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
-    """As the reference."""
-    batch, rows = len(rows), rows.contiguous()
-    features = tables.features.new_empty(batch, most, tables.features.shape[2])
-    waiting = Waiting(features, *rows.new_empty(3, batch, most).unbind())
-    call = function("take_entries", "ppnnpppp")
-    call(ctypes.byref(_Entries.of(tables)), rows.data_ptr(), batch, most, *map(address, waiting))
+    """As the reference. # rows [batch] -> [batch, most]"""
+    rows = rows.contiguous()
+    features = tables.features.new_empty(rows.shape[0], most, tables.features.shape[2])
+    waiting = Waiting(features, *rows.new_empty(3, rows.shape[0], most).unbind())
+    call("take_entries", _structure_of(tables), rows, rows.shape[0], most, *waiting)
     return waiting
 
 
 def place_entries(
     tables: EntryTables, rows: Tensor, positions: Tensor, slots: Tensor, scratch: Tensor, size: int
 ) -> Placed:
-    """As the reference."""
+    """As the reference. # positions, slots [batch, count]; scratch [batch, others]"""
     (batch, count), entries = slots.shape, tables.places.shape[2]
     width = (count - 1) * entries + size if size else count * entries
-    rows, positions, slots = rows.contiguous(), positions.contiguous(), slots.contiguous()
     placed = Placed(torch.empty_like(rows), rows.new_empty(batch, size), *rows.new_empty(3, batch, width).unbind())
-    given = rows.data_ptr(), batch, positions.data_ptr(), slots.data_ptr(), count, scratch.data_ptr(), scratch.stride(0)
-    call = function("place_entries", "ppnppnpnnppppp")
-    call(ctypes.byref(_Entries.of(tables)), *given, size, *map(address, placed))
+    rows, positions, slots, scratch = contiguous(rows, positions, slots, scratch)
+    block = scratch, scratch.shape[1], size
+    call("place_entries", _structure_of(tables), rows, batch, positions, slots, count, *block, *placed)
     return placed
+
+
+@remembered
+def _structure_of(tables: EntryTables) -> Structure:
+    """`Entries` of entries.cpp."""
+    features = tables.features
+    sizes = *tables.places.shape[1:], features.shape[1], features.shape[2] * features.itemsize
+    return Structure(*tables, *sizes)

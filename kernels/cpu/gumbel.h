@@ -1,4 +1,4 @@
-// The bits of the sampling noise, as kernels/gumbel.py: a function of seed, position and token id.
+// The bits of the sampling noise, as kernels/sample.py: a function of seed, position and token id.
 #pragma once
 #include <cstdint>
 

@@ -1,8 +1,10 @@
-// What ranks of positions are worth, and the nodes that they make of a draft tree.
+// Probabilities of ranks, and the nodes of a draft tree that one forward adds: the ops of kernels/lattice.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
+
+#include "export.h"
 
 namespace {
 
@@ -26,10 +28,6 @@ struct Nodes {  // [batch, starts, block, rank] each
     float* survival;
 };
 
-}  // namespace
-
-extern "C" {
-
 void spread_classes(const float* logits, const float* logprobs, int64_t rows, int64_t features, float ceiling,
                     float* chances) {
     for (int64_t row = 0; row < rows; row++, logits += CLASSES, logprobs += features, chances += RANKS) {
@@ -51,12 +49,12 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
     std::vector<int64_t> order(width);
     for (int64_t b = 0; b < batch; b++) {
         for (int64_t s = 0; s < starts; s++) {
-            const int64_t begun = b * starts + s;
-            const float* own = predicted + begun * block * ranks;
-            float spine = 1, above = from->survival[begun];
-            int64_t parent = from->node[begun];
+            const int64_t start = b * starts + s;
+            const float* own = predicted + start * block * ranks;
+            float spine = 1, above = from->survival[start];
+            int64_t parent = from->node[start];
             for (int64_t k = 0; k < block; k++) {
-                const int64_t depth = from->depth[begun] + 1 + k, first = (s * block + k) * ranks;
+                const int64_t depth = from->depth[start] + 1 + k, first = (s * block + k) * ranks;
                 auto conditional = [&](int64_t at, int64_t rank) {
                     return std::min(own[at * ranks + rank] * trust[at * ranks + rank], ceiling);
                 };
@@ -68,9 +66,9 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
                     nodes->parents[i] = parent;
                     nodes->depths[i] = std::min(depth, MAX_DEPTH);
                 }
-                if (k + 1 < block) gain[first] *= 1 - conditional(k + 1, 0);  // what this block goes on behind
+                if (k + 1 < block) gain[first] *= 1 - conditional(k + 1, 0);  // this block continues after it
                 spine *= conditional(k, 0);
-                above = spine * from->survival[begun];
+                above = spine * from->survival[start];
                 parent = first_number + first;
             }
         }
@@ -89,4 +87,8 @@ void grow_lattice(const Origin* from, int64_t batch, int64_t starts, const float
         }
     }
 }
-}
+
+}  // namespace
+
+EXPORT(spread_classes)
+EXPORT(grow_lattice)

@@ -1,8 +1,9 @@
-// What a decoder layer computes beside products and attention, each op once per forward and layer. Sums are in one order
-// whatever rows are beside a row; what the references round on the way is rounded here too.
+// The ops of a decoder layer other than products and attention. A row's sums have one order whatever the batch; values that
+// the references round are rounded here too.
 #include <algorithm>
 #include <cmath>
 
+#include "export.h"
 #include "ops.h"
 
 namespace {
@@ -107,31 +108,6 @@ template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*
 template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, float, float*,
                            float*, float*, int64_t, int64_t, int64_t, int64_t, int);
 
-extern "C" {
-void add_rms_norm_bf16(bf16* hidden, const bf16* delta, const bf16* weight, float epsilon, bf16* y, int64_t rows, int64_t width,
-                       int threads) {
-    add_rms_norm(hidden, delta, weight, epsilon, y, rows, width, threads);
-}
-void add_rms_norm_float(float* hidden, const float* delta, const float* weight, float epsilon, float* y, int64_t rows,
-                        int64_t width, int threads) {
-    add_rms_norm(hidden, delta, weight, epsilon, y, rows, width, threads);
-}
-void silu_mul_bf16(const bf16* joined, bf16* y, int64_t rows, int64_t width, int threads) {
-    silu_mul(joined, y, rows, width, threads);
-}
-void silu_mul_float(const float* joined, float* y, int64_t rows, int64_t width, int threads) {
-    silu_mul(joined, y, rows, width, threads);
-}
-void rotary_store_bf16(const bf16* joined, const bf16* cos, const bf16* sin, const int64_t* slots, const bf16* query_norm,
-                       const bf16* key_norm, float epsilon, bf16* query, float* keys, float* values, int64_t rows,
-                       int64_t query_heads, int64_t kv_heads, int64_t dim, int threads) {
-    rotary_store(joined, cos, sin, slots, query_norm, key_norm, epsilon, query, keys, values, rows, query_heads, kv_heads, dim,
-                 threads);
-}
-void rotary_store_float(const float* joined, const float* cos, const float* sin, const int64_t* slots,
-                        const float* query_norm, const float* key_norm, float epsilon, float* query, float* keys, float* values,
-                        int64_t rows, int64_t query_heads, int64_t kv_heads, int64_t dim, int threads) {
-    rotary_store(joined, cos, sin, slots, query_norm, key_norm, epsilon, query, keys, values, rows, query_heads, kv_heads, dim,
-                 threads);
-}
-}
+EXPORT_TYPES(add_rms_norm)
+EXPORT_TYPES(silu_mul)
+EXPORT_TYPES(rotary_store)

@@ -1,9 +1,12 @@
-"""Finds the compiled kernels that this processor can run, and calls them through their C interface."""
+"""Finds the compiled kernels that this processor can run, and calls them through their C interface.
+
+The C++ source is the only declaration of what a function takes: `EXPORT` (export.h) stores its signature with the
+address."""
 
 import ctypes
 import os
-from array import array
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,48 +23,77 @@ VARIANTS = {
     "neondot": ("dot", "neon"),
     "neon": ("neon",),
 }
-"""Builds of the same source, best first, and what a processor must be able to do for each."""
+"""Builds of the same source, best first, and the processor features that each needs."""
 
 KERNELS = "CPU_KERNELS"
-"""The environment variable that names a build, for comparisons."""
+"""The environment variable that selects a build, for comparisons."""
 
 _MAKERS = {"avx512bf16": "AMD"}
-"""Whose processors alone a build is best on: Intel's multiply pairs of bf16 at half the rate (decision 118)."""
+"""The only maker on whose processors a build is best: others multiply pairs of bf16 at half the rate (decision 118)."""
 
 MOST_DIM = 256
-"""Dimensions of a head, as in vector.h."""
+"""Largest head dimension, as in vector.h."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
-"""Types that there are kernels for, as they stand in the names of functions."""
+"""Types of activations that there are kernels for, as they appear in the names of exports."""
 
-_KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-
-
-class Rows(ctypes.Structure):
-    """`Rows` of ops.h."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("order", "seen", "path_start", "path_slots")]
+_C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
-class Layer(ctypes.Structure):
-    """`Layer` of ops.h."""
+class _Export(ctypes.Structure):
+    """`Export` of export.h."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("query_heads", "kv_heads", "dim", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    ]
+    _fields_ = (("address", ctypes.c_void_p), ("takes", ctypes.c_char_p))
+
+
+class Structure(bytes):
+    """A C structure of addresses and int64 numbers, then of floats. It keeps its tensors alive, whose elements must lie
+    without gaps."""
+
+    words: tuple[Tensor | int | None, ...]
+
+    def __new__(cls, *words: Tensor | int | None, floats: tuple[float, ...] = ()) -> "Structure":
+        layout = _layout(len(words), len(floats))
+        self = super().__new__(
+            cls, layout.pack(*[w.data_ptr() if isinstance(w, Tensor) else w or 0 for w in words], *floats)
+        )
+        self.words = words
+        return self
+
+
+def remembered(build: Callable[[Any], Structure]) -> Callable[[Any], Structure]:
+    """The structure of an object whose tensors never move: built once, and kept for the last few objects."""
+    kept: dict[int, tuple[object, Structure]] = {}
+
+    def structure_of(value: object) -> Structure:
+        found = kept.get(id(value))  # valid: what is kept stays alive
+        if found is None:
+            if len(kept) == _MOST_REMEMBERED:
+                kept.clear()
+            found = kept[id(value)] = value, build(value)
+        return found[1]
+
+    return structure_of
+
+
+_MOST_REMEMBERED = 4
+_PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, Structure, type(None)))
+
+
+@cache
+def _layout(words: int, floats: int) -> struct.Struct:
+    return struct.Struct(f"{words}q{floats}f0q")  # filled up to whole words
 
 
 @cache
 def variant() -> str | None:
-    """The build that runs here: the one that `KERNELS` names, else the best; None where none was built, or none fits.
-    Raises ImportError when it is stale, or cannot be the one that is named."""
-    able, named = torch.cpu.get_capabilities(), os.environ.get(KERNELS)
+    """The build to run: the one that `KERNELS` names, else the best that fits this processor, else None.
+    Raises ImportError when that build is older than its sources, or when the named one cannot run here."""
+    capabilities, named = torch.cpu.get_capabilities(), os.environ.get(KERNELS)
     for name, needs in VARIANTS.items():
         built = _path(name)
-        is_best = name == named or (named is None and _MAKERS.get(name, "") in str(able.get("cpu_name")))
-        if built is not None and is_best and all(able.get(need, False) for need in needs):
+        is_best = name == named or (named is None and _MAKERS.get(name, "") in str(capabilities.get("cpu_name")))
+        if built is not None and is_best and all(capabilities.get(need, False) for need in needs):
             _check_fresh(built)
             return name
     if named is not None:
@@ -69,28 +101,31 @@ def variant() -> str | None:
     return None
 
 
+def call(name: str, *arguments: Tensor | int | float | bytes | None, dtype: torch.dtype | None = None) -> int:
+    """Call an exported C function, in its instance for tensors of `dtype` where it has several. Tensors and structures
+    are passed as addresses; the elements of a tensor must lie without gaps."""
+    values = [value if type(value) in _PASSED_AS_THEY_ARE else value.data_ptr() for value in arguments]  # type: ignore[union-attr]  # only tensors are left
+    result: int = function(name, dtype)(*values)
+    return result
+
+
+def contiguous(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where their elements have gaps. # [...] each"""
+    return [tensor.contiguous() for tensor in tensors]
+
+
 @cache
-def function(name: str, kinds: str, dtype: torch.dtype | None = None) -> Any:
-    """The C function of that name for tensors of that type, and what it takes: p address, n int64, i int, f float."""
+def function(name: str, dtype: torch.dtype | None = None) -> Any:
+    """The exported C function of that name, in its instance for tensors of that type."""
     found = variant()
     assert found is not None, "no kernels are compiled for this processor"
-    called = getattr(_load(found), name if dtype is None else f"{name}_{_NAMES[dtype]}")
-    called.argtypes = [_KINDS[kind] for kind in kinds]
-    return called
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Of its first element, which the others must follow without gaps."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def addresses(tensors: Iterable[Tensor]) -> "array[int]":
-    """The same of several, as a structure in C has them, for as long as this is kept."""
-    return array("Q", [tensor.data_ptr() for tensor in tensors])
+    export = _Export.in_dll(_load(found), f"export_{name}" if dtype is None else f"export_{name}_{_NAMES[dtype]}")
+    takes = [_C_TYPES[letter] for letter in export.takes.decode()]
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *takes)(export.address)
 
 
 def halves(pool: Tensor) -> tuple[int, int]:
-    """Addresses of a layer's keys and values. # pool [2, slots, kv_heads, head_dim] float32"""
+    """Addresses of a layer's keys and of its values. # pool [2, slots, kv_heads, head_dim] float32"""
     keys = pool.data_ptr()
     return keys, keys + pool.stride(0) * pool.itemsize
 
@@ -101,13 +136,13 @@ def _load(name: str) -> ctypes.CDLL:
 
 
 def _path(name: str) -> Path | None:
-    """Where the build of that name lies, if it was built."""
+    """The file of that build; None where it was not built."""
     spec = find_spec(f"{__package__}.{name}")
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _check_fresh(built: Path) -> None:
-    """In a checkout the sources lie beside what was built from them, and may have changed since. Raises ImportError."""
+    """Raise ImportError where a source in the same folder (as in a checkout) is newer than the build."""
     sources = (*built.parent.glob("*.cpp"), *built.parent.glob("*.h"))
     newer = [path.name for path in sources if path.stat().st_mtime > built.stat().st_mtime]
     if newer:

@@ -1,4 +1,4 @@
-// y = x W^T + b. Every output is summed in the order of x's columns, whatever rows are beside it.
+// y = x W^T + b. Every output is summed in the order of x's columns, whatever the batch.
 //
 // A packed weight is [ceil(out / COLUMNS)][in / 2][COLUMNS][2] of bf16, or [ceil(out / COLUMNS)][in][COLUMNS] of float: a
 // tile of COLUMNS outputs is read front to back, once for up to MOST_ROWS rows.
@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "export.h"
 #include "vector.h"
 
 namespace {
@@ -31,6 +32,8 @@ inline void add(Sums<ROWS>& sums, const float* x, int64_t in, const float* w) {
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = sums[r][v] + x[r * in] * weights[v];
 }
+
+const float* factors(const float* x, int64_t) { return x; }
 
 #ifdef __AVX512BF16__
 const bf16* factors(const bf16* x, int64_t) { return x; }
@@ -112,17 +115,12 @@ void pack(const W* weight, W* packed, int64_t in, int64_t out) {
                     *packed++ = first + c < out ? weight[(first + c) * in + i + j] : W{};
 }
 
+template <class T>
+void linear(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+    product(factors(x, rows * in), (const T*)packed, bias, y, rows, in, out, threads);
+}
+
 }  // namespace
 
-extern "C" {
-void pack_bf16(const bf16* weight, bf16* packed, int64_t in, int64_t out) { pack(weight, packed, in, out); }
-void pack_float(const float* weight, float* packed, int64_t in, int64_t out) { pack(weight, packed, in, out); }
-void linear_bf16(const bf16* x, const void* packed, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
-                 int threads) {
-    product(factors(x, rows * in), (const bf16*)packed, bias, y, rows, in, out, threads);
-}
-void linear_float(const float* x, const void* packed, const float* bias, float* y, int64_t rows, int64_t in, int64_t out,
-                  int threads) {
-    product(x, (const float*)packed, bias, y, rows, in, out, threads);
-}
-}
+EXPORT_TYPES(pack)
+EXPORT_TYPES(linear)

@@ -1,59 +1,121 @@
-"""The compiled twin of `kernels.linear`: weights are packed once, in tiles of outputs that a product reads front to
-back."""
+"""Compiled ops of `kernels.linear`: weights are packed once, in tiles of outputs that a product reads front to back."""
 
+from collections.abc import Iterable, Sequence
 from ctypes import c_void_p, cast
-from typing import Any
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.library import address, function
-from kernels.linear import Product, QuantisedWeight, Weight
+from kernels.cpu.library import Structure, call, function
+from kernels.linear import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, Weight
 
-_OUTPUTS = 32  # of the largest tile that a build has; smaller ones divide it
+_OUTPUTS = 32  # of the largest tile in any build; smaller ones divide it
 
 
 class PackedLinear:
     """A product with one layer's packed weights."""
 
     def __init__(
-        self, call: Any, packed: int, sizes: tuple[int, int], bias: Tensor | None, kept: object, missing: int = 0
+        self,
+        kernel: str,
+        weights: Tensor,
+        sizes: tuple[int, int],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        missing: int = 0,
+        kept: object = None,
     ) -> None:
-        """`call`: the kernel; `packed`: address of the weights, which `kept` holds; sizes: columns in and out, of which
-        `missing` zeros are none of the layer's."""
-        self._call, self._kept, self._sizes, self.missing = call, kept, sizes, missing
-        self._bias = None if bias is None else functional.pad(bias.detach().float(), (0, -sizes[1] % _OUTPUTS))
-        self._weights = packed, address(self._bias)
+        """`kernel`: the C function; `sizes`: columns in and out, of which the last `missing` inputs are zeros that the
+        layer does not have; `kept`: what `weights` points to. # weights: packed, or a structure as bytes; bias [out]"""
+        self._call, self.missing = function(kernel, dtype), missing
+        self.columns, self.out = sizes
+        padding = 0, -self.out % _OUTPUTS
+        padded = None if bias is None else functional.pad(bias.detach().float(), padding)
+        self._kept = weights, padded, kept
+        self._addresses = weights.data_ptr(), None if padded is None else padded.data_ptr()
 
     @property
-    def parts(self) -> tuple[int | None, int | None, int | None, int, int]:
-        """`Product` of decoder_layers.cpp: function, weights, bias, columns in and out."""
-        return cast(self._call, c_void_p).value, *self._weights, *self._sizes
+    def structure(self) -> Structure:
+        """`Product` of decoder_layers.cpp."""
+        return Structure(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b. # [..., in] -> [..., out]"""
         x = functional.pad(x, (0, self.missing)) if self.missing else x.contiguous()
-        width, out = self._sizes
+        columns, out = self.columns, self.out
         y = x.new_empty(*x.shape[:-1], out)
-        self._call(
-            x.data_ptr(), *self._weights, y.data_ptr(), x.numel() // width, *self._sizes, torch.get_num_threads()
-        )
+        sizes = x.numel() // columns, columns, out, torch.get_num_threads()
+        self._call(x.data_ptr(), *self._addresses, y.data_ptr(), *sizes)
         return y
 
 
-def product_kernel(name: str, dtype: torch.dtype) -> Any:
-    """The C function of a product with weights of that kind, for activations of that type."""
-    return function(name, "ppppnnni", dtype)
-
-
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """As the reference; rows of any number have the bits they have alone."""
+    """As the reference; a row has the bits that it has alone. # weight [out, in], bias [out]"""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)
     missing = weight.shape[1] % 2  # columns are taken in pairs
     whole = functional.pad(weight.detach(), (0, missing)).contiguous()
-    out, width = whole.shape
-    packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * width)
-    function("pack", "ppnn", weight.dtype)(address(whole), address(packed), width, out)
-    kernel = product_kernel("linear", weight.dtype)
-    return PackedLinear(kernel, packed.data_ptr(), (width, out), bias, packed, missing)
+    out, columns = whole.shape
+    packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * columns)
+    call("pack", whole, packed, columns, out, dtype=weight.dtype)
+    return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
+
+
+class _Part(NamedTuple):
+    """Consecutive outputs of a matrix that have one format."""
+
+    outputs: int
+    tiles: Tensor  # [bytes] uint8
+    structure: Structure  # `Part` of linear_quantised.cpp
+
+
+class PackedWeight(QuantisedWeight):
+    """Codes packed in as many bits as they have."""
+
+    def __init__(self, parts: Sequence[_Part], columns: int, dtype: torch.dtype) -> None:
+        self.dtype, self._parts = dtype, parts
+        self.shape = sum(part.outputs for part in parts), columns
+
+    @classmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        return cls([part for weight in weights for part in weight._parts], weights[0].shape[1], weights[0].dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.tiles.nbytes for part in self._parts)
+
+    def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
+        assert len(self._parts) == 1, "a joined matrix is not looked up"
+        y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
+        wanted = self._parts[0].structure, outputs.contiguous(), outputs.numel(), self.shape[1]
+        call("lookup_quantised", *wanted, y, torch.get_num_threads(), dtype=self.dtype)
+        return y
+
+    def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
+        parts = _as_tensor(b"".join(part.structure for part in self._parts))
+        matrix = _as_tensor(Structure(parts, len(self._parts)))
+        return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self._parts))
+
+
+def keep_blocks(
+    form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
+) -> PackedWeight:
+    """As the reference. # shape [out, in]"""
+    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
+    num_bytes = call("quantised_bytes", Structure(None, out, *numbers), columns)
+    tiles, first = torch.zeros(num_bytes, dtype=torch.uint8), 0
+    structure = Structure(tiles, out, *numbers)
+    for piece in pieces:
+        codes, scales, minima = (None if value is None else value.contiguous() for value in piece)
+        rows = len(piece.codes)
+        call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima, torch.get_num_threads())
+        first += rows
+    assert first == out, f"{first} rows of {out}"
+    return PackedWeight([_Part(out, tiles, structure)], columns, dtype)
+
+
+def _as_tensor(structure: bytes) -> Tensor:
+    """A copy that has an address. # -> [bytes] uint8"""
+    return torch.frombuffer(bytearray(structure), dtype=torch.uint8)

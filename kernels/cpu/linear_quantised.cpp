@@ -4,7 +4,7 @@
 //     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} code_oi p_i - zero sum_{i in B} p_i) + min_oB a_B sum_{i in B} p_i
 //
 // The sums within a block are whole numbers and exact; blocks are added up in order, each by one fused multiply-add, so
-// that a row has the same bits beside any other rows, and on every processor with 8 or 16 floats to a register.
+// that a row has the same bits in any batch, and on every processor with 8 or 16 floats to a register.
 //
 // A packed matrix is [ceil(out / TILE)] tiles of [in / 32] blocks of 32 columns. A block begins with codes. Of 8 bits:
 // [8][TILE][4]; else their lower four as [4][TILE][4], columns 8 j to 8 j + 3 in the lower nibbles of the j-th, the next
@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "export.h"
 #include "vector.h"
 
 namespace {
@@ -26,7 +27,7 @@ constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
 constexpr int AHEAD = 1 << 13;  // bytes between a prefetch and its use
 constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs more than they save
 
-struct Part {  // of a matrix: outputs of one form, one behind the other
+struct Part {  // consecutive outputs of a matrix that have one format
     const uint8_t* tiles;
     int64_t outputs, bits, size, zero, has_minima;
 
@@ -281,7 +282,8 @@ Tile tile_of(const Part& part, int64_t rows) {
 }
 
 template <class T>
-void product(const T* x, const Matrix* matrix, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+    const Matrix* matrix = (const Matrix*)packed;
     static thread_local std::vector<Activations> quantised;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
     quantised.resize(size_t(rows * blocks));
@@ -329,8 +331,10 @@ int code_at(const Part& part, const uint8_t* block, int column, int64_t lane) {
     return part.bits == 6 ? code | (block[high.byte] >> high.bit & 3) << 4 : code;
 }
 
+// y [count, in]: the weights of some outputs.
 template <class T>
-void lookup(const Part& part, const int64_t* outputs, int64_t count, int64_t in, T* y, int threads) {
+void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count, int64_t in, T* y, int threads) {
+    const Part& part = *matrix;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size, bytes = part.block_bytes();
 #pragma omp parallel for schedule(static) num_threads(count * in > FEW ? threads : 1)
     for (int64_t row = 0; row < count; row++) {
@@ -348,9 +352,6 @@ void lookup(const Part& part, const int64_t* outputs, int64_t count, int64_t in,
     }
 }
 
-}  // namespace
-
-extern "C" {
 int64_t quantised_bytes(const Part* part, int64_t in) {
     return part->num_tiles() * part->block_bytes() * ((in + COLUMNS - 1) / COLUMNS);
 }
@@ -380,20 +381,9 @@ void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, in
             }
 }
 
-// y [count, in]: the weights of some outputs.
-void lookup_quantised_bf16(const Part* part, const int64_t* outputs, int64_t count, int64_t in, bf16* y, int threads) {
-    lookup(*part, outputs, count, in, y, threads);
-}
-void lookup_quantised_float(const Part* part, const int64_t* outputs, int64_t count, int64_t in, float* y, int threads) {
-    lookup(*part, outputs, count, in, y, threads);
-}
+}  // namespace
 
-void linear_quantised_bf16(const bf16* x, const void* matrix, const float* bias, bf16* y, int64_t rows, int64_t in, int64_t out,
-                           int threads) {
-    product(x, (const Matrix*)matrix, bias, y, rows, in, out, threads);
-}
-void linear_quantised_float(const float* x, const void* matrix, const float* bias, float* y, int64_t rows, int64_t in,
-                            int64_t out, int threads) {
-    product(x, (const Matrix*)matrix, bias, y, rows, in, out, threads);
-}
-}
+EXPORT(quantised_bytes)
+EXPORT(pack_quantised)
+EXPORT_TYPES(lookup_quantised)
+EXPORT_TYPES(linear_quantised)

@@ -1,4 +1,4 @@
-// Which tokens followed which contexts, and trees of what may follow now: as kernels/memory.py.
+// N-gram counts, and trees grown from them and a network's proposals: the ops of kernels/memory.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -6,13 +6,14 @@
 #include <numeric>
 #include <vector>
 
+#include "export.h"
 #include "gumbel.h"
 #include "trees.h"
 
 namespace {
 
 constexpr int ORDERS[] = {1, 2, 4, 8}, NUM_ORDERS = 4, CONTEXT = 8, WAYS = 8, MAX_DEPTH = 64;
-constexpr int TEXT = 0, PREDICTION = 1, PAST = 2, PARTS = 3, KINDS = 4, NO_PARENT = -2;
+constexpr int TEXT = 0, PREDICTION = 1, PAST = 2, PARTS = 3, VARIANTS = 4, NO_PARENT = -2;
 constexpr int TOKEN_BITS = 20, COUNT_BITS = 16, TAG_BITS = 28, TAG_PLACE = 64 - TAG_BITS, BUCKET_SHIFT = 40, TAG_SHIFT = 12;
 constexpr uint64_t TAGS = (uint64_t(1) << TAG_BITS) - 1, TOKENS = (uint64_t(1) << TOKEN_BITS) - 1;
 constexpr uint64_t MOST = (uint64_t(1) << COUNT_BITS) - 1, SIGHTING = 16, AFTER_REJECTED = SIGHTING / 4;
@@ -70,11 +71,9 @@ struct Node {
     Context context;
 };
 
-}  // namespace
-
-extern "C" struct Memory {
+struct Memory {
     int64_t* entries;  // [buckets, WAYS]
-    float *weights, *squares;  // [scopes, KINDS, FEATURES]
+    float *weights, *squares;  // [scopes, VARIANTS, FEATURES]
     const int64_t *parts, *scopes;  // [rows, PARTS, 2], [rows]
     const bool *warm, *stores;  // [rows]
     int64_t *tails, *predicted;  // [rows, CONTEXT], [rows]
@@ -83,15 +82,13 @@ extern "C" struct Memory {
     const int64_t* factors;  // [NUM_ORDERS + CONTEXT]
 };
 
-namespace {
-
 // One row's view of the memory.
 struct Reader {
     const Memory& memory;
     const int64_t row;
     const Trees network;
 
-    Reader(const Memory* of, int64_t number) : memory(*of), row(number), network(of->network.line(number)) {}
+    Reader(const Memory* of, int64_t number) : memory(*of), row(number), network(of->network.tree(number)) {}
 
     int64_t buckets(int part) const { return memory.parts[(row * PARTS + part) * 2 + 1]; }
 
@@ -103,7 +100,7 @@ struct Reader {
 
     void set_tail(const Context& context) const { std::copy_n(context.tokens, CONTEXT, memory.tails + row * CONTEXT); }
 
-    // Where the contexts of each order lie; returns for how many the text is long enough.
+    // Finds the bucket of each order's context; returns for how many orders the sequence is long enough.
     int places(const Context& context, int part, Place* found) const {
         const int64_t first = memory.parts[(row * PARTS + part) * 2], count = buckets(part);
         uint64_t hash = 0;
@@ -139,7 +136,7 @@ struct Reader {
         }
     }
 
-    // Notes what the part has seen behind the context; returns the longest order that it knows, or -1.
+    // Adds the tokens that the part has counted after the context; returns the longest order with any, or -1.
     int see(const Context& context, int part, Candidates& candidates) const {
         Place found[NUM_ORDERS];
         int longest = -1;
@@ -165,13 +162,13 @@ struct Reader {
         return proposed != NO_PARENT && std::find(network.parents, end, proposed) != end;
     }
 
-    // Zeros that the hash of a token's sampling noise begins with, see kernels/gumbel.py: each adds log 2 to the noise.
+    // Leading zeros of the hash of a token's sampling noise (kernels/sample.py): each adds log 2 to the noise.
     static int noise(uint64_t key, int64_t token) {
         const uint32_t bits = noise_bits(key, uint32_t(token));
         return bits >> 30 == 3 ? 1 : std::min(bits ? 2 + __builtin_clz(bits) : NOISES, NOISES - 1);
     }
 
-    // What may follow at a depth, with the features of each.
+    // The candidates for the next token at a depth, with the features of each.
     void candidates(const Context& context, int64_t proposed, bool knows, int64_t depth, Candidates& found) const {
         int known[PARTS];
         found.clear();
@@ -206,11 +203,11 @@ struct Reader {
         }
     }
 
-    int64_t kind(bool knows) const { return (memory.scopes[row] * KINDS + 2 * memory.warm[row] + knows) * FEATURES; }
+    int64_t variant(bool knows) const { return (memory.scopes[row] * VARIANTS + 2 * memory.warm[row] + knows) * FEATURES; }
 
-    float chance(int64_t kind, const Candidate& one) const {
+    float chance(int64_t variant, const Candidate& one) const {
         float sum = 0;
-        for (int feature : one.features) sum += memory.weights[kind + feature];
+        for (int feature : one.features) sum += memory.weights[variant + feature];
         return std::clamp(1.0f / (1.0f + std::exp(-sum)), LEAST, LIKELIEST);
     }
 };
@@ -223,8 +220,8 @@ void copy(const Trees& from, const Trees& to) {
     std::copy_n(from.survival, count, to.survival);
 }
 
-// How many of the tokens stand on a path from the root.
-int64_t right(const Trees& tree, const int64_t* tokens, int64_t count) {
+// Number of leading tokens that the tree has as a path from its root.
+int64_t matching(const Trees& tree, const int64_t* tokens, int64_t count) {
     int64_t parent = ROOT;
     for (int64_t depth = 0; depth < count; depth++) {
         int64_t node = 0;
@@ -262,9 +259,9 @@ struct Tree {
     void expand(const Reader& reader, const Node& parent, int64_t number, float least) {
         const bool knows = reader.knows(parent.proposed);
         reader.candidates(parent.context, parent.proposed, knows, parent.depth + 1, found);
-        const int64_t kind = reader.kind(knows);
+        const int64_t variant = reader.variant(knows);
         for (const Candidate& one : found) {
-            const float survival = parent.survival * reader.chance(kind, one);
+            const float survival = parent.survival * reader.chance(variant, one);
             if (survival < least) continue;
             size_t place = nodes.size();
             if (place == most) {
@@ -296,10 +293,6 @@ struct Tree {
     }
 };
 
-}  // namespace
-
-extern "C" {
-
 void add_text(const Memory* memory, int64_t row, int64_t part, const int64_t* tokens, int64_t count) {
     const Reader reader(memory, row);
     Context context = reader.tail();
@@ -315,10 +308,10 @@ void grow_joint_tree(const Memory* memory, const int64_t* rows, int64_t batch, c
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
         *reader.network.num_nodes = 0;
-        if (network) copy(network->line(b), reader.network);
+        if (network) copy(network->tree(b), reader.network);
         tree.grow(reader, least);
-        tree.write(trees->line(b));
-        if (!network) copy(trees->line(b), memory->alone.line(rows[b]));
+        tree.write(trees->tree(b));
+        if (!network) copy(trees->tree(b), memory->alone.tree(rows[b]));
     }
 }
 
@@ -331,9 +324,9 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
     std::fill_n(sums, 4 + NUM_ORDERS, 0);
     for (int64_t b = 0; b < batch; b++) {
         const Reader reader(memory, rows[b]);
-        const int64_t* said = tokens + b * width;
+        const int64_t* committed = tokens + b * width;
         const int64_t most = std::max<int64_t>(0, counts[b] - 1);
-        sums[0] += right(memory->alone.line(rows[b]), said, most), sums[1] += most, sums[2] += counts[b];
+        sums[0] += matching(memory->alone.tree(rows[b]), committed, most), sums[1] += most, sums[2] += counts[b];
         if (memory->stores[rows[b]] && reader.buckets(PAST)) sums[3] += counts[b];
         const Context tail = reader.tail();
         Context context = tail;
@@ -341,16 +334,16 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
         for (int64_t i = 0; i < counts[b]; i++) {
             const bool knows = reader.knows(proposed);
             reader.candidates(context, proposed, knows, i + 1, found);
-            const int64_t kind = reader.kind(knows);
+            const int64_t variant = reader.variant(knows);
             proposed = NO_PARENT;
             for (const Candidate& one : found) {
-                const bool is_true = one.token == said[i];
-                const float error = float(is_true) - reader.chance(kind, one);
+                const bool is_true = one.token == committed[i];
+                const float error = float(is_true) - reader.chance(variant, one);
                 for (int feature : one.features) {
                     if (!memory->stores[rows[b]]) break;
-                    float& square = memory->squares[kind + feature];
+                    float& square = memory->squares[variant + feature];
                     square += error * error;
-                    memory->weights[kind + feature] += rate * error / std::sqrt(square);
+                    memory->weights[variant + feature] += rate * error / std::sqrt(square);
                 }
                 if (!is_true) continue;
                 if (one.node >= 0) proposed = one.node;
@@ -358,11 +351,11 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
                 if (one.seen[PAST].order >= 0) known[one.seen[PAST].order]++;
             }
             for (int part : {TEXT, PAST})
-                if (part == TEXT || memory->stores[rows[b]]) reader.add(context, part, said[i]);
-            context = context.then(said[i]);
+                if (part == TEXT || memory->stores[rows[b]]) reader.add(context, part, committed[i]);
+            context = context.then(committed[i]);
         }
         reader.set_tail(context);
-        const Trees tree = verified->line(b);
+        const Trees tree = verified->tree(b);
         const int64_t* chosen = choices + b * (verified->width + 1) + 1;
         contexts.resize(size_t(*tree.num_nodes)), is_accepted.resize(contexts.size());
         for (int64_t node = 0; node < *tree.num_nodes; node++) {
@@ -371,7 +364,12 @@ void learn_committed(const Memory* memory, const int64_t* rows, int64_t batch, c
             is_accepted[size_t(node)] = (parent < 0 || is_accepted[size_t(parent)]) && chosen[parent] == tree.tokens[node];
             if (!is_accepted[size_t(node)]) reader.add(contexts[size_t(node)], TEXT, chosen[node], AFTER_REJECTED);
         }
-        *reader.network.num_nodes = *memory->alone.line(rows[b]).num_nodes = 0;
+        *reader.network.num_nodes = *memory->alone.tree(rows[b]).num_nodes = 0;
     }
 }
-}
+
+}  // namespace
+
+EXPORT(add_text)
+EXPORT(grow_joint_tree)
+EXPORT(learn_committed)

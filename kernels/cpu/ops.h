@@ -1,4 +1,4 @@
-// Ops that others call, and what they are told of a forward.
+// Ops that other files call, and the structures that describe one forward.
 #pragma once
 #include "vector.h"
 

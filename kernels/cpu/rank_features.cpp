@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "export.h"
 #include "vector.h"
 
 namespace {
@@ -82,11 +83,4 @@ void rank_features(const T* scores, int64_t rows, int64_t vocab, float* features
 
 }  // namespace
 
-extern "C" {
-void rank_features_bf16(const bf16* scores, int64_t rows, int64_t vocab, float* features, int64_t* ids, int threads) {
-    rank_features(scores, rows, vocab, features, ids, threads);
-}
-void rank_features_float(const float* scores, int64_t rows, int64_t vocab, float* features, int64_t* ids, int threads) {
-    rank_features(scores, rows, vocab, features, ids, threads);
-}
-}
+EXPORT_TYPES(rank_features)

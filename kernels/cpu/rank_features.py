@@ -1,18 +1,15 @@
-"""The compiled twin of `kernels.rank_features`."""
+"""Compiled op of `kernels.rank_features`."""
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import function
+from kernels.cpu.library import call
 from kernels.rank_features import NUM_FEATURES, TOP
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; of equal scores the lower id comes first."""
-    scores, (*shape, vocab) = scores.contiguous(), scores.shape
-    features = torch.empty(*shape, NUM_FEATURES)
-    ids = torch.empty(*shape, TOP, dtype=torch.int64)
-    rows = ids.numel() // TOP
-    call = function("rank_features", "pnnppi", scores.dtype)
-    call(scores.data_ptr(), rows, vocab, features.data_ptr(), ids.data_ptr(), torch.get_num_threads())
+    """As the reference; of equal scores the lower id ranks first. # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
+    scores, (*shape, vocab), threads = scores.contiguous(), scores.shape, torch.get_num_threads()
+    features, ids = torch.empty(*shape, NUM_FEATURES), torch.empty(*shape, TOP, dtype=torch.int64)
+    call("rank_features", scores, ids.numel() // TOP, vocab, features, ids, threads, dtype=scores.dtype)
     return features, ids

@@ -1,9 +1,12 @@
 // Extends and trees as rows of one forward, see kernels/rows.py.
 #include <algorithm>
 
+#include "export.h"
 #include "trees.h"
 
-struct Text {
+namespace {
+
+struct Extend {
     int64_t table_row, start, tokens, completes, nodes;
 };
 
@@ -17,32 +20,33 @@ struct Columns {
     bool* ancestors;
 };
 
-extern "C" {
-
-// `read`: tokens of all texts, one after the other.
-void lay_out_rows(const Text* texts, int64_t lines, const int64_t* read, int64_t width, const Nodes* nodes, int64_t* table,
+// `read`: the concatenated tokens of all extends.
+void lay_out_rows(const Extend* extends, int64_t lines, const int64_t* read, int64_t width, const Nodes* nodes, int64_t* table,
                   int64_t table_width, const Columns* columns) {
-    int64_t extends = 0, choosing = 0;
-    for (int64_t line = 0; line < lines; line++) extends += texts[line].tokens, choosing += texts[line].completes;
+    int64_t extend_rows = 0, choosing = 0;
+    for (int64_t line = 0; line < lines; line++) extend_rows += extends[line].tokens, choosing += extends[line].completes;
     const Columns to = *columns;
     std::fill(to.node_slots, to.node_slots + lines * width, 0);
-    int64_t row = 0, complete = 0, below = extends, logit = choosing;
+    int64_t row = 0, complete = 0, below = extend_rows, logit = choosing;
     for (int64_t line = 0; line < lines; line++) {
-        const Text& text = texts[line];
-        to.table_rows[line] = text.table_row, to.ends[line] = text.start + text.tokens - 1;
-        for (int64_t i = 0; i < text.tokens; i++, row++) {
-            to.tokens[row] = read[row], to.positions[row] = text.start + i, to.sequence[row] = line, to.node[row] = ROOT;
-            table[text.table_row * table_width + text.start + i] = nodes->slots[row];
+        const Extend& extend = extends[line];
+        to.table_rows[line] = extend.table_row, to.ends[line] = extend.start + extend.tokens - 1;
+        for (int64_t i = 0; i < extend.tokens; i++, row++) {
+            to.tokens[row] = read[row], to.positions[row] = extend.start + i, to.sequence[row] = line, to.node[row] = ROOT;
+            table[extend.table_row * table_width + extend.start + i] = nodes->slots[row];
         }
-        for (int64_t i = 0, at = line * width; i < text.nodes; i++, at++, below++, logit++) {
+        for (int64_t i = 0, at = line * width; i < extend.nodes; i++, at++, below++, logit++) {
             to.tokens[below] = nodes->tokens[at], to.positions[below] = to.ends[line] + nodes->depths[at];
             to.sequence[below] = line, to.node[below] = i, to.node_slots[at] = nodes->slots[below];
             to.logit_rows[logit] = below, to.logit_sequence[logit] = complete, to.logit_places[logit] = i + 1;
         }
-        if (!text.completes) continue;
+        if (!extend.completes) continue;
         to.logit_rows[complete] = row - 1, to.logit_sequence[complete] = complete, to.logit_places[complete] = 0;
-        to.completing[complete] = line, to.num_nodes[complete++] = text.nodes;
+        to.completing[complete] = line, to.num_nodes[complete++] = extend.nodes;
     }
     ancestor_matrix(nodes->parents, lines, width, to.ancestors);
 }
-}
+
+}  // namespace
+
+EXPORT(lay_out_rows)

@@ -3,6 +3,7 @@
 #pragma GCC optimize("fp-contract=off")
 #include <cmath>
 
+#include "export.h"
 #include "gumbel.h"
 #include "vector.h"
 
@@ -21,7 +22,7 @@ Vec log_of(Vec x) {
     return whole * 0.693359375f + (2.0f * s * series + whole * -2.12194440e-4f);  // log 2 in two parts
 }
 
-// As kernels/gumbel.py: -log(E), E = -log1p(-u), u = (hash(key, token) + 1/2) 2^-32, at most 1 - 2^-24.
+// As kernels/sample.py: -log(E), E = -log1p(-u), u = (hash(key, token) + 1/2) 2^-32, at most 1 - 2^-24.
 Vec noise_of(const int32_t* key, UVec tokens) {
     UVec bits = mixed(mixed(tokens ^ uint32_t(key[0])) ^ uint32_t(key[1]));
     Vec u = (__builtin_convertvector(bits, Vec) + 0.5f) * 0x1p-32f;
@@ -86,17 +87,6 @@ void choose(const T* scores, const int32_t* keys, const float* temperatures, int
                    tokens + row, bad + row);
 }
 
-}  // namespace
-
-extern "C" {
-void choose_bf16(const bf16* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab,
-                 int64_t* tokens, int64_t* bad, int threads) {
-    choose(scores, keys, temperatures, rows, vocab, tokens, bad, threads);
-}
-void choose_float(const float* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab,
-                  int64_t* tokens, int64_t* bad, int threads) {
-    choose(scores, keys, temperatures, rows, vocab, tokens, bad, threads);
-}
 void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count, int threads) {
 #pragma omp parallel for schedule(static) num_threads(rows * count > FEW ? threads : 1)
     for (int64_t row = 0; row < rows; row++)
@@ -107,4 +97,8 @@ void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int6
             store_end(noise + row * count + i, drawn, count - i);
         }
 }
-}
+
+}  // namespace
+
+EXPORT_TYPES(choose)
+EXPORT(gumbel_noise)

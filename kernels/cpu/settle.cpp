@@ -1,7 +1,10 @@
 // What a verified step makes permanent, see kernels/settle.py.
 #include <algorithm>
 
+#include "export.h"
 #include "trees.h"
+
+namespace {
 
 struct Step {
     const int64_t *chosen, *bad, *logit_rows, *logit_sequence, *logit_places, *completing, *num_nodes;
@@ -13,10 +16,8 @@ struct Verified {
     int64_t *path_logits, *path_rows, *slots, *table_rows, *roots, *freed;
 };
 
-extern "C" {
-
-// `told` sequences, the first ones, have `numbers` sizes each.
-void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int64_t depth, int64_t told, int64_t numbers,
+// The first `num_sized` sequences have `numbers` sizes each.
+void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int64_t depth, int64_t num_sized, int64_t numbers,
             int64_t* table, int64_t table_width, const Verified* verified) {
     const int64_t places = width + 1;
     int64_t *targets = verified->target_tokens, *emitted = verified->emitted, *freed = verified->freed;
@@ -32,7 +33,7 @@ void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int6
         const int64_t *tokens = step->tokens + line * width, *parents = step->parents + line * width;
         const int64_t* node_slots = step->node_slots + line * width;
         int64_t *path = verified->path + b * depth, last = ROOT, count = 0;
-        for (int64_t i = 0; i < step->tree_nodes[line] && count < depth; i++)  // children stand behind their parents
+        for (int64_t i = 0; i < step->tree_nodes[line] && count < depth; i++)  // parents come first
             if (parents[i] == last && tokens[i] == targets[last + 1]) path[count++] = last = i;
         std::fill(path + count, path + depth, ROOT);
         const int64_t bonus = verified->bonus[b] = targets[last + 1];
@@ -41,7 +42,7 @@ void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int6
         int64_t* written = table + step->table_rows[line] * table_width + root + 1;
         int64_t *failed = emitted++, first = b * (depth + 1);
         *failed = 0;
-        for (int64_t i = 0; i < numbers; i++) *emitted++ = b < told ? step->sizes[b * numbers + i] : 0;
+        for (int64_t i = 0; i < numbers; i++) *emitted++ = b < num_sized ? step->sizes[b * numbers + i] : 0;
         for (int64_t k = 0; k <= depth; k++) {
             const int64_t logit = own[k && k <= count ? path[k - 1] + 1 : 0], row = step->logit_rows[logit];
             *failed |= step->bad[logit];
@@ -58,4 +59,7 @@ void settle(const Step* step, int64_t logits, int64_t batch, int64_t width, int6
     }
     std::fill(freed, verified->freed + batch * width, 0);
 }
-}
+
+}  // namespace
+
+EXPORT(settle)

@@ -1,9 +1,9 @@
-"""The compiled twin of `kernels.settle`."""
+"""Compiled op of `kernels.settle`."""
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import addresses, function
+from kernels.cpu.library import Structure, call, contiguous
 from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH
 
@@ -18,16 +18,15 @@ def settle(
     trees: tuple[Tensor, Tensor, Tensor],
     sizes: Tensor,
 ) -> Verified:
-    """As the reference."""
-    assert table.is_contiguous()
-    given = [value.contiguous() for value in (*choice, *logits, *completing, *lines, slots, *trees, sizes)]
+    """As the reference. # table [table rows, max positions]"""
+    assert table.is_contiguous(), "it is changed in place"
+    step = contiguous(*choice, *logits, *completing, *lines, slots, *trees, sizes)
     batch, width = completing[0].shape[0], trees[0].shape[1]
-    depth, (told, numbers) = min(width, MAX_DEPTH), sizes.shape
+    depth, (num_sized, numbers) = min(width, MAX_DEPTH), sizes.shape
     each, path, emitted = [batch], [batch, depth + 1], [batch, 1 + numbers + depth + 1]
     shapes = [[batch, depth], each, each, [batch, width + 1], path, emitted, each]
     shapes += [path, path, path, each, each, [batch * width]]
     verified = Verified(*[torch.empty(shape, dtype=torch.int64) for shape in shapes])
-    counts, step, made = (choice[0].shape[0], batch, width, depth, told, numbers), addresses(given), addresses(verified)
-    call = function("settle", "pnnnnnnpnp")
-    call(step.buffer_info()[0], *counts, table.data_ptr(), table.shape[1], made.buffer_info()[0])
+    counts = len(choice[0]), batch, width, depth, num_sized, numbers
+    call("settle", Structure(*step), *counts, table, table.shape[1], Structure(*verified))
     return verified

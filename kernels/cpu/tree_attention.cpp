@@ -1,9 +1,10 @@
-// Tree attention over slots. A row sees positions [start, length) of its own text: those below `seen` by the slot table,
+// Tree attention over slots. A row sees positions [start, length) of its own sequence: those below `seen` by the slot table,
 // the rest by its path through the tree, in order of depth. Scores, denominator and values are summed in that order, so
 // that a row's bits depend on its own keys alone.
 #include <algorithm>
 #include <vector>
 
+#include "export.h"
 #include "ops.h"
 
 namespace {
@@ -155,14 +156,7 @@ void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t
 template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*, int);
 template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*, int);
 
-extern "C" {
 int64_t attend_lanes() { return LANES; }  // queries that are computed side by side
-void attend_bf16(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
-                 int64_t table_width, const bf16* query, bf16* out, int threads) {
-    attend(layer, rows, groups, num_groups, tables, table_width, query, out, threads);
-}
-void attend_float(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
-                  int64_t table_width, const float* query, float* out, int threads) {
-    attend(layer, rows, groups, num_groups, tables, table_width, query, out, threads);
-}
-}
+
+EXPORT(attend_lanes)
+EXPORT_TYPES(attend)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "export.h"
 #include "trees.h"
 
 Numbers likeliest_first(const Trees& tree, int64_t count) {
@@ -59,11 +60,9 @@ void cut(const Trees& from, const Numbers& nodes, const Numbers* leaders, const 
     *to.num_nodes = count;
 }
 
-extern "C" {
-
-void merge_trees(const Trees* raw, int64_t batch, bool merges, const Trees* merged, int64_t* chosen) {
+void merge_trees(const Trees* raw, int64_t batch, int merges, const Trees* merged, int64_t* chosen) {
     for (int64_t b = 0; b < batch; b++, chosen += merged->width) {
-        const Trees from = raw->line(b), to = merged->line(b);
+        const Trees from = raw->tree(b), to = merged->tree(b);
         Numbers order = likeliest_first(from, from.width), leaders, kept;
         if (merges) leaders = leaders_of(from, order);
         for (int64_t i : order)
@@ -94,4 +93,7 @@ void ancestor_matrix(const int64_t* parents, int64_t batch, int64_t nodes, bool*
             above[i] = true;
         }
 }
-}
+
+EXPORT(merge_trees)
+EXPORT(fates)
+EXPORT(ancestor_matrix)

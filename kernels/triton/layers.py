@@ -1,9 +1,9 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
 """The ops of `kernels/layers.py`, each in one launch.
-A row's norm is one program's, a head of a row that is rotated another's: sums are the same alone and in company. What
-the references round on the way is rounded here, and products of the rotation are not fused with their sum, so that its
-bits are the reference's."""
+One program norms a row, and one rotates a head of a row: sums do not depend on the batch. Values that the references
+round are rounded here, and products of the rotation are not fused with their sum, so that its bits are the
+reference's."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ _BLOCK = 1024
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """As the reference's `add_rms_norm`. # without gaps"""
+    """As the reference. # hidden, delta [rows, hidden] without gaps -> [rows, hidden]"""
     width = weight.shape[0]
     out = hidden.new_empty(hidden.shape)
     if hidden.numel():
@@ -57,7 +57,7 @@ def _normed(
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """As the reference's `silu_mul`."""
+    """As the reference. # [..., 2 * width] -> [..., width]"""
     rows = joined.reshape(-1, joined.shape[-1]).contiguous()
     width = rows.shape[1] // 2
     out = rows.new_empty(rows.shape[0], width)
@@ -86,7 +86,7 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """As the reference's `rotary_store`. # without gaps; of rows with one slot any may win"""
+    """As the reference; of rows with the same slot any may win. # -> queries [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], pool.shape[2], pool.shape[3]
     query = joined.new_empty(rows, query_heads, dim)
     query_norm, key_norm = head_norms or (joined, joined)

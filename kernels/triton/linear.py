@@ -2,8 +2,8 @@
 # mypy: allow-untyped-decorators
 """The linear layer of `kernels/linear.py`: every row is one chain of multiply-adds in the order of its columns, in
 float32, whatever tile it stands in.
-Few rows wait for the weights, which every program streams through several buffers: enough bytes are on their way even
-where there are fewer programs than processors, so columns need not be cut into sections that somebody must add up.
+With few rows the weights bound the time, and every program streams them through several buffers: enough bytes are in
+flight even with fewer programs than processors, so columns need not be cut into sections that are added up later.
 Weights are the left factor of the products, so that tiles of few and of many rows use the same instructions."""
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from kernels.linear import Product, Weight, dense
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What a program computes, and how."""
+    """The share of the output that a program computes, and its schedule."""
 
     rows: int
     features: int
     columns: int  # at once
     warps: int
     stages: int  # at most: fewer where a device has less shared memory, which changes no bit
-    fewest: int  # programs that make it worth while
+    fewest: int  # programs below which a smaller tile is faster
 
     def stage_bytes(self, item: int) -> int:
         """Shared memory of one stage, for numbers of so many bytes."""
@@ -51,7 +51,7 @@ _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """As the reference's `plan_linear`, of what quantised weights are worth."""
+    """As the reference; quantised weights are made dense. # weight [out, in], bias [out]"""
     weight = dense(weight).contiguous()
     features, columns = weight.shape
 
@@ -89,7 +89,7 @@ def _tile_for(rows: int, features: int) -> _Tile:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program can have; where there is no device, what the smallest has."""
+    """Bytes of shared memory that one program can use; without a device those of the smallest."""
     if device.type != "cuda":
         return _SMALLEST_SHARED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)

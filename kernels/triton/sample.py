@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels.sample import UNIT, Choice, Filters
+from kernels.sample import UNIT, ChosenTokens, Filters
 
 _BLOCK = 1024
 _FILTERED_BLOCK = 2048
@@ -28,14 +28,14 @@ _FARTHEST = tl.constexpr(0x7F800000)  # of a score of -inf
 
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
-) -> Choice:
-    """As the reference's `sample`."""
+) -> ChosenTokens:
+    """As the reference. # logits [rows, vocab] -> [rows]"""
     assert logits.stride(1) == 1, "the logits of a row stand side by side"
     highest = logits.amax(-1).float()  # a NaN, if there is one
     bad_rows = ~highest.isfinite()
     inputs = (logits, highest, seeds, positions, temperatures)
     tokens = _best_of_all(*inputs) if filters is None else _best_of_kept(*inputs, filters)
-    return Choice(tokens.masked_fill(bad_rows, 0), bad_rows.long())
+    return ChosenTokens(tokens.masked_fill(bad_rows, 0), bad_rows.long())
 
 
 def _best_of_all(logits: Tensor, highest: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _best_of_parts(
 
 @triton.jit
 def gumbel(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The noise of some tokens at one position; formula and reasons in `kernels/gumbel.py`."""
+    """The noise of some tokens at one position; formula and reasons in `kernels/sample.py`."""
     # token [tokens] int32 -> [tokens] float32
     u = hash_bits(seed, position, token).to(tl.float32)
     u = tl.minimum((u + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)  # 2^-32, 1 - 2^-24

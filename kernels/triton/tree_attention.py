@@ -39,7 +39,7 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How one forward's rows attend: which rows share a tile; shared by all layers."""
+    """The tiles of one forward's rows, for all layers."""
 
     rows: AttentionRows
     slot_table: Tensor  # [table rows, max positions] int64
@@ -48,33 +48,31 @@ class TilePlan:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As the reference's `attend`; rows that no tile holds get zeros."""
-        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> as query
+        """As the reference; rows in no tile get zeros. # query [rows, query heads, dim]; pool [2, slots, heads, dim] ->
+        query"""
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
-        shape = _Shape.of(query.shape[1], heads, dim, self.slot_table.shape[1])
+        shape = _KernelSizes.of(query.shape[1], heads, dim, self.slot_table.shape[1])
         cap = 0.0 if softcap is None else softcap * LOG2_E
         bounds = (scale * LOG2_E, cap, window or _NO_WINDOW)
+        rows = tuple(getattr(self.rows, name) for name in AttentionRows.__slots__)
         for tiles in self.tile_rows.split(shape.tiles_at_once):
             sums = query.new_empty(len(tiles), heads, shape.splits, shape.members, dim, dtype=sum_type)
             tops_totals = query.new_empty(len(tiles), heads, shape.splits, 2, shape.members, dtype=sum_type)
-            rows, table = self.rows, self.slot_table
-            layout = (tiles, rows.sequence, rows.positions, rows.table_rows, table, table.shape[1])
-            tree = (rows.node, rows.extend_end, rows.node_slots, rows.node_depths, rows.ancestors)
-            pools = (query, pool[0], pool[1])
+            inputs = (query, pool[0], pool[1], tiles, rows, self.slot_table, self.slot_table.shape[1])
             _prefix_kernel[len(tiles), heads, shape.splits](
-                *pools, *layout, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
+                *inputs, sums, tops_totals, *bounds, *shape.constants(), enable_fp_fusion=True
             )
             _tail_kernel[len(tiles), heads](
-                *pools, *layout, *tree, rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
+                *inputs, self.rows.node_slots.shape[1], sums, tops_totals, out, *bounds, *shape.constants(),
                 enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _KernelSizes:
     """Sizes that kernels are compiled for; all of them follow from the model and the longest text it may serve."""
 
     heads: int
@@ -83,8 +81,8 @@ class _Shape:
     splits: int
 
     @staticmethod
-    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_Shape":
-        return _Shape(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
+    def of(query_heads: int, heads: int, dim: int, max_positions: int) -> "_KernelSizes":
+        return _KernelSizes(heads, query_heads // heads, dim, triton.cdiv(max_positions, _SPLIT.value))
 
     @property
     def members(self) -> int:
@@ -93,7 +91,7 @@ class _Shape:
 
     @property
     def tiles_at_once(self) -> int:
-        """As many as keep the sums of their splits in bounds."""
+        """Largest number of tiles whose splits' sums fit into _PARTIAL_BYTES."""
         return max(1, _PARTIAL_BYTES // (self.heads * self.splits * self.members * (self.dim + 2) * 4))
 
     def constants(self) -> tuple[int, ...]:
@@ -108,7 +106,8 @@ def plan_attention(
     query_heads: int,
     kv_heads: int,
 ) -> TilePlan:
-    """As the reference's `plan_attention`, without asking the device anything. Rows may stand in any order."""
+    """As the reference, without a transfer from the device; rows may come in any order.
+    # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
     trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
     return TilePlan(replace(rows, **trees), slot_table, _tile_rows(rows, _members_of(group) // group))
@@ -142,9 +141,7 @@ def _prefix_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tile_rows: tl.tensor,
-    sequence: tl.tensor,
-    positions: tl.tensor,
-    table_rows: tl.tensor,
+    rows: tl.tuple,
     table: tl.tensor,
     line_length: tl.tensor,
     sums: tl.tensor,
@@ -161,6 +158,7 @@ def _prefix_kernel(
 ) -> None:
     """One split of the prefix for one tile and one key/value head: its largest scores, weights and weighted values."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, positions, _, table_rows, _, _, _, _ = rows
     row, _, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
     nearest = tl.min(tl.where(row >= 0, first, line_length), 0)
     begin = tl.maximum(split * _SPLIT, nearest // _CHUNK * _CHUNK)
@@ -197,16 +195,9 @@ def _tail_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tile_rows: tl.tensor,
-    sequence: tl.tensor,
-    positions: tl.tensor,
-    table_rows: tl.tensor,
+    rows: tl.tuple,
     table: tl.tensor,
     line_length: tl.tensor,
-    node: tl.tensor,
-    extend_end: tl.tensor,
-    node_slots: tl.tensor,
-    node_depths: tl.tensor,
-    ancestors: tl.tensor,
     nodes: tl.tensor,
     sums: tl.tensor,
     tops_totals: tl.tensor,
@@ -223,37 +214,24 @@ def _tail_kernel(
 ) -> None:
     """Adds up a tile's splits and its tail. Two sweeps over the tail: its largest scores, then its sums below them."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    row, position, boundary, first = _members(tile_rows, positions, window, tile, GROUP, MEMBERS)
+    members = _members(tile_rows, rows[1], window, tile, GROUP, MEMBERS)
+    row, _, boundary, first = members
     if tl.max(row, 0) < 0:
         return
     at = (tile * HEADS + head) * SPLITS
     top, total, mixed = _add_splits(sums, tops_totals, at, boundary, first, DIM, MEMBERS, BLOCK_DIM)
     queries = _load_queries(query, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM).to(keys.dtype.element_ty)
-    of = tl.load(sequence + tl.max(row, 0))
-    root = tl.load(extend_end + of)
-    own = tl.load(node + row, mask=row >= 0, other=-1)
-    start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
-    committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
-    extend_slots = table + tl.load(table_rows + of) * line_length + start
-    tree_slots, depths, above = node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes
-    padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # behind these columns stand those of the nodes
-    columns = padded + tl.max(own, 0) + 1
+    tail, columns = _tail_of(rows, table, line_length, nodes, members)
     highest = top
     for column in range(0, columns, _COLUMNS):
-        slot, held, seen = _tail_columns(
-            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
-            own, position, boundary, first,
-        )  # fmt: skip
+        slot, held, seen = _tail_columns(column, tail)
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
         highest = tl.maximum(highest, tl.max(_scores(queries, key, seen, scale, cap), 1))
     fade = tl.exp2(top - highest)
     totals = (total * fade)[:, None] + tl.zeros([MEMBERS, 16], tl.float32)
     mixed = mixed * fade[:, None]
     for column in range(0, columns, _COLUMNS):
-        slot, held, seen = _tail_columns(
-            column, extend_slots, committed, start, padded, tree_slots, depths, above, nodes, root,
-            own, position, boundary, first,
-        )  # fmt: skip
+        slot, held, seen = _tail_columns(column, tail)
         key = _load_slots(keys, slot, held, head, HEADS, DIM, BLOCK_DIM)
         value = _load_slots(values, slot, held, head, HEADS, DIM, BLOCK_DIM).to(tl.float32)
         score = _scores(queries, key, seen, scale, cap)
@@ -264,6 +242,22 @@ def _tail_kernel(
     whole = tl.max(totals, 1)
     result = mixed / tl.where(whole > 0, whole, 1.0)[:, None]
     _store_rows(out, result, row, head, HEADS, GROUP, DIM, MEMBERS, BLOCK_DIM)
+
+
+@triton.jit
+def _tail_of(rows: tl.tuple, table: tl.tensor, line_length: tl.tensor, nodes: tl.tensor, members: tl.tuple) -> tl.tuple:
+    """Where a tile's tail begins, what it consists of, and its number of columns; see `_tail_columns`."""
+    sequence, _, node, table_rows, extend_end, node_slots, node_depths, ancestors = rows
+    row, position, boundary, first = members
+    of = tl.load(sequence + tl.max(row, 0))
+    root = tl.load(extend_end + of)
+    own = tl.load(node + row, mask=row >= 0, other=-1)
+    start = tl.min(tl.where(row >= 0, tl.maximum(boundary, first), line_length), 0)
+    committed = tl.maximum(tl.minimum(tl.max(position, 0), root) + 1 - start, 0)
+    padded = tl.cdiv(committed, _COLUMNS) * _COLUMNS  # then come the columns of the nodes
+    extend_slots = table + tl.load(table_rows + of) * line_length + start
+    tree = (node_slots + of * nodes, node_depths + of * nodes, ancestors + of * nodes * nodes, nodes)
+    return (extend_slots, committed, start, padded, tree, root, own, members), padded + tl.max(own, 0) + 1
 
 
 @triton.jit
@@ -316,24 +310,11 @@ def _add_splits(
 
 
 @triton.jit
-def _tail_columns(
-    column: tl.tensor,
-    extend_slots: tl.tensor,
-    committed: tl.tensor,
-    start: tl.tensor,
-    padded: tl.tensor,
-    tree_slots: tl.tensor,
-    depths: tl.tensor,
-    above: tl.tensor,
-    nodes: tl.tensor,
-    root: tl.tensor,
-    own: tl.tensor,
-    position: tl.tensor,
-    boundary: tl.tensor,
-    first: tl.tensor,
-) -> tl.tuple:
+def _tail_columns(column: tl.tensor, tail: tl.tuple) -> tl.tuple:
     """Slot, existence [columns] and visibility [members, columns] of the tail's next columns.
     First come the `committed` keys from position `start` on, then, from column `padded` on, the nodes."""
+    extend_slots, committed, start, padded, tree, root, own, members = tail
+    (tree_slots, depths, above, nodes), (_, position, boundary, first) = tree, members
     place = column + tl.arange(0, _COLUMNS)
     on_extend = place < committed
     node = place - padded

@@ -15,12 +15,12 @@ _FEWEST = 64
 
 
 def lanes(nodes: int) -> int:
-    """Of a program that has a tree of so many nodes."""
+    """Number of lanes of a program that has a tree of so many nodes."""
     return int(triton.next_power_of_2(max(nodes, _FEWEST)))
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
-    """As the reference's `fates`."""
+    """As the reference. # tokens, parents, depths [batch, nodes]; committed [batch, longest] -> [batch, nodes]"""
     batch, nodes = tokens.shape
     tried, came_true = tokens.new_empty(2, batch, nodes, dtype=torch.bool)
     if batch and nodes:
@@ -50,20 +50,20 @@ def _judge(
     MOST: tl.constexpr,
     NODES: tl.constexpr,
 ) -> None:
-    """Whether a node's token, and those above it, are the text's."""
+    """Mark nodes that were tried, and those that came true."""
     line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES).to(tl.int64)
     exists, count = node < nodes, tl.load(counts + line)
     tokens, parents, depths = tokens + line * token_stride, parents + line * parent_stride, depths + line * depth_stride
     text = committed + line * longest
     depth = tl.load(depths + node, mask=exists, other=0)
     known = (depth > 0) & (depth <= count)
-    equal = _is_said(tokens, depths, text, node, exists, count, longest)
+    equal = _is_committed(tokens, depths, text, node, exists, count, longest)
     above = tl.load(parents + node, mask=exists, other=-1)
     holds, level = exists, 0
     while (tl.max(tl.where(holds, above, -1), 0) >= 0) & (level < MOST):
-        asked = holds & (above >= 0)
-        holds = tl.where(asked, _is_said(tokens, depths, text, above, asked, count, longest), holds)
-        above = tl.load(parents + above, mask=asked, other=-1)
+        active = holds & (above >= 0)
+        holds = tl.where(active, _is_committed(tokens, depths, text, above, active, count, longest), holds)
+        above = tl.load(parents + above, mask=active, other=-1)
         level += 1
     at = line * nodes + node
     tl.store(tried + at, holds & known, mask=exists)
@@ -71,24 +71,24 @@ def _judge(
 
 
 @triton.jit
-def _is_said(
+def _is_committed(
     tokens: tl.tensor,
     depths: tl.tensor,
     text: tl.tensor,
     node: tl.tensor,
-    asked: tl.tensor,
+    active: tl.tensor,
     count: tl.tensor,
     longest: tl.tensor,
 ) -> tl.tensor:
-    """Whether the text has the tokens of these nodes where they stand."""
-    depth = tl.load(depths + node, mask=asked, other=0)
-    known = asked & (depth > 0) & (depth <= count)
+    """Whether the tokens of these nodes are committed at their depths."""
+    depth = tl.load(depths + node, mask=active, other=0)
+    known = active & (depth > 0) & (depth <= count)
     place = tl.minimum(tl.maximum(depth - 1, 0), longest - 1)
     return known & (tl.load(tokens + node, mask=known, other=-2) == tl.load(text + place, mask=known, other=-3))
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """As the reference's `ancestor_matrix`."""
+    """As the reference. # [batch, nodes] -> [batch, nodes, nodes]"""
     batch, nodes = parents.shape
     above = parents.new_zeros(batch, nodes, nodes, dtype=torch.bool)
     if batch and nodes:
@@ -101,7 +101,7 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["nodes"])
 def _mark(parents: tl.tensor, above: tl.tensor, nodes: tl.tensor, MOST: tl.constexpr, NODES: tl.constexpr) -> None:
-    """Every node on a node's path, itself included."""
+    """Mark every node on a node's path, the node itself included."""
     line, node = tl.program_id(0).to(tl.int64), tl.arange(0, NODES).to(tl.int64)
     here, row, level = tl.where(node < nodes, node, -1), above + (line * nodes + node) * nodes, 0
     while (tl.max(here, 0) >= 0) & (level < MOST):

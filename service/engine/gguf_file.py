@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from kernels import ops
-from kernels.linear import QuantisedWeight
-from kernels.quantised import COLUMNS, EIGHT_BITS, Blocks, Form, in_8_bits
+from kernels.linear import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
 from service.engine.linear import QuantisedEmbedding, QuantisedLinear
 from service.errors import StartupError
 
@@ -164,7 +163,7 @@ def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
 
 
-def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> Blocks:
+def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> QuantisedBlocks:
     """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits, and the others of columns j and j + 16 in byte j.
     # [rows, blocks, bytes]"""
     halves = 2 * (1 + minima)
@@ -173,12 +172,12 @@ def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> Blocks:
     if fifth:  # bit i of 32 belongs to column i
         spread = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes = codes | spread.flatten(-2) << 4
-    return Blocks(codes, head[..., :1], head[..., 1:] if minima else None)
+    return QuantisedBlocks(codes, head[..., :1], head[..., 1:] if minima else None)
 
 
-def _q8_0(raw: Tensor) -> Blocks:
+def _q8_0(raw: Tensor) -> QuantisedBlocks:
     """Scale, and whole numbers from -128 on."""
-    return Blocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
+    return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
 
 def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
     return (blocks.float() * scales.float()).half().flatten(1)
 
 
-def _of_k(raw: Tensor, *, fifth: bool) -> Blocks:
+def _of_k(raw: Tensor, *, fifth: bool) -> QuantisedBlocks:
     """Q4_K and Q5_K: scales of scales and of minima; eight of each in 6 bits; fifth bits; codes by 64 columns."""
     heads, packed, rest = _halves(raw[..., :4]), raw[..., 4:16], raw[..., 16:]
     first, second, third = packed.split(4, dim=-1)
@@ -197,35 +196,35 @@ def _of_k(raw: Tensor, *, fifth: bool) -> Blocks:
     if fifth:
         codes = codes | _bits(rest[..., :32], *range(8)) << 4
     rows = raw.shape[0]
-    return Blocks(
+    return QuantisedBlocks(
         codes.view(rows, -1, COLUMNS),
         _scaled(heads[..., :1], scales)[..., None],
         _scaled(-heads[..., 1:], minima)[..., None],
     )
 
 
-def _q6_k(raw: Tensor) -> Blocks:
+def _q6_k(raw: Tensor) -> QuantisedBlocks:
     """Lower four bits, upper two, 16 scales, and the scale of these. Codes stand by 128 columns."""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
     codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
     scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
     rows = raw.shape[0]
-    return Blocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
+    return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
 
 
 class _Kind(NamedTuple):
-    form: Form
-    unpack: Callable[[Tensor], Blocks]
+    form: BlockFormat
+    unpack: Callable[[Tensor], QuantisedBlocks]
 
 
 _KINDS: Mapping[GGMLQuantizationType, _Kind] = {
-    GGMLQuantizationType.Q4_0: _Kind(Form(4, 8), partial(_of_32, minima=False, fifth=False)),
-    GGMLQuantizationType.Q4_1: _Kind(Form(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)),
-    GGMLQuantizationType.Q5_0: _Kind(Form(6, 16), partial(_of_32, minima=False, fifth=True)),
-    GGMLQuantizationType.Q5_1: _Kind(Form(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)),
+    GGMLQuantizationType.Q4_0: _Kind(BlockFormat(4, 8), partial(_of_32, minima=False, fifth=False)),
+    GGMLQuantizationType.Q4_1: _Kind(BlockFormat(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)),
+    GGMLQuantizationType.Q5_0: _Kind(BlockFormat(6, 16), partial(_of_32, minima=False, fifth=True)),
+    GGMLQuantizationType.Q5_1: _Kind(BlockFormat(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)),
     GGMLQuantizationType.Q8_0: _Kind(EIGHT_BITS, _q8_0),
-    GGMLQuantizationType.Q4_K: _Kind(Form(4, 0, has_minima=True), partial(_of_k, fifth=False)),
-    GGMLQuantizationType.Q5_K: _Kind(Form(6, 0, has_minima=True), partial(_of_k, fifth=True)),
-    GGMLQuantizationType.Q6_K: _Kind(Form(6, 32, size=16), _q6_k),
+    GGMLQuantizationType.Q4_K: _Kind(BlockFormat(4, 0, has_minima=True), partial(_of_k, fifth=False)),
+    GGMLQuantizationType.Q5_K: _Kind(BlockFormat(6, 0, has_minima=True), partial(_of_k, fifth=True)),
+    GGMLQuantizationType.Q6_K: _Kind(BlockFormat(6, 32, size=16), _q6_k),
 }
 """Types that are kept as they are."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
-from kernels.sample import OFF, Choice, Filters
+from kernels.sample import OFF, ChosenTokens, Filters
 
 
 class Sampler:
@@ -28,25 +28,25 @@ class Sampler:
             for filtered in (False, True)
         )
 
-    def likeliest(self, logits: Tensor) -> Choice:
+    def likeliest(self, logits: Tensor) -> ChosenTokens:
         """The likeliest token of each row. # logits [rows, vocab]"""
         return _leading(self._likeliest((), (logits,)), logits.shape[0])
 
     def sample(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
-    ) -> Choice:
+    ) -> ChosenTokens:
         """Each row's token by position-keyed noise of what filters leave, as `kernels.ops`' `sample`."""
         runner = self._plain if filters is None else self._filtered
         return _leading(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
 
 
-def _choose_likeliest(logits: Tensor) -> Choice:
+def _choose_likeliest(logits: Tensor) -> ChosenTokens:
     return ops.on(logits.device).choose_likeliest(logits)
 
 
 def _sample(
     seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
-) -> Choice:
+) -> ChosenTokens:
     kept = Filters(*filters) if filters else None
     return ops.on(logits.device).sample(logits, seeds, positions, temperatures, kept)
 
@@ -61,9 +61,9 @@ def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, 
     return whole[0], whole[1], zeros, tuple(filters)
 
 
-def _leading(choice: Choice, rows: int) -> Choice:
+def _leading(choice: ChosenTokens, rows: int) -> ChosenTokens:
     """The leading rows, where there are others."""
-    return choice if choice.tokens.shape[0] == rows else Choice(*(result[:rows] for result in choice))
+    return choice if choice.tokens.shape[0] == rows else ChosenTokens(*(result[:rows] for result in choice))
 
 
 EAGER_SAMPLER = Sampler()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.sample import OFF, Choice, Filters, likeliest
+from kernels.sample import OFF, ChosenTokens, Filters, likeliest
 from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
 from service.engine.sampler import Sampler
@@ -107,7 +107,7 @@ class SamplingRows:
 Transform = Callable[[Tensor, SamplingRows], None]
 """Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
 
-Redraw = Callable[[Tensor, Tensor], Choice]
+Redraw = Callable[[Tensor, Tensor], ChosenTokens]
 """Tokens of other scores [lines, vocab] for some rows [lines]."""
 
 
@@ -146,7 +146,7 @@ class SamplingTable:
             grammars,
         )
 
-    def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> Choice:
+    def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> ChosenTokens:
         """Of scores [rows, vocab], for each row's sequence and position [rows]."""
         if self.temperatures is None or self.seeds is None:
             return sampler.likeliest(scores)
@@ -255,7 +255,7 @@ class GrammarRow(NamedTuple):
         return not self.text.is_filtered and self.text.grammar.allows(self.path, token)
 
 
-def within_grammars(choice: Choice, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> Choice:
+def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> ChosenTokens:
     """Rows whose choice their grammar forbids choose again, of what it allows. # scores [rows, vocab]"""
     chosen = choice.tokens.tolist()  # planned transfer: of such texts
     again = [row for row in rows if not row.may_be(chosen[row.row])]
@@ -265,7 +265,7 @@ def within_grammars(choice: Choice, rows: Iterable[GrammarRow], scores: Tensor, 
     forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
     lines = torch.tensor([row.row for row in again], device=scores.device)
     other = redraw(scores[lines].to(torch.float32).masked_fill_(forbidden, _NEVER), lines)
-    return Choice(*(first.index_copy(0, lines, second) for first, second in zip(choice, other, strict=True)))
+    return ChosenTokens(*(first.index_copy(0, lines, second) for first, second in zip(choice, other, strict=True)))
 
 
 def _drops_tokens(params: SamplingParams) -> bool:

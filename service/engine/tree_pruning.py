@@ -10,7 +10,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
-from kernels.pruning import Pruned
+from kernels.survival import Pruned
 from service.engine.tree_width import TreeWidth
 
 _NO_SEQUENCE = -1

@@ -11,9 +11,9 @@ from torch import Tensor
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
-from kernels.pruning import SIZES
-from kernels.sample import Choice
+from kernels.sample import ChosenTokens
 from kernels.settle import Verified
+from kernels.survival import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
 from service.engine.rows import ForwardRows, fixed_shapes
@@ -79,7 +79,7 @@ class VerifyStage:
 
     def _choose(
         self, completing: list[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, sampler: Sampler
-    ) -> Choice:
+    ) -> ChosenTokens:
         if self._batch != completing:
             self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
         table, scores = self._table, logits
@@ -99,7 +99,7 @@ class VerifyStage:
 
 def _chosen(
     table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, lines: Tensor | None = None
-) -> Choice:
+) -> ChosenTokens:
     """Tokens of all rows that choose one, or of some of them. # lines [any] int64"""
     if table.temperatures is None:
         return sampler.likeliest(scores)

@@ -28,7 +28,7 @@ from adaptation.checkpoint import sync_folder
 from adaptation.worker import step_back
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory.past import ScopeAnswers
-from kernels.memory import FEATURES, KINDS, WAYS
+from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
 from service.engine.thread import EngineThread
 from service.errors import StartupError
 
@@ -45,7 +45,7 @@ _BYTES_PER_SECOND = 1 << 20
 specified for, and a hundredth of the time of a disk with 100 MiB/s."""
 _LEAST_PAUSE_SECONDS = 1.0
 _NICENESS = 10
-_WEIGHTS_SHAPE = (KINDS, FEATURES)
+_WEIGHTS_SHAPE = (WEIGHT_SETS, FEATURES)
 
 
 def key_beside(file: Path) -> bytes:
@@ -143,7 +143,7 @@ class AnswersFile:
         """The next scope: its name, weights and squares [KINDS, FEATURES], and an iterator over its entries, which must
         be exhausted: the number of the first bucket, and the buckets [buckets, WAYS]."""
         scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
-        weights, squares = (_tensor(file, torch.float32, KINDS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
+        weights, squares = (_tensor(file, torch.float32, WEIGHT_SETS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
         return scope, weights, squares, self._entries(file)
 
     def _entries(self, file: BinaryIO) -> Iterator[tuple[int, Tensor]]:
@@ -288,7 +288,7 @@ class MemoryFile:
             logger.info("past answers of %d scopes are back after %.1f s", count, time.monotonic() - began)
 
     def _restore(self, scope: str, weights: Tensor, squares: Tensor, entries: Iterator[tuple[int, Tensor]]) -> bool:
-        """Restore one scope; returns whether there was a free share. # weights, squares [KINDS, FEATURES]"""
+        """Restore one scope; returns whether there was a free share. # weights, squares [WEIGHT_SETS, FEATURES]"""
         past = self._between(partial(self._adopt, scope, weights, squares))
         for start, words in entries:
             if past is not None:

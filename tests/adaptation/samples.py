@@ -18,7 +18,7 @@ from drafters.regret import RegretLedger
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP
-from kernels.gumbel import gumbel_noise_of
+from kernels.sample import gumbel_noise_of
 from tests.adaptation.worlds import Clock
 from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from drafters.calibration import HitTable, SurvivalCalibration
 from drafters.tree import MAX_DEPTH, DraftTree
-from kernels.hit_rates import correct_survival
+from kernels.survival import correct_survival
 from tests.drafters.trees import draft_trees
 
 torch.set_num_threads(1)

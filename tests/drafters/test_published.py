@@ -16,7 +16,7 @@ from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
 from drafters.specblock.serving import BlockForward
-from kernels.lattice import Origin, Picked
+from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import (
     deep_target,
@@ -57,7 +57,7 @@ def said(
     logits = [network.head(model.heads_and_context(states)[0].contiguous())]
     for depth, token in enumerate([] if more is None else more, start=1):
         at = torch.tensor([[depth]])
-        origin = Origin(at, at, torch.ones(1, 1))
+        origin = StartNodes(at, at, torch.ones(1, 1))
         picked = Picked(origin, token.view(1, 1), start=torch.zeros_like(at), position=torch.zeros_like(at))
         states, nodes = forward.next(states, picked, nodes, torch.tensor([count]))
         logits.append(network.head(model.heads_and_context(states)[0].contiguous()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.sample import Choice
+from kernels.sample import ChosenTokens
 from kernels.settle import Verified
 from service.assembly import Assembly
 from service.bench.lossless import Case, Extras, LosslessResult, Way, check
@@ -70,7 +70,7 @@ def share_noise_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(
         self: SamplingTable, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler
-    ) -> Choice:
+    ) -> ChosenTokens:
         nowhere = positions.new_full((int(sequence_idx.max()) + 1,), torch.iinfo(positions.dtype).max)
         roots = nowhere.scatter_reduce(0, sequence_idx, positions, "amin")
         return true_choose(self, scores, sequence_idx, roots[sequence_idx], sampler)

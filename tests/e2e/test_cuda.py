@@ -11,7 +11,7 @@ import torch
 from adaptation.worker import beside
 from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
-from kernels.gumbel import hash_bits
+from kernels.sample import hash_bits
 from service.assembly import Assembly, assemble
 from service.bench.lossless import built_in_prompts, check
 from service.config import ServiceConfig

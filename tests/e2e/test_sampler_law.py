@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from kernels.accept import accept
-from kernels.gumbel import gumbel_noise_of
+from kernels.sample import gumbel_noise_of
+from kernels.settle import accept
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable
 from tests.service.engine.harness import choose_tokens

@@ -20,13 +20,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels.memory import Memory
-from kernels.ops import OPS, Ops, has_twin, twin
+from kernels.ops import implementation
 from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
-from kernels.triton.accept import accept
-from kernels.triton.commit_slots import commit_slots
-from kernels.triton.hit_rates import correct_survival
+from kernels.triton.settle import accept, commit_slots
+from kernels.triton.survival import correct_survival
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {
@@ -38,7 +37,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-DEVICE = Ops(**{op: twin(op, "triton") for op in OPS if has_twin(op, "triton")})
+DEVICE = implementation("triton")
 _OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages")
 _RESERVED = ("grid", "warmup", *_OPTIONS)
 
@@ -95,7 +94,8 @@ def _leaves(values: object) -> list[object]:
 def _type_of(value: object) -> Any:
     """Of a tuple a tuple of the same kind."""
     if isinstance(value, tuple):
-        return type(value)(*map(_type_of, value))
+        types = map(_type_of, value)
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.cpu import library
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import REFERENCE, Ops, implementation
 from tests.kernels.interpreter import complete
 
 ABLE = torch.cpu.get_capabilities()
@@ -49,19 +49,33 @@ def of_build(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _poisoned_memory: None) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the tensors a device kernel gets."""
-    place = str(request.param)
-    if place == "cuda":
-        return place
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("kernels are compiled here; TRITON_INTERPRET=1 would interpret them")
-    complete(monkeypatch)
-    return place
+    return prepared(str(request.param), monkeypatch)
 
 
-@pytest.fixture
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[*BUILDS, "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ops, str]]:
+    """The ops of a CPU in each build, and those of a device, with the device of their tensors."""
+    if request.param in BUILDS:
+        for found in of_build(str(request.param), monkeypatch):
+            yield found, "cpu"
+    else:
+        place = prepared("cpu" if request.param == "interpreted" else "cuda", monkeypatch)
+        yield implementation("triton"), place
+
+
+def prepared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, where device kernels can now run on it: interpreted, or compiled."""
+    poison(monkeypatch)
+    if device == "cpu":
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("kernels are compiled here; TRITON_INTERPRET=1 would interpret them")
+        complete(monkeypatch)
+    return device
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory holds NaN, or numbers that are no index."""
     new_empty, empty_like = Tensor.new_empty, torch.empty_like
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **options: _poisoned(new_empty(*args, **options)))

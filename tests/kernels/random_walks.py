@@ -3,15 +3,12 @@
 import random
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kernels.tree_attention import MAX_DEPTH
 
 
 @dataclass(frozen=True)
 class Tree:
-    """One sequence's tree and what the target said of it."""
+    """One sequence's tree and the target's choices."""
 
     tokens: list[int]
     parents: list[int]
@@ -36,18 +33,3 @@ class Tree:
             here = agreeing[0]
             path.append(here)
         return path
-
-
-def batch_of(trees: list[Tree], nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, parents, counts, target tokens; padding looks like children of the root that carry the wanted token."""
-
-    def padded(rows: list[list[int]], fills: list[int], width: int) -> Tensor:
-        full = [row + [fill] * (width - len(row)) for row, fill in zip(rows, fills, strict=True)]
-        return torch.tensor(full, dtype=torch.int64).view(len(rows), width)
-
-    return (
-        padded([tree.tokens for tree in trees], [tree.targets[0] for tree in trees], nodes),
-        padded([tree.parents for tree in trees], [-1] * len(trees), nodes),
-        torch.tensor([len(tree.tokens) for tree in trees]),
-        padded([tree.targets for tree in trees], [0] * len(trees), nodes + 1),
-    )

@@ -7,40 +7,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import QuantisedWeight, join
+from kernels.linear import EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits, join
 from kernels.ops import REFERENCE, Ops
-from kernels.quantised import EIGHT_BITS, Blocks, Form, in_8_bits
 from tests.kernels.conftest import BUILDS, of_build
 
 FORMS = [
-    Form(4, 8),
-    Form(4, 0, has_minima=True),
-    Form(6, 16),
-    Form(6, 0, has_minima=True),
-    Form(6, 32, size=16),
+    BlockFormat(4, 8),
+    BlockFormat(4, 0, has_minima=True),
+    BlockFormat(6, 16),
+    BlockFormat(6, 0, has_minima=True),
+    BlockFormat(6, 32, size=16),
     EIGHT_BITS,
 ]
 
 
-def random_blocks(form: Form, out: int, columns: int) -> Blocks:
+def random_blocks(form: BlockFormat, out: int, columns: int) -> QuantisedBlocks:
     generator = torch.Generator().manual_seed(out)
     blocks = -(-columns // 32)
     codes = torch.randint(0, 1 << form.bits, (out, blocks, 32), generator=generator).to(torch.uint8)
     shape = out, blocks, 32 // form.size
     scales = (torch.randn(shape, generator=generator) / 100).half()
     minima = (torch.randn(shape, generator=generator) / 10).half() if form.has_minima else None
-    return Blocks(codes, scales, minima)
+    return QuantisedBlocks(codes, scales, minima)
 
 
-def pieces(blocks: Blocks, rows: int) -> Iterator[Blocks]:
+def pieces(blocks: QuantisedBlocks, rows: int) -> Iterator[QuantisedBlocks]:
     for first in range(0, blocks.codes.shape[0], rows):
         codes, scales, minima = (None if value is None else value[first : first + rows] for value in blocks)
         assert codes is not None
         assert scales is not None
-        yield Blocks(codes, scales, minima)
+        yield QuantisedBlocks(codes, scales, minima)
 
 
-def weight_of(table: Ops, form: Form, out: int, columns: int, dtype: torch.dtype) -> QuantisedWeight:
+def weight_of(table: Ops, form: BlockFormat, out: int, columns: int, dtype: torch.dtype) -> QuantisedWeight:
     kept = table.keep_blocks(form, (out, columns), dtype, pieces(random_blocks(form, out, columns), 32))
     assert isinstance(kept, QuantisedWeight)
     return kept
@@ -55,7 +54,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("columns", [32, 96, 576, 50])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_and_rows_are_those_of_the_reference(
-    compiled: Ops, form: Form, columns: int, dtype: torch.dtype
+    compiled: Ops, form: BlockFormat, columns: int, dtype: torch.dtype
 ) -> None:
     ours, theirs = (weight_of(table, form, 75, columns, dtype) for table in (compiled, REFERENCE))
     outputs = torch.randint(75, (3, 4))
@@ -68,14 +67,14 @@ def test_products_and_rows_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_products_are_close_to_those_of_the_weights_themselves(compiled: Ops, form: Form) -> None:
+def test_products_are_close_to_those_of_the_weights_themselves(compiled: Ops, form: BlockFormat) -> None:
     weight, x = weight_of(compiled, form, 64, 576, torch.float32), torch.randn(5, 576)
     found, expected = compiled.plan_linear(weight, None)(x), x @ weight.dense().T
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: Form) -> None:
+def test_a_row_has_the_same_bits_in_any_company(compiled: Ops, form: BlockFormat) -> None:
     product = compiled.plan_linear(weight_of(compiled, form, 70, 96, torch.bfloat16), None)
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = product(x)

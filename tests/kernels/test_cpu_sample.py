@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kernels.cpu import sample as compiled_sample
-from kernels.gumbel import noise_of_tokens, row_keys, token_ids
 from kernels.ops import REFERENCE, Ops
-from kernels.sample import OFF, Filters
+from kernels.sample import OFF, Filters, noise_of_tokens, row_keys, token_ids
 
 DTYPES = [torch.bfloat16, torch.float32]
 ROWS = 9

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.gumbel import gumbel_noise_of, hash_bits, row_keys
+from kernels.sample import gumbel_noise_of, hash_bits, row_keys
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

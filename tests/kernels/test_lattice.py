@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.hit_rates import CEILING
-from kernels.lattice import Lattice, Origin, Picked
+from kernels.lattice import Lattice, Picked, StartNodes
 from kernels.ops import REFERENCE, Ops
+from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT
 
@@ -19,12 +19,12 @@ KINDS = pytest.mark.parametrize("kind", BOTH, ids=["reference", "compiled"])
 
 
 def grown(
-    kind: Ops, predicted: list[list[float]], origin: Origin | None = None, first_number: int = 0, starts: int = 0
+    kind: Ops, predicted: list[list[float]], origin: StartNodes | None = None, first_number: int = 0, starts: int = 0
 ) -> tuple[Lattice, Picked]:
     """One sequence, one block. Tokens are 10 * position + rank."""
     odds = torch.tensor([[predicted]])
     tokens = (10 * torch.arange(odds.shape[2])[:, None] + torch.arange(odds.shape[3]))[None, None]
-    begun = origin or Origin.root(1, odds.device)
+    begun = origin or StartNodes.root(1, odds.device)
     return kind.grow_lattice(begun, tokens, odds, torch.ones_like(odds[0, 0]), first_number, 0.001, starts)
 
 
@@ -39,7 +39,7 @@ def test_the_first_ranks_are_the_spine_and_the_others_its_leaves(kind: Ops) -> N
 
 @KINDS
 def test_a_later_block_hangs_below_its_start(kind: Ops) -> None:
-    origin = Origin(torch.tensor([[7]]), torch.tensor([[3]]), torch.tensor([[0.5]]))
+    origin = StartNodes(torch.tensor([[7]]), torch.tensor([[3]]), torch.tensor([[0.5]]))
     _, parents, depths, survival = grown(kind, [[0.5, 0.25], [0.5, 0.1]], origin, first_number=20)[0].nodes()
     assert parents.tolist() == [[7, 7, 20, 20]]
     assert depths.tolist() == [[4, 4, 5, 5]]
@@ -48,7 +48,7 @@ def test_a_later_block_hangs_below_its_start(kind: Ops) -> None:
 
 @KINDS
 def test_nothing_grows_deeper_than_trees_may_be(kind: Ops) -> None:
-    origin = Origin(torch.tensor([[0]]), torch.tensor([[MAX_DEPTH - 1]]), torch.tensor([[1.0]]))
+    origin = StartNodes(torch.tensor([[0]]), torch.tensor([[MAX_DEPTH - 1]]), torch.tensor([[1.0]]))
     _, _, depths, survival = grown(kind, [[0.5, 0.25], [0.5, 0.1]], origin)[0].nodes()
     assert (survival > 0).tolist() == [[True, True, False, False]]
     assert depths.max() <= MAX_DEPTH
@@ -72,7 +72,7 @@ def test_blocks_start_where_they_are_likely_to_be_reached_and_nobody_went_on(kin
 
 @KINDS
 def test_starts_are_chosen_over_all_blocks_of_a_sequence(kind: Ops) -> None:
-    origin = Origin(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), torch.tensor([[0.9, 0.1]]))
+    origin = StartNodes(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), torch.tensor([[0.9, 0.1]]))
     odds, tokens = torch.tensor([[[[0.5, 0.2]], [[0.9, 0.05]]]]), torch.arange(4).view(1, 2, 1, 2)
     _, picked = kind.grow_lattice(origin, tokens, odds, torch.ones(1, 2), 5, 0.001, 2)
     assert picked.start.tolist() == [[0, 0]]
@@ -92,7 +92,7 @@ def test_blocks_grow_alike(seed: int, batch: int, begun: int, block: int, starts
     shape = (batch, begun, block, 10)
     tokens, predicted = torch.randint(1000, shape, generator=drawn), torch.rand(shape, generator=drawn)
     trust = 0.5 + torch.rand(block, 10, generator=drawn)
-    given_there = Origin(nodes, depths, survival), tokens, predicted, trust, 17, 1 / 400, starts
+    given_there = StartNodes(nodes, depths, survival), tokens, predicted, trust, 17, 1 / 400, starts
     (expected, wanted), (found, picked) = (kind.grow_lattice(*given_there) for kind in BOTH)
     for one, other in zip(found.nodes(), expected.nodes(), strict=True):
         assert torch.allclose(one, other)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.gumbel import gumbel_noise_of
-from kernels.memory import CONTEXT, FEATURES, KINDS, PAST, PREDICTION, TEXT, Memory
+from kernels.memory import CONTEXT, FEATURES, PAST, PREDICTION, TEXT, WEIGHT_SETS, Memory
 from kernels.ops import REFERENCE, Ops
+from kernels.sample import gumbel_noise_of
 from kernels.trees import ROOT, DraftTree
 from tests.drafters.trees import assert_valid_tree
 
@@ -281,6 +281,6 @@ def _paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 def test_sizes_are_those_of_the_kernels() -> None:
     memory = memory_of()
-    assert memory.weights.shape == (SCOPES, KINDS, FEATURES)
+    assert memory.weights.shape == (SCOPES, WEIGHT_SETS, FEATURES)
     assert memory.tails.shape == (ROWS, CONTEXT)
     assert memory.parts[:, PAST, 0].tolist() == [6 * BUCKETS, 6 * BUCKETS, 7 * BUCKETS]

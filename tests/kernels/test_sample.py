@@ -5,8 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kernels.gumbel import gumbel_noise_of
-from kernels.sample import OFF, Filters, keep_top_k, likeliest, narrow_to_nucleus, sample
+from kernels.sample import OFF, Filters, gumbel_noise_of, keep_top_k, likeliest, narrow_to_nucleus, sample
 
 torch.set_num_threads(1)
 

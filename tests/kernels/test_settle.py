@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import settle as reference
 from kernels.ops import REFERENCE, Ops
 from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
@@ -114,13 +116,13 @@ def check(settle: Callable[..., Verified], step: Step, device: str = "cpu") -> N
 
 
 @SIZES
-def test_a_path_is_kept_and_all_else_freed(batch: int, width: int, on_cpu: Ops) -> None:
-    check(on_cpu.settle, Step.draw(batch, width))
+def test_a_path_is_kept_and_all_else_freed(batch: int, width: int) -> None:
+    check(REFERENCE.settle, Step.draw(batch, width))
 
 
 @SIZES
-def test_a_path_is_kept_on_a_device(batch: int, width: int, device: str) -> None:
-    check(on_device.settle, Step.draw(batch, width), device)
+def test_a_path_is_kept_by_all_kernels(batch: int, width: int, everywhere: tuple[Ops, str]) -> None:
+    check(everywhere[0].settle, Step.draw(batch, width), everywhere[1])
 
 
 @SIZES
@@ -135,11 +137,26 @@ def test_compiled_equals_the_reference(batch: int, width: int, compiled: Ops) ->
         assert torch.equal(value, getattr(expected, name)), name
 
 
-def test_a_chain_is_kept_to_the_depth_limit(on_cpu: Ops) -> None:
+def test_a_chain_is_kept_to_the_depth_limit(everywhere: tuple[Ops, str]) -> None:
     nodes = MAX_DEPTH + 3
     step = Step.draw(1, nodes)
     line, chain = step.args[3][0], torch.arange(nodes)
     step.args[6][0][line], step.args[6][1][line] = chain, chain - 1
     step.args[1][0][: nodes + 1] = torch.arange(nodes + 1)
     step.trees[0] = Tree(chain.tolist(), (chain - 1).tolist(), list(range(nodes + 1)))
-    check(on_cpu.settle, step)
+    check(everywhere[0].settle, step, everywhere[1])
+
+
+@pytest.mark.parametrize("implementation", [reference, on_device], ids=["reference", "triton"])
+def test_the_walk_of_the_first_of_equal_siblings_and_of_no_nodes(implementation: ModuleType, device: str) -> None:
+    tokens, parents = torch.tensor([[4, 4, 5, 5]], device=device), torch.tensor([[-1, -1, 0, 1]], device=device)
+    targets, counts = torch.tensor([[4, 5, 5, 8, 9]], device=device), torch.tensor([4], device=device)
+    accepted = implementation.accept(tokens, parents, counts, targets)
+    assert accepted.path.tolist() == [[0, 2, -1, -1]]
+    assert accepted.bonus.tolist() == [8]
+    none, zero, table = tokens[:, :0], counts - 4, torch.arange(10, device=device)[None]
+    accepted = implementation.accept(none, none, zero, targets[:, :1])
+    assert (accepted.path.shape, accepted.num_accepted.tolist(), accepted.bonus.tolist()) == ((1, 0), [0], [4])
+    committed = implementation.commit_slots(none, zero, zero, none, zero, zero + 3, table)
+    assert (committed.path.shape, committed.freed.shape) == ((1, 0), (0,))
+    assert table[0].tolist() == list(range(10))

@@ -8,11 +8,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kernels.memory import PREDICTION, TEXT, Memory
-from kernels.ops import REFERENCE, Ops, twin
+from kernels.ops import REFERENCE, implementation
 from kernels.trees import ROOT, DraftTree
 from tests.kernels.test_memory import LEAST, RATE, network_of, trusting
 
-KERNELS = Ops(**{op: twin(op, "triton") for op in ("add_text", "grow_joint_tree", "learn_committed")})
+KERNELS = implementation("triton")
 ROWS, SCOPES, NODES, BUCKETS = 5, 2, 5, 4
 PADDING = ROWS - 1  # the row that fills up batches, which has no parts
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import sample as reference
-from kernels.gumbel import gumbel_noise_of, hash_bits, row_keys
+from kernels.sample import gumbel_noise_of, hash_bits, row_keys
 from kernels.triton.sample import gumbel, sample
 from kernels.triton.sample import hash_bits as device_hash_bits
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import hit_rates
-from kernels.hit_rates import CLAIMS, DEPTHS
+from kernels import survival
 from kernels.ops import REFERENCE
+from kernels.survival import CLAIMS, DEPTHS
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT, DraftTree
-from kernels.triton.hit_rates import correct_survival
+from kernels.triton.survival import correct_survival
 from kernels.triton.trees import ancestor_matrix, fates
 
 
@@ -78,7 +78,7 @@ def test_survival_is_corrected(batch: int, nodes: int, deepest: int, device: str
     tree = trees(batch, nodes, nodes)
     rates = 2 * torch.rand(DEPTHS * CLAIMS, generator=torch.Generator().manual_seed(nodes))
     ends = torch.full((batch,), deepest)
-    expected = hit_rates.correct_survival(tree, ends, rates)
+    expected = survival.correct_survival(tree, ends, rates)
     found = correct_survival(tree.to(torch.device(device)), ends.to(device), rates.to(device))
     torch.testing.assert_close(found.survival.cpu(), expected.survival)
     torch.testing.assert_close(found.conditional.cpu(), expected.conditional)

@@ -7,7 +7,7 @@ import torch
 
 from drafters.specblock.blocks import path_nodes
 from drafters.tree import ROOT
-from kernels.lattice import Origin
+from kernels.lattice import StartNodes
 
 
 def test_the_likeliest_paths_go_on() -> None:
@@ -16,7 +16,7 @@ def test_the_likeliest_paths_go_on() -> None:
     odds = torch.rand(2, 1, block, ranks, generator=torch.Generator().manual_seed(0)) * 0.9
     tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks)).expand(2, 1, -1, -1)
     trust = torch.linspace(0.8, 1.05, block * ranks).view(block, ranks)
-    said, parents, depths, survival = path_nodes(Origin.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths)
+    said, parents, depths, survival = path_nodes(StartNodes.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths)
     odds = odds * trust
     for line in range(2):
         every = {

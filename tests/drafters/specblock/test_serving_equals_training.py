@@ -14,7 +14,7 @@ from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
-from kernels.lattice import Origin, Picked
+from kernels.lattice import Picked, StartNodes
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
 torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
         cuts = torch.tensor([[2 * further], [4]]).clamp(max=model.config.block_size)
         depths = depths + cuts
         picked = Picked(
-            origin=Origin(depths, depths, torch.ones(2, 1)),
+            origin=StartNodes(depths, depths, torch.ones(2, 1)),
             tokens=text.tokens.gather(1, (anchors + 1 + depths).clamp(max=LENGTH - 1)),
             start=torch.zeros(2, 1, dtype=torch.int64),
             position=cuts - 1,
@@ -196,4 +196,4 @@ def _picked(starts: list[int], positions: list[int], tokens: list[int], depth: i
         return torch.tensor([values, values])
 
     depths = both([depth or position + 1 for position in positions])
-    return Picked(Origin(depths, depths, torch.ones(depths.shape)), both(tokens), both(starts), both(positions))
+    return Picked(StartNodes(depths, depths, torch.ones(depths.shape)), both(tokens), both(starts), both(positions))

@@ -18,7 +18,7 @@ from drafters.training.replay import (
     serving,
 )
 from drafters.training.scores import examine
-from kernels.gumbel import gumbel_noise_of
+from kernels.sample import gumbel_noise_of
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
 

@@ -7,7 +7,7 @@ import torch
 
 from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
-from kernels.sample import Choice
+from kernels.sample import ChosenTokens
 from service.engine import build
 from service.engine.budget import BudgetPolicy, FixedBudget
 from service.engine.engine import Engine, EngineLimits, Vocabulary
@@ -166,6 +166,6 @@ def with_answers(requests: Sequence[GenerationRequest]) -> list[GenerationReques
     return [replace(one, prediction=tuple(alone(one.sampling, one.prompt).tokens)) for one in requests]
 
 
-def choose_tokens(logits: torch.Tensor, rows: SamplingRows) -> Choice:
+def choose_tokens(logits: torch.Tensor, rows: SamplingRows) -> ChosenTokens:
     """The target's token for each row of logits."""
     return rows.table.choose(transformed(logits, rows), rows.sequence_idx, rows.positions, EAGER_SAMPLER)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree
-from kernels.pruning import allocate_nodes
+from kernels.survival import allocate_nodes
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
 from service.engine.costs.model import FREE, CostTable, DraftCosts
 from service.engine.sequence import Sequence

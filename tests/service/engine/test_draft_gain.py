@@ -10,7 +10,7 @@ import torch
 from drafters.calibration import SurvivalCalibration
 from drafters.regret import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
-from kernels.hit_rates import correct_survival
+from kernels.survival import correct_survival
 from service.engine.budget import Budget, CostBudget, Load
 from service.engine.costs.model import CostTable, DraftCosts
 from service.engine.gains import TextGain

@@ -26,6 +26,7 @@ TREE_SIZES = "service.engine.tree_width:rows tolist"
 ON_THE_HOST = (
     "kernels.cpu.",
     "kernels.tree_attention:",
+    "kernels.joint_tree:",
     "kernels.memory:",
     "kernels.sample:",
     "drafters.readback:",

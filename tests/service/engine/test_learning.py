@@ -8,7 +8,7 @@ import torch
 
 from drafters.feedback import Query
 from drafters.protocol import Drafter
-from kernels.gumbel import gumbel_noise_of
+from kernels.sample import gumbel_noise_of
 from service.engine import build
 from service.engine.budget import Budget, BudgetPolicy, FixedBudget
 from service.engine.engine import Engine

@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gumbel import gumbel_noise_of
-from kernels.sample import Choice
+from kernels.sample import ChosenTokens, gumbel_noise_of
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, logprobs
 from tests.service.engine.harness import choose_tokens
@@ -44,7 +43,7 @@ def _params(seed: int = 11, **changes: object) -> SamplingParams:
     return replace(SamplingParams(seed=seed, max_tokens=100), **changes)  # type: ignore[arg-type]
 
 
-def _choose(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> Choice:
+def _choose(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> ChosenTokens:
     """All rows in one step, each with a sequence of its own."""
     vocab = len(rows[0].logits)
     states = [SamplingState(r.params, r.prompt, r.generated, eos_ids=EOS, vocab=vocab, device=CPU) for r in rows]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
-from kernels.accept import accept
 from kernels.graph_runner import Capture
+from kernels.settle import accept
 from service.engine.tree_pruning import TreePruning
 from service.engine.tree_width import FixedWidth
 from tests.drafters.trees import assert_valid_tree

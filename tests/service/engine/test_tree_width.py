@@ -8,7 +8,7 @@ import torch
 from drafters.protocol import DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.regret import RegretLedger
-from kernels.pruning import allocate_width
+from kernels.survival import allocate_width
 from service.engine.budget import CostBudget, FixedBudget, Load
 from service.engine.costs.model import FREE
 from service.engine.engine import EngineLimits

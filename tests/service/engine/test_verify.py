@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
-from kernels.gumbel import gumbel_noise_of
+from kernels.sample import gumbel_noise_of
 from kernels.settle import Verified
 from service.engine.kv_pool import SlotTable
 from service.engine.requests import SamplingParams

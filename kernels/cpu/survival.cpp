@@ -1,7 +1,8 @@
-// How often proposals came true, and trees that wait for the text to tell.
+// How often proposed nodes were accepted, and trees whose outcome is not known yet: the ops of kernels/survival.py.
 #include <algorithm>
 #include <memory>
 
+#include "export.h"
 #include "trees.h"
 
 namespace {
@@ -16,10 +17,6 @@ struct Judged {
         fates(tree.tokens, tree.parents, tree.depths, 1, tree.width, committed, longest, &count, tried.get(), came_true.get());
     }
 };
-
-}  // namespace
-
-extern "C" {
 
 // Counted labels, and the rates that follow, for `buckets` buckets.
 struct Hits {
@@ -55,7 +52,7 @@ void count_claims(const Hits* hits, float* bins, int64_t num_bins, float bin_dec
     for (int64_t i = 0; i < 3 * num_bins; i++) bins[i] *= bin_decay;
     Judged judged(trees->width);
     for (int64_t b = 0; b < batch; b++, claimed += trees->width, buckets += trees->width, committed += longest) {
-        const Trees tree = trees->line(b);
+        const Trees tree = trees->tree(b);
         judged.judge(tree, committed, longest, num_known[b]);
         for (int64_t i = 0; i < tree.width; i++) {
             if (judged.tried[i]) hits->add(buckets[i], judged.came_true[i], claimed[i]);
@@ -76,7 +73,7 @@ struct Proposed {
 void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, const Trees* trees, const int64_t* chosen,
                    const float* predicted, const int64_t* buckets, int64_t count) {
     for (int64_t b = 0; b < batch; b++, chosen += trees->width, predicted += count) {
-        const Trees tree = trees->line(b);
+        const Trees tree = trees->tree(b);
         const int64_t first = rows[b] * log->width;
         std::copy_n(tree.tokens, tree.width, log->tokens + first);
         std::copy_n(tree.parents, tree.width, log->parents + first);
@@ -90,7 +87,7 @@ void keep_proposed(const Proposed* log, const int64_t* rows, int64_t batch, cons
 }
 
 void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, int64_t batch, const int64_t* tokens,
-                    int64_t longest, const int64_t* lengths, int64_t further, int64_t* came) {
+                    int64_t longest, const int64_t* lengths, int64_t next_block, int64_t* came) {
     Judged judged(log->width);
     came[0] = came[1] = 0;
     hits->fade();
@@ -101,11 +98,17 @@ void judge_proposed(const Proposed* log, const Hits* hits, const int64_t* rows, 
         for (int64_t i = 0; i < log->width; i++) {
             if (!judged.tried[i]) continue;  // and then it has not come true
             hits->add(log->buckets[first + i], judged.came_true[i], log->predicted[first + i]);
-            came[0] += judged.came_true[i] && log->buckets[first + i] >= further && log->depths[first + i] < lengths[b];
+            came[0] += judged.came_true[i] && log->buckets[first + i] >= next_block && log->depths[first + i] < lengths[b];
         }
         came[1] += lengths[b];
     }
     for (int64_t b = 0; b < batch; b++) std::fill_n(log->depths + rows[b] * log->width, log->width, 0);
     hits->estimate();
 }
-}
+
+}  // namespace
+
+EXPORT(count_hits)
+EXPORT(count_claims)
+EXPORT(keep_proposed)
+EXPORT(judge_proposed)

@@ -1,6 +1,6 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""Survival corrected as in `kernels/hit_rates.py`, in one launch: a program has a tree, a lane a node, which multiplies
+"""Survival corrected as in `kernels/survival.py`, in one launch: a program has a tree, a lane a node, which multiplies
 what became of the claims on its path."""
 
 from functools import partial
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.hit_rates import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with
+from kernels.survival import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with, prune_with
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 from kernels.triton.trees import fates, lanes
@@ -22,7 +22,7 @@ count_claims = partial(count_with, fates)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
-    """As the reference's `correct_survival`."""
+    """As the reference. # candidates [batch, nodes]; deepest [batch]; rates [DEPTHS * CLAIMS] -> [batch, nodes]"""
     batch, nodes = candidates.tokens.shape
     survival = candidates.survival.new_empty(batch, nodes)
     conditional, buckets = survival.new_empty(batch, nodes), candidates.tokens.new_empty(batch, nodes)
@@ -72,18 +72,21 @@ def _corrected(
     claims: tl.tensor,
     rates: tl.tensor,
     node: tl.tensor,
-    asked: tl.tensor,
+    active: tl.tensor,
     most: tl.tensor,
 ) -> tl.tuple:
-    """A node's conditional as claimed, its bucket, what is made of it, and the node above."""
-    above = tl.load(parents + node, mask=asked, other=-1)
-    depth = tl.load(depths + node, mask=asked, other=0)
-    claimed = tl.where(depth <= most, tl.load(claims + node, mask=asked, other=0.0), 0.0)
+    """A node's claimed conditional, its bucket, the corrected conditional, and the node's parent."""
+    above = tl.load(parents + node, mask=active, other=-1)
+    depth = tl.load(depths + node, mask=active, other=0)
+    claimed = tl.where(depth <= most, tl.load(claims + node, mask=active, other=0.0), 0.0)
     has_parent = above >= 0
     before = tl.load(claims + above, mask=has_parent, other=1.0)
     before = tl.where(has_parent & (tl.load(depths + above, mask=has_parent, other=0) > most), 0.0, before)
     claim = tl.minimum(tl.div_rn(claimed, tl.maximum(before, 1e-9)), 1.0)
     step = tl.minimum(tl.maximum((claim * (_CLAIMS - 1)).to(tl.int32), 0), _CLAIMS - 1)
     bucket = tl.minimum(tl.maximum(depth - 1, 0), _DEPTHS - 1) * _CLAIMS + step
-    made = tl.minimum(claim * tl.load(rates + bucket, mask=asked, other=0.0), _CEILING)
+    made = tl.minimum(claim * tl.load(rates + bucket, mask=active, other=0.0), _CEILING)
     return claim, bucket, made, above
+
+
+prune_trees = partial(prune_with, correct_survival)

@@ -1,0 +1,278 @@
+"""How likely draft nodes are to be accepted: hit rates counted from verified nodes, survival corrected by them, and the
+trees of most expected tokens per second.
+
+*Survival* of a node is the estimated probability that it is on the accepted path; *conditional* is its survival given
+that its parent is accepted. Legend: batch, nodes as in kernels/trees.py; buckets = classes of evidence, each of which
+has a hit rate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.trees import DraftTree, Fates, accumulated, falling, fates, select_nodes
+
+Walk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates]
+"""An implementation of `fates`."""
+
+CEILING = 0.98  # below 1: survival must fall strictly along a path
+DEPTHS = 8  # deeper nodes count as of this depth
+CLAIMS = 9
+"""Bins of the claimed conditional: eighths, and certainty, which a grammar or a replayed prefix gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """Counted labels by bucket, [buckets] float32 each; changed in place, for captured graphs read their addresses."""
+
+    prior_true: Tensor
+    prior_expected: Tensor
+    came_true: Tensor
+    expected: Tensor
+    rates: Tensor  # (prior + came true) / (prior + expected), within limits
+    decay: float  # factor on all older labels at each count
+    low: float
+    high: float
+
+    def estimate(self) -> None:
+        """Set `rates` from the counts."""
+        hits = (self.prior_true + self.came_true).div_(self.prior_expected + self.expected)
+        torch.clamp(hits, self.low, self.high, out=self.rates)
+
+
+def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
+    """Add labels to their buckets, and set the rates anew; where there is no label, both values are 0.
+    # buckets [...] int64; came_true, expected [...] bool or float32"""
+    flat = buckets.flatten()
+    counts.came_true.mul_(counts.decay).index_add_(0, flat, came_true.float().flatten())
+    counts.expected.mul_(counts.decay).index_add_(0, flat, expected.float().flatten())
+    counts.estimate()
+
+
+class Proposed(NamedTuple):
+    """The newest tree of each row of the engine's table, until its outcome is known; all [rows, nodes]."""
+
+    tokens: Tensor  # int64
+    parents: Tensor  # int64
+    depths: Tensor  # int64, 0 = padding
+    predicted: Tensor  # float32, conditional probability
+    buckets: Tensor  # int64
+
+
+def keep_proposed(
+    log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
+) -> None:
+    """Store the trees of these rows, whose nodes were `chosen` among all predicted ones.
+    # rows [batch]; chosen [batch, nodes of the tree] int64; predicted [batch, all nodes] float32; buckets [all nodes]
+    """
+    values = tree.tokens, tree.parents, tree.depths, predicted.gather(1, chosen), buckets[chosen]
+    for table, value in zip(log, values, strict=True):
+        table[:, : value.shape[1]].index_copy_(0, rows, value)
+    log.depths[:, tree.width :].index_fill_(0, rows, 0)
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, next_block: int
+) -> Tensor:
+    """Count which stored nodes of these rows were accepted, each with its predicted probability, and clear the rows.
+    Returns how many accepted nodes are in buckets from `next_block` on, and how many tokens were committed.
+    # rows, lengths [batch]; tokens [batch, longest] int64, committed after the root -> [2] int64"""
+    return judge_with(fates, log, counts, rows, tokens, lengths, next_block)
+
+
+def judge_with(
+    walk: Walk,
+    log: Proposed,
+    counts: HitCounts,
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    next_block: int,
+) -> Tensor:
+    """`judge_proposed` by this implementation of `fates`. # tokens [batch, longest] -> [2]"""
+    proposed = Proposed(*(table.index_select(0, rows) for table in log))
+    tried, true = walk(proposed.tokens, proposed.parents, proposed.depths, tokens, lengths)
+    count_hits(counts, proposed.buckets, true & tried, proposed.predicted * tried)
+    accepted = true & (proposed.buckets >= next_block) & (proposed.depths < lengths[:, None])
+    log.depths.index_fill_(0, rows, 0)
+    return torch.stack([accepted.sum(), lengths.sum()])
+
+
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """Count the outcome of verified nodes: in `counts` which tried claims came true, and in `bins`, by survival, the
+    number of nodes, the sum of their survival and the number accepted, after multiplying the bins by `bin_decay`.
+    # bins [3, bins] float32; claimed [batch, nodes] float32; buckets [batch, nodes] int64; committed [batch, longest],
+    # num_known [batch] as the last two arguments of `fates`"""
+    count_with(fates, counts, bins, bin_decay, trees, claimed, buckets, committed, num_known)
+
+
+def count_with(
+    walk: Walk,
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """`count_claims` by this implementation of `fates`. # bins [3, bins]; claimed, buckets [batch, nodes]"""
+    tried, accepted = walk(trees.tokens, trees.parents, trees.depths, committed, num_known)
+    count_hits(counts, buckets, accepted, claimed * tried)
+    place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
+    values = torch.stack([trees.depths > 0, trees.survival, accepted]).view(3, -1)
+    bins.mul_(bin_decay).index_add_(1, place, values)
+
+
+class Corrected(NamedTuple):
+    """Corrected survival and the claims it comes from; all [batch, nodes]."""
+
+    survival: Tensor  # float32
+    conditional: Tensor  # float32, as claimed
+    buckets: Tensor  # int64, by depth and claim
+
+
+def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
+    """survival_i = product over the path to i of min(CEILING, conditional * rates[bucket of depth and claim]).
+    Nodes of survival 0, and those deeper than `deepest`, get 0; survival falls along every path.
+    # deepest [batch] int64; rates [DEPTHS * CLAIMS] -> [batch, nodes]"""
+    claimed = candidates.survival * (candidates.depths <= deepest[:, None])
+    above = pad(claimed, (1, 0), value=1.0).gather(1, candidates.parents + 1)
+    conditional = (claimed / above.clamp(min=1e-9)).clamp(max=1.0)
+    claim = (conditional * (CLAIMS - 1)).long().clamp(0, CLAIMS - 1)  # NaN counts as a claim of 0
+    buckets = (candidates.depths - 1).clamp(0, DEPTHS - 1) * CLAIMS + claim
+    corrected = (conditional * rates[buckets]).clamp(max=CEILING)
+    survival = accumulated(pad(corrected, (0, 1), value=1.0), candidates.parents, torch.mul)
+    return Corrected(survival, conditional, buckets)
+
+
+SIZES = 3
+"""Number of sizes per tree in `Pruned`."""
+
+
+class Pruned(NamedTuple):
+    """The trees of a step, with what is needed to count their outcome; values of padding are undefined."""
+
+    trees: DraftTree  # [batch, width]
+    claimed: Tensor  # [batch, width] float32, `Corrected.conditional` of their nodes
+    buckets: Tensor  # [batch, width] int64
+    sizes: Tensor  # [batch, SIZES] int64: nodes wanted, nodes kept, candidates of survival above 0
+
+
+def prune_trees(
+    candidates: DraftTree,
+    deepest: Tensor,
+    requested: Tensor,
+    rates: Tensor,
+    seconds: Tensor,
+    weights: Tensor,
+    width: int,
+    widths: Tensor | None = None,
+) -> Pruned:
+    """The trees of most expected tokens per second, of at most `width` nodes each: survival is corrected by
+    `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where rows are
+    laid out before, the nodes wanted are those of `allocate_width`, and as many are kept as fit.
+
+    candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; requested [batch] int64, most nodes
+    of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
+    sequence gets what it requests; weights [batch] float32, the value of one token of each sequence -> [batch, width].
+    """
+    return prune_with(correct_survival, candidates, deepest, requested, rates, seconds, weights, width, widths)
+
+
+def prune_with(
+    correct: Callable[[DraftTree, Tensor, Tensor], Corrected],
+    candidates: DraftTree,
+    deepest: Tensor,
+    requested: Tensor,
+    rates: Tensor,
+    seconds: Tensor,
+    weights: Tensor,
+    width: int,
+    widths: Tensor | None = None,
+) -> Pruned:
+    """`prune_trees` by this implementation of `correct_survival`. # candidates [batch, nodes] -> [batch, width]"""
+    survival, claimed, buckets = correct(candidates, deepest, rates)
+    num_alive = (survival > 0).sum(1)
+    limits = torch.minimum(requested, num_alive)
+    candidates = candidates._replace(survival=survival)
+    if not seconds.shape[0]:
+        wanted = limits.clamp(min=0)
+    elif widths is None:
+        wanted = allocate_nodes(candidates, limits, seconds, weights)
+    else:
+        wanted = allocate_width(candidates, limits, seconds, weights, widths)
+    kept = wanted if widths is None else limits
+    trees, chosen = select_nodes(candidates, kept.clamp(0, width), width)
+    sizes = torch.stack([wanted, trees.num_nodes, num_alive], dim=1)
+    return Pruned(trees, claimed.gather(1, chosen), buckets.gather(1, chosen), sizes)
+
+
+def allocate_nodes(candidates: DraftTree, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
+    """Nodes per sequence for the most expected tokens per second: the n that maximises
+    (sum of weights + the n largest values survival * weight) / seconds[n]. # -> [batch] int64
+
+    limits [batch] int64, at most so many of each, below 0 for a padding row; seconds [batch * nodes + 1] float32, of a
+    step with 0, 1, ... nodes, infinite for more than fit; weights [batch] float32, the value of one token of each.
+    """
+    values, owners = survival_order(candidates, limits, weights)
+    is_sequence = limits >= 0
+    expected = (weights * is_sequence).sum() + torch.cat([values.new_zeros(1), values.cumsum(0)])
+    best = (expected / seconds).argmax()
+    if candidates.batch > 1:
+        owners = torch.where(best > is_sequence.sum(), _best_of_each_first(owners, candidates.batch), owners)
+    is_chosen = (torch.arange(owners.shape[0], device=owners.device) < best) & (owners >= 0)
+    return torch.zeros_like(limits).scatter_add_(0, owners.clamp(min=0), is_chosen.to(limits.dtype))
+
+
+def survival_order(candidates: DraftTree, limits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """All sequences' candidates sorted together by survival * weight, highest first, at most limits[b] of sequence b.
+    # limits, weights [batch] -> values [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1 beyond
+    the last"""
+    nodes = candidates.tokens.shape[1]
+    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
+    ranks = torch.arange(nodes, device=survival.device)
+    allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
+    together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)
+    exists = together.values >= 0
+    owners = torch.where(exists, together.indices // max(nodes, 1), -1)
+    return together.values * exists, owners
+
+
+def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
+    """Reorder so that each sequence's best node comes before all second ones: a sequence that is a little less certain
+    than all others still gets a tree. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
+    places = torch.arange(owners.shape[0], device=owners.device)
+    lines = torch.where(owners < 0, batch, owners)
+    first = places.new_full((batch + 1,), owners.shape[0]).scatter_reduce_(0, lines, places, "amin")
+    is_best = (first[lines] == places) & (owners >= 0)
+    return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]
+
+
+def allocate_width(candidates: DraftTree, limits: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor) -> Tensor:
+    """Nodes per sequence where all trees get rows for the same number of nodes: those of the width with the most
+    expected tokens per second. # -> [batch] int64
+
+    widths [choices] int64, nodes per tree that rows may be laid out for; seconds [choices] float32, of a step of that
+    width, infinite for more than fit; limits, weights [batch] as in `allocate_nodes`.
+    """
+    survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
+    ranks = torch.arange(candidates.width, device=widths.device)
+    counted = survival * (ranks < torch.minimum(limits, candidates.num_nodes)[:, None])
+    totals = torch.cat([counted.new_zeros(len(counted), 1), counted.cumsum(1)], 1)  # [batch, nodes + 1]
+    expected = (weights * (limits >= 0)).sum() + totals[:, widths.clamp(max=candidates.width)].sum(0)
+    best = (expected / seconds).argmax(keepdim=True)
+    return torch.minimum(limits, widths.gather(0, best)).clamp(min=0)
