@@ -9,13 +9,13 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
+from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Limit, Out, PromptFiles
 from service.bench.driver import generate
 from service.bench.experiment import Measure, conclude, counted, plain_engine, prepare, read_sets, requests_from
 from service.config import LoadedConfig
 from service.engine.numerics import Trial
-from service.engine.rows import ExtendRows
 from service.engine.target import Target
 
 EXACT, TYPES = "float32", ("bfloat16", "int8", "auto")
@@ -37,7 +37,7 @@ class TypeRow:
 @torch.inference_mode()
 def log_probabilities(target: Target, text: Sequence[int], first: int) -> Tensor:
     """Of the tokens behind each position from `first` on. # -> [positions, vocab]"""
-    trial = Trial(target, lines=1, max_length=len(text))
+    trial = Trial(target, sequences=1, max_length=len(text))
     rows = trial.place([ExtendRows(0, 0, text, completes=True)])
     wanted = replace(rows, logit_rows=torch.arange(first, len(text)))
     return target.forward(wanted, trial.table).logits.float().log_softmax(-1)

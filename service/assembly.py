@@ -27,13 +27,11 @@ from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
 from service.engine import build, drafter_weights, memory_planner
-from service.engine.accounting import Learning
+from service.engine.accounting import LearningHooks
 from service.engine.budget import BudgetPolicy
+from service.engine.build import DraftModel, taken_over
 from service.engine.captured import capture_forwards
-from service.engine.costs.measuring import costs_at_start
-from service.engine.costs.model import Costs
-from service.engine.draft_model import DraftModel, taken_over
-from service.engine.drafter_start import unmade_for
+from service.engine.costs import Costs
 from service.engine.drafter_weights import (
     dummy_drafter,
     import_place,
@@ -41,8 +39,10 @@ from service.engine.drafter_weights import (
     kind_in,
     shipped_by_target,
     shipped_folder,
+    unmade_for,
 )
 from service.engine.engine import Engine, EngineLimits, Vocabulary
+from service.engine.measuring import MeasuredFor, costs_at_start
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
 from service.engine.target import Target
@@ -104,7 +104,7 @@ class Assembly:
         drafter: Drafter | None = None,
         policy: BudgetPolicy | None = None,
         limits: EngineLimits | None = None,
-        learning: Learning | None = None,
+        learning: LearningHooks | None = None,
         ledger: RegretLedger | None = None,
     ) -> Engine:
         """An idle engine as configured, or with another drafter, budget policy, other limits, or watched; with a ledger
@@ -119,8 +119,6 @@ class Assembly:
                 policy or build.make_policy(self.costs, self.limits, ledger),
                 ledger=ledger,
                 learning=learning,
-                pace_seconds=self.config.pace_seconds,
-                capture=self.target.capture,
             )
 
 
@@ -265,7 +263,7 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
 
 
 def _costs(assembly: Assembly) -> Costs:
-    limits, loaded, weights, drafting = assembly.limits, assembly.loaded, assembly.weights, assembly.draft_model
+    loaded, weights, drafting = assembly.loaded, assembly.weights, assembly.draft_model
     if weights is not None:
         weights = replace(weights, ready=lambda: True)  # what it costs does not depend on what it says
     drafter = f"{assembly.drafter_name} {weights.blocks if weights else 1}"
@@ -276,13 +274,9 @@ def _costs(assembly: Assembly) -> Costs:
         return costs_at_start(
             assembly.target,
             lambda: assembly.drafter(weights=weights),
+            assembly.limits,
+            MeasuredFor(f"{loaded.fingerprint} {loaded.dtype_name}", drafter, __version__),
             folder=assembly.config.state_dir / "costs",
-            model=f"{loaded.fingerprint} {loaded.dtype_name}",
-            drafter=drafter,
-            version=__version__,
-            max_sequences=limits.max_sequences,
-            max_model_len=limits.max_model_len,
-            max_budget=limits.max_budget,
             progress=lambda done, total: advance(done / total, f"{done} of {total}"),
         )
 
@@ -410,6 +404,7 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         max_budget=config.max_budget,
         prefix_cache=config.prefix_cache != "off",
         memory=_memory_sizes(config),
+        pace_seconds=config.pace_seconds,
     )
 
 

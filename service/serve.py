@@ -24,9 +24,8 @@ from service.api.tenants import Tenants
 from service.api_keys import digest_in
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.engine.budget import REASONS
-from service.engine.costs.gains_file import keep_gains, restore_gains
-from service.engine.engine import StepReport
+from service.engine.budget import REASONS, keep_gains, restore_gains
+from service.engine.engine import EngineOutput
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
@@ -208,7 +207,7 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
 def telling(*observers: Metrics | Live) -> Observe:
     """What the engine's thread calls after each step: every observer sees it."""
 
-    def observe(report: StepReport, load: LoadStats) -> None:
+    def observe(report: EngineOutput, load: LoadStats) -> None:
         for observer in observers:
             observer.observe_load(load)
             if report.stats is not None:

@@ -19,7 +19,7 @@ from service.bench.experiment import Contestant
 from service.config import ServiceConfig
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
-from service.engine.sampler import EAGER_SAMPLER
+from service.engine.sampling import EAGER_SAMPLER
 from service.errors import StartupError
 
 PRODUCTS, ATTENTION, LAYER, CHOICE, DRAFTING, REST = PARTS = (

@@ -19,7 +19,7 @@ from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
 from service.bench.experiment import Measure, counted, request_of, tau
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
@@ -299,7 +299,7 @@ class Player:
         done = {name: self._counts[name] - before[name] for name in NOTHING}
         return Played(turn, drive.result(), net_seconds, done, self._notes.take())
 
-    def _count(self, report: StepReport) -> None:
+    def _count(self, report: EngineOutput) -> None:
         self._notes.answered += len(report.finished)
 
 

@@ -11,7 +11,7 @@ OUTSIDE_THE_STEP = frozenset(
     {
         "kernels.memory",  # a tree grows as its values say
         "service.engine.build",  # puts the engine together
-        "service.engine.costs.measuring",  # measures the cost table
+        "service.engine.measuring",  # measures the cost table
         "service.engine.numerics",  # the self-check and its forwards
         "service.engine.weights",  # loads the target
     }

@@ -19,7 +19,7 @@ from service.assembly import _learning
 from service.config import GIB
 from service.config_sources import load_config
 from service.engine import memory_planner
-from service.engine.drafter_start import drafter_config
+from service.engine.drafter_weights import drafter_config
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVShape
 from service.engine.memory_planner import MemoryPlan, needs_of, slots_for

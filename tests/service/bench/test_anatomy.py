@@ -14,7 +14,7 @@ from service.bench.driver import TimedStep
 from service.bench.experiment import Measure
 from service.bench.speed import contestants_of, measure_set
 from service.config import ServiceConfig
-from service.engine.sampler import EAGER_SAMPLER
+from service.engine.sampling import EAGER_SAMPLER
 from service.errors import StartupError
 from service.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts

@@ -17,9 +17,9 @@ from service.bench import clients
 from service.bench.clients import AGAIN, ONE, SEVERAL, Client, Streams, fair_shares, long_prompts, mixes_of, ratio_of
 from service.bench.driver import Drive, Span
 from service.bench.experiment import Measure
-from service.engine.engine import Engine, StepReport
-from service.engine.fairness import PROMPT_SHARE
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SequenceOutput
+from service.engine.scheduler import PROMPT_SHARE
 from service.errors import StartupError
 from tests.service.bench.parts import run_command, varied_prompts
 
@@ -46,13 +46,13 @@ class OneAtATime:
     def add(self, request: GenerationRequest) -> None:
         self.scheduler.waiting.append(SimpleNamespace(request=request))
 
-    def step(self) -> StepReport:
+    def step(self) -> EngineOutput:
         """One token for the one that runs, whose answer then ends."""
         waiting = self.scheduler.waiting
         chosen = next((one for one in waiting if int(one.request.request_id) % 3 in self.favoured), waiting[0])
         waiting.remove(chosen)
         self.scheduler.running = [chosen]
-        return StepReport([SequenceOutput(chosen.request.request_id, 0, (1,), "", finish_reason="length")], [], None)
+        return EngineOutput([SequenceOutput(chosen.request.request_id, 0, (1,), "", finish_reason="length")], [], None)
 
 
 def filled_unit_by_unit(demands: list[int], total: int) -> list[int]:

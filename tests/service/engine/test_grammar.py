@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from service.engine.budget import FixedBudget
-from service.engine.grammar import constrained, forbidden_tokens, with_known
+from service.engine.grammar import constrained, forbidden_tokens, with_runs_of
 from service.engine.requests import SamplingParams
 from service.grammars import Grammar, GrammarCompiler
 from service.tokenizer import ChatTokenizer
@@ -116,7 +116,7 @@ def test_forced_tokens_need_no_drafter() -> None:
 def test_what_is_known_goes_no_deeper_than_trees_do() -> None:
     """Merged without compiled kernels, too, as on a device."""
     (said,) = random_prompts(1, 100, seed=9)
-    assert with_known(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
+    assert with_runs_of(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
     state = regex("a{999}").begin()
     forced = (state.forced([]) or [])[:1] * 60
     places = torch.arange(60)[None]

@@ -113,5 +113,5 @@ def test_a_line_remembers_slots_until_it_is_released() -> None:
 
 def test_pools_of_disjoint_slots() -> None:
     first, second = SlotPool(4, CPU), SlotPool(4, CPU, first=4)
-    assert sorted(first.allocate(3).tolist()) == list(first.mine) == [1, 2, 3]
-    assert sorted(second.allocate(3).tolist()) == list(second.mine) == [4, 5, 6]
+    assert sorted(first.allocate(3).tolist()) == list(first.owned) == [1, 2, 3]
+    assert sorted(second.allocate(3).tolist()) == list(second.owned) == [4, 5, 6]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from kernels import ops
-from service.engine.linear import PlannedLinear, replace_linears
+from service.engine.modules import PlannedLinear, replace_linears
 
 torch.set_num_threads(1)
 CPU_OPS = ops.on(torch.device("cpu"))

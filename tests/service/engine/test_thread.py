@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import SequenceOutput
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import Generated, alone, greedy, request, sampled, tiny_engine
@@ -23,7 +23,7 @@ class Listener:
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine or tiny_engine()
-        self.reports: list[StepReport] = []
+        self.reports: list[EngineOutput] = []
         self.results: dict[tuple[str, int], Generated] = {}
         self.ended = threading.Semaphore(0)
         self.deliveries = 0

@@ -10,8 +10,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels.accept import accept
 from kernels.graph_runner import Capture
-from service.engine.tree_pruning import TreePruning
-from service.engine.tree_width import FixedWidth
+from service.engine.tree_pruning import FixedWidth, TreePruning
 from tests.drafters.trees import assert_valid_tree
 from tests.kernels.tensor_program import kernels, record
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
+from service.engine.costs import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 
 TABLE = CostTable(
     sequences=np.array([1.0]),

@@ -3,9 +3,9 @@
 import torch
 
 from drafters.tree import DraftTree
-from service.engine.commit import committed_of, lay_out
+from kernels.rows import ExtendRows
 from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.rows import ExtendRows
+from service.engine.rows import RowLayout, committed_of
 from service.engine.target import TargetOutput
 from service.engine.verify import VerifyStage
 from tests.service.engine.harness import greedy
@@ -23,7 +23,7 @@ class Step:
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
         both = DraftTree.concatenated([tree, DraftTree(*map(torch.zeros_like, tree))])
         extends = [ExtendRows(2, 7, [10], completes=True), ExtendRows(0, 3, [20, 21, 22], completes=False)]
-        self.rows = lay_out(extends, both, self.slots, self.table)
+        self.rows = RowLayout(self.slots, self.table)(extends, both)
         self.node_slots = self.rows.attention.node_slots[0, :5].tolist()
         self.logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
         self.logits[torch.arange(6), torch.tensor(target_tokens)] = 9.0
