@@ -283,10 +283,12 @@ def read_costs(folder: Path, key: CostKey) -> Costs | None:
 
 def write_costs(folder: Path, key: CostKey, costs: Costs) -> None:
     """Save the costs. Where the folder cannot be written, the next start measures again."""
-    tables = {"verify": asdict(costs.verify), "drafts": asdict(costs.drafts)}
-    # planned transfer: numpy, on the host
-    lists = {name: {axis: values.tolist() for axis, values in table.items()} for name, table in tables.items()}
+    lists = {"verify": _as_lists(costs.verify), "drafts": _as_lists(costs.drafts)}
     write_whole(cost_file(folder, key), {"key": key, **lists})
+
+
+def _as_lists(table: CostTable | DraftCosts) -> dict[str, list[Any]]:
+    return {axis: values.tolist() for axis, values in asdict(table).items()}  # planned transfer: numpy, on the host
 
 
 def write_whole(file: Path, content: object) -> None:

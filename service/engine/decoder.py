@@ -6,17 +6,19 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.layers import RunLayers
 from kernels.linear import Weight, look_up
 from kernels.ops import REFERENCE, Ops
-from kernels.tree_attention import Attention, AttentionRows
+from kernels.rows import ExtendRows
+from kernels.tree_attention import Attention
 from service.engine.kv_pool import KVPool
 from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers, replace_linears, weights_of
 from service.engine.widening import copies_of
@@ -155,24 +157,19 @@ class _Trial(NamedTuple):
     def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
         count, device = min(_TRIAL_ROWS, pool.num_slots - 1), pool.storage.device
         text = model.config.get_text_config()
-        tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
-        positions, slots = torch.arange(count, device=device), torch.arange(count, device=device) + 1
-        zeros = torch.zeros_like(positions)
-        no_nodes = zeros.new_zeros(1, 0)
-        rows = AttentionRows(
-            sequence=zeros,
-            positions=positions,
-            node=zeros - 1,
-            table_rows=zeros[:1],
-            extend_end=positions[-1:],
-            node_slots=no_nodes,
-            node_depths=no_nodes,
-            ancestors=no_nodes[..., None].bool(),
-        )
+        tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+        slots = torch.arange(1, count + 1, device=device)
+        prompt = tokens.tolist()  # planned transfer: before serving
+        extends, table = [ExtendRows(0, 0, prompt, completes=True)], slots.new_zeros(1, count)
+        rows = ops.lay_out_rows(extends, [0], DraftTree.empty(1, device), slots, table, _no_nodes_to_place)
         attention = ops.plan_attention(
-            rows, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
+            rows.attention, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
         )
-        return _Trial(tokens, positions, attention, slots, slice(None), pool)
+        return _Trial(rows.tokens, rows.attention.positions, attention, slots, slice(None), pool)
+
+
+def _no_nodes_to_place(rows: tuple[Tensor, ...]) -> NoReturn:
+    raise AssertionError("there are no trees")
 
 
 class _Call(NamedTuple):

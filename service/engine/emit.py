@@ -203,17 +203,14 @@ class PromptScores(NamedTuple):
 def prompt_scores_in(items: Items[Scheduled]) -> list[PromptScores]:
     """Prompt tokens that the step scores, for requests that ask: all but a prompt's first, which has no row before it.
     They come a chunk at a time, so no more rows of logits are held than one chunk has."""
-    return [scores for scores in _prompt_scores(items) if scores.positions]
-
-
-def _prompt_scores(items: Items[Scheduled]) -> Iterator[PromptScores]:
-    row = 0
+    found, row = list[PromptScores](), 0
     for item in items:
         sequence = item.sequence
         if sequence.request.scores_prompt and not sequence.num_generated:
             last = min(item.start + item.num_rows, sequence.num_prompt - 1)
-            yield PromptScores(sequence, row, range(item.start + 1, last + 1))
+            found.append(PromptScores(sequence, row, range(item.start + 1, last + 1)))
         row += item.num_rows
+    return [scores for scores in found if scores.positions]
 
 
 def scored_rows(scores: Items[PromptScores], device: torch.device) -> Tensor | None:

@@ -26,10 +26,8 @@ def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[in
 def constrained(candidates: Candidates, states: Sequence[GrammarState | None], max_nodes: int) -> Candidates:
     """Drop the nodes that grammars forbid and add the tokens they force, with the survival of the node they follow.
     `states` has one entry per tree; None: no grammar. # -> [batch, nodes]"""
-    tokens, parents = (
-        candidates.tokens.tolist(),
-        candidates.parents.tolist(),
-    )  # planned transfer: of constrained sequences
+    tokens = candidates.tokens.tolist()  # planned transfer: of constrained sequences
+    parents = candidates.parents.tolist()  # planned transfer
     counts = candidates.num_nodes.tolist()  # planned transfer
     possible = torch.ones(candidates.tokens.shape, dtype=torch.bool)
     runs: list[list[tuple[int, list[int]]]] = []  # per tree: below which node, which tokens
