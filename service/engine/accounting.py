@@ -66,11 +66,7 @@ class StepAccounting:
 
     def start_step(self) -> StepClock:
         """Let weights change, then start the step's clock."""
-        return self.start_clock(self._learning.between_steps() if self._learning is not None else 0)
-
-    def start_clock(self, version: int = 0) -> StepClock:
-        """A clock of this device, for a step that a drafter of this version serves."""
-        return StepClock(self._now, version)
+        return StepClock(self._now, self._learning.between_steps() if self._learning is not None else 0)
 
     def end_step(
         self,

@@ -23,7 +23,7 @@ from service.engine.grammar import constrained, with_runs_of
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from service.engine.tree_pruning import ExactWidth, FixedWidth, TreePruning
+from service.engine.tree_pruning import TreePruning, TreeWidth
 
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
@@ -54,7 +54,7 @@ class DraftStage:
             SurvivalCalibration(device),
             capture=captured,
             max_batch=max_sequences,
-            width=FixedWidth(max_budget, device) if captured else ExactWidth(),
+            width=TreeWidth(max_budget, device, captured=captured is not None),
             is_priced=policy.is_priced,
             device=device,
         )

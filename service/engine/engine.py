@@ -316,7 +316,7 @@ class Engine:
         sequence, num_free = self._new_sequence(_PROBE, 0), self.slots.num_free
         sequence.row = self.table.take_row()
         batch = StepBatch([Scheduled.of(sequence, 1)], [sequence])
-        self._draft_and_verify(batch, self._accounting.start_clock(), drafts=False)
+        self._draft_and_verify(batch, StepClock(clock_of(self.target.device)), drafts=False)
         self._draft_stage.stop(sequence)
         self.table.release_row(sequence.row, 1)
         self.slots.num_free = num_free

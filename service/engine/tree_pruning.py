@@ -5,7 +5,6 @@ Legend: batch = drafting sequences, nodes as in drafters/tree.py.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,62 +25,37 @@ def tree_widths_up_to(max_nodes: int) -> tuple[int, ...]:
     return (*(width for width in TREE_WIDTHS if width < max_nodes), max_nodes) if max_nodes else ()
 
 
-class TreeWidth(Protocol):
-    """Chooses for how many nodes of each tree the rows of a step are laid out."""
+class TreeWidth:
+    """Chooses for how many nodes of each tree the rows of a step are laid out.
 
-    choices: tuple[int, ...] | None
-    """Widths to choose among, rising from 0; None: any."""
-    on_device: Tensor | None
-    """The same as a tensor, for `prune_trees`. # [choices] int64"""
-
-    def choose(self, candidates: Candidates, free_slots: int) -> int:
-        """The width of the step's trees; together they take at most `free_slots` where widths are fixed."""
-        ...
-
-    def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
-        """Rows laid out for each tree. # tree_sizes [batch, SIZES] as of `Pruned`; width from `choose`"""
-        ...
-
-    def learn(self, num_wanted: Sequence[int]) -> None:
-        """Take in how many nodes each of the last trees should have had."""
-        return
-
-
-class ExactWidth(TreeWidth):
-    """As many rows as each tree has nodes: on a CPU the host knows them at once."""
-
-    choices = on_device = None
-
-    def choose(self, candidates: Candidates, free_slots: int) -> int:
-        return candidates.width
-
-    def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
-        """The node counts themselves. # tree_sizes [batch, SIZES]"""
-        return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
-
-
-class FixedWidth(TreeWidth):
-    """One captured width for all trees of a step, taken from what the step before wanted.
-
-    Reading the device's choice for this step would leave the device idle until the next launch. Rows that are laid out
-    cost the same whether they hold a node or padding, so each tree is filled with its likeliest nodes.
+    Eager steps have as many rows as each tree has nodes: on a CPU the host knows them at once. Captured steps have one
+    width for all trees, taken from what the step before wanted: reading the device's choice for this step would leave
+    the device idle until the next launch. Rows that are laid out cost the same whether they hold a node or padding, so
+    each tree is filled with its likeliest nodes.
     """
 
-    def __init__(self, max_nodes: int, device: str | torch.device = "cpu") -> None:
-        self.choices = (0, *tree_widths_up_to(max_nodes))
-        self.on_device = torch.tensor(self.choices, device=device)
+    def __init__(self, max_nodes: int, device: str | torch.device = "cpu", *, captured: bool) -> None:
+        """`choices` are the widths of captured steps, rising from 0; None: any."""
+        self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None
+        self.on_device = torch.tensor(self.choices, device=device) if captured else None  # [choices] int64
         self._num_wanted = max_nodes
 
     def choose(self, candidates: Candidates, free_slots: int) -> int:
+        """The width of the step's trees, which together take at most `free_slots` in captured steps."""
+        if self.choices is None:
+            return candidates.width
         fitting = [width for width in self.choices[1:] if width * candidates.batch <= free_slots]
         enough = [width for width in fitting if width >= self._num_wanted]
         return min(enough, default=max(fitting, default=0))
 
     def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
-        """The width, for every tree. # tree_sizes [batch, SIZES]"""
+        """Rows laid out for each tree. # tree_sizes [batch, SIZES] as of `Pruned`; width from `choose`"""
+        if self.choices is None:
+            return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
         return [width] * tree_sizes.shape[0]
 
     def learn(self, num_wanted: Sequence[int]) -> None:
+        """Take in how many nodes each of the last trees should have had."""
         self._num_wanted = max(num_wanted, default=0)
 
 

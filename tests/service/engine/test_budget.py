@@ -159,11 +159,6 @@ def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
     assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
 
 
-def test_static_policies_predict_nothing_and_refuse_only_what_they_would_not_use() -> None:
-    assert FixedBudget(0).refusal(load_of(1)) == "fixed"
-    assert FixedBudget(1).refusal(load_of(1)) is None
-
-
 def generating(tokens: int, first_token_seconds: float | None) -> Sequence:
     sequence = sequence_of(4)
     sequence.tokens = [2] * (4 + tokens)

@@ -61,10 +61,6 @@ def seconds(costs: OnlineCosts, rows: float) -> float:
     return float(costs.verify_seconds(np.array([rows]), 1.0, 1)[0])
 
 
-def test_what_nothing_corrected_is_the_table() -> None:
-    assert seconds(OnlineCosts(ONE_CONTEXT), 2.0) == 1.5
-
-
 def test_a_slower_machine_is_noticed_everywhere_and_first_where_it_is_seen() -> None:
     costs = OnlineCosts(ONE_CONTEXT)
     for _ in range(10):

@@ -21,7 +21,6 @@ from service.engine.scheduler import Scheduled, StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.scope import Scope
-from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
 from tests.service.engine.test_scheduler import sequence_of
@@ -111,11 +110,6 @@ def test_nothing_is_drafted_that_could_not_be_emitted() -> None:
     assert sizes(*ends) == [0, 1, 3, 5]
 
 
-def test_a_request_may_ask_for_less() -> None:
-    wishes = [SpeculationParams(enabled=False), SpeculationParams(max_budget=2), SpeculationParams(max_budget=50), None]
-    assert sizes(*(decoding(row, speculation=wish) for row, wish in enumerate(wishes))) == [0, 2, 5, 5]
-
-
 def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
     assert sizes(decoding(0), reading=2) == [5, 0, 0]
     assert sizes(decoding(0), reading=2, free=1 + 2 * 5 + 3) == [3, 0, 0]
@@ -131,12 +125,6 @@ def test_a_fixed_budget_obeys_slots(free: int, keep: list[int], reason: str) -> 
     batch = batch_of(*(decoding(row, speculation=SpeculationParams(max_budget=3 - row % 2 * 2)) for row in range(3)))
     tree, budget = stage.draft(batch, 3 + free)
     assert (tree.num_nodes.tolist(), list(budget.node_rows), budget.reason) == (keep, keep, reason)
-
-
-def test_what_pads_trees_keeps_their_promises() -> None:
-    stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
-    tree, _ = stage.draft(batch_of(decoding(0), reading=2), 100)
-    assert_valid_tree(tree)
 
 
 @pytest.mark.parametrize(

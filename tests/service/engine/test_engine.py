@@ -379,11 +379,6 @@ def test_a_text_fills_the_whole_context() -> None:
         assert results["full", 0].tokens == alone(params, text).tokens
 
 
-def test_an_idle_engine_reports_nothing() -> None:
-    report = tiny_engine().step()
-    assert (report.outputs, report.finished, report.stats) == ([], [], None)
-
-
 def test_a_step_says_what_it_did(requests: list[GenerationRequest]) -> None:
     engine = tiny_engine()
     for one in requests:

@@ -21,7 +21,6 @@ from service.engine.measuring import (
     measure_costs,
     measure_drafts,
     measure_grid,
-    this_machine,
 )
 from tests.service.engine.harness import tiny_target
 from tests.tiny_models import loaded_tiny
@@ -71,15 +70,6 @@ def test_noise_never_makes_a_larger_forward_cheaper(clock: list[float]) -> None:
     seconds = measured(run, (1, 2, 4, 8), (100, 300, 500)).seconds[0]
     assert (np.diff(seconds, axis=0) >= 0).all()
     assert (np.diff(seconds, axis=1) >= 0).all()
-
-
-def test_a_single_slow_run_is_forgotten(clock: list[float]) -> None:
-    seconds = iter([0.05, 0.01, 0.09, 0.01])
-
-    def run(point: Point) -> None:
-        clock[0] += next(seconds)
-
-    assert measured(run, (1,), (10,)).seconds.tolist() == [[[pytest.approx(0.01)]]]
 
 
 def test_a_slow_point_drags_no_larger_one_with_it(clock: list[float]) -> None:
@@ -246,8 +236,3 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, ca
     blocked.write_text("")
     write_costs(blocked, KEY, COSTS)
     assert "cannot be kept" in caplog.text
-
-
-def test_this_machine_has_a_name() -> None:
-    assert this_machine() == this_machine()
-    assert " x " in this_machine()

@@ -54,29 +54,6 @@ def test_a_position_whose_next_token_differs_is_read_again() -> None:
     assert found(cache, HELLO) == [10, 11, 12, 13, 14, 15]
 
 
-def test_another_first_token_is_another_text() -> None:
-    cache = PrefixCache(CPU)
-    kept(cache, HELLO, 10)
-    assert found(cache, [8, *HELLO[1:]]) == []
-
-
-def test_what_is_known_already_is_freed() -> None:
-    cache = PrefixCache(CPU)
-    first, second = cache.acquire("", HELLO), cache.acquire("", HELLO)
-    assert cache.release(first, HELLO, slots(10, 11, 12, 13, 14, 15)).tolist() == []
-    longer = [*HELLO, 30]
-    assert cache.release(second, longer, slots(20, 21, 22, 23, 24, 25, 26)).tolist() == [20, 21, 22, 23, 24, 25]
-    assert found(cache, longer) == [10, 11, 12, 13, 14, 15, 26]
-
-
-def test_positions_behind_the_text_are_freed() -> None:
-    """A stop cuts a text off behind which more was verified."""
-    cache = PrefixCache(CPU)
-    lease = cache.acquire("", HELLO[:3])
-    assert cache.release(lease, HELLO[:3], slots(10, 11, 12, 13)).tolist() == [12, 13]
-    assert found(cache, HELLO) == [10, 11]
-
-
 def test_what_a_running_one_has_read_is_shared() -> None:
     cache = PrefixCache(CPU)
     lease = cache.acquire("", HELLO)
@@ -88,15 +65,6 @@ def test_what_a_running_one_has_read_is_shared() -> None:
     assert cache.release(lease, HELLO, slots(14, 15)).tolist() == []
     assert found(cache, HELLO) == [10, 11, 12, 13, 14, 15]
     assert cache.num_evictable == 6
-
-
-def test_what_another_has_shared_before_is_not_shared_twice() -> None:
-    cache = PrefixCache(CPU)
-    first, second = cache.acquire("", HELLO), cache.acquire("", HELLO)
-    cache.publish(first, HELLO, slots(10, 11, 12, 13, 14, 15))
-    cache.publish(second, HELLO, slots(20, 21, 22, 23, 24, 25))
-    assert (first.length, second.length) == (6, 0)
-    assert cache.release(second, HELLO, slots(20, 21, 22, 23, 24, 25)).tolist() == [20, 21, 22, 23, 24, 25]
 
 
 def test_leased_slots_are_not_evicted() -> None:
@@ -156,16 +124,6 @@ def test_waiting_pays_for_much_that_is_about_to_be_read() -> None:
     assert not cache.pays_to_wait("a", [*range(20), 500], "a", text)
     kept(cache, text[:120], 1000, "a")
     assert not cache.pays_to_wait("a", ask, "a", text)
-
-
-def test_leaves_do_not_pile_up() -> None:
-    cache = PrefixCache(CPU)
-    kept(cache, HELLO, 10)
-    for _ in range(50):
-        found(cache, HELLO)
-    assert len(cache._leaves) == 1
-    assert sorted(cache.evict(6).tolist()) == [10, 11, 12, 13, 14, 15]
-    assert not cache._leaves
 
 
 def test_the_null_cache_keeps_nothing() -> None:

@@ -33,59 +33,30 @@ class Step:
         self.slots.free(verified.freed[: 5 - int(verified.num_accepted)])
 
 
-def test_accepted_nodes_follow_the_root_in_the_table() -> None:
-    step = Step([12, 0, 14, 0, 15, 99])  # the path is node 1, node 3, node 4
-    expected = [step.node_slots[node] for node in (1, 3, 4)]
-    assert step.table.slots[2, 8:11].tolist() == expected
-    assert step.table.slots[2, 11] == 0
+def test_accepted_nodes_join_the_table_and_become_permanent() -> None:
+    """The path is node 1, node 3, node 4."""
+    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
+    committed, path_slots = step.committed, [step.node_slots[node] for node in (1, 3, 4)]
+    assert step.table.slots[2, 8:12].tolist() == [*path_slots, 0]
     assert step.slots.num_free == step.slots.capacity - 4 - 3
-    assert not set(step.slots.free_slots().tolist()) & set(expected)
-
-
-def test_what_became_permanent_is_said() -> None:
-    committed = Step([12, 0, 14, 0, 15, 99]).committed
-    assert committed.rows.tolist() == [2]
-    assert committed.counts.tolist() == [4]
-    assert committed.tokens[0, :4].tolist() == [12, 14, 15, 99]
-    assert (committed.tokens[0, 4:] == -1).all()
-
-
-def test_features_are_those_of_the_root_and_the_accepted_nodes() -> None:
-    step = Step([12, 0, 14, 0, 15, 99])
-    assert step.committed.features is not None
-    rows = [step.rows.slots.tolist().index(step.node_slots[node]) for node in (1, 3, 4)]
-    assert step.committed.features[0, :4, 0].tolist() == [0, *rows]
-
-
-def test_scores_are_those_behind_the_root_and_the_accepted_nodes() -> None:
-    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
-    scores = step.committed.scores
-    assert scores is not None
-    assert torch.equal(scores.logits, step.logits[[0, 2, 4, 5]])
-    assert step.committed.tokens.flatten()[scores.places].tolist() == [12, 14, 15, 99]
-
-
-def test_scores_are_the_readers_own() -> None:
-    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
-    assert step.committed.scores is not None
-    before = step.committed.scores.logits.clone()
+    assert not set(step.slots.free_slots().tolist()) & set(path_slots)
+    assert (committed.rows.tolist(), committed.counts.tolist()) == ([2], [4])
+    assert committed.tokens[0].tolist() == [12, 14, 15, 99, *[-1] * (committed.tokens.shape[1] - 4)]
+    assert committed.features is not None
+    rows = [step.rows.slots.tolist().index(slot) for slot in path_slots]
+    assert committed.features[0, :4, 0].tolist() == [0, *rows]
+    assert committed.scores is not None
+    assert committed.tokens.flatten()[committed.scores.places].tolist() == [12, 14, 15, 99]
+    expected = step.logits[[0, 2, 4, 5]]
     step.logits.fill_(0.0)  # as the next captured forward would
-    assert torch.equal(step.committed.scores.logits, before)
+    assert torch.equal(committed.scores.logits, expected)
 
 
-def test_nobody_copies_what_nobody_wants() -> None:
-    assert Step([12, 0, 14, 0, 15, 99]).committed.scores is None
-
-
-def test_with_nothing_accepted_only_the_chains_stay() -> None:
+def test_with_nothing_accepted_only_extend_rows_stay() -> None:
     step = Step([98, 0, 0, 0, 0, 0])
-    assert step.committed.tokens[0, 0] == 98
-    assert step.committed.counts.tolist() == [1]
+    assert (int(step.committed.tokens[0, 0]), step.committed.counts.tolist()) == (98, [1])
+    assert step.committed.scores is None
     assert step.slots.num_free == step.slots.capacity - 4
     assert set(step.node_slots) <= set(step.slots.free_slots().tolist())
-
-
-def test_extend_rows_stand_in_the_table_before_the_forward() -> None:
-    step = Step([98, 0, 0, 0, 0, 0])
     extend_slots = step.rows.slots[: step.rows.num_extend_rows].tolist()
     assert [int(step.table.slots[2, 7]), *step.table.slots[0, 3:6].tolist()] == extend_slots

@@ -316,15 +316,6 @@ def test_the_chunk_goes_to_whoever_is_served_less() -> None:
     assert [shares(room.step()) for _ in range(2)] == [[(yours, 10)], [(mine, 10)]]
 
 
-def test_preemptions_are_counted_once() -> None:
-    room = Room()
-    (sequence,) = room.add(3)
-    room.step()
-    room.scheduler.preempt(sequence)
-    assert [room.scheduler.take_preemptions() for _ in range(2)] == [1, 0]
-    assert room.slots.num_free == room.slots.capacity
-
-
 def removed(room: Room, sequences: Items[Sequence]) -> None:
     for sequence in sequences:
         room.scheduler.remove(sequence)

@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
-from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, slot_attention
+from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, replace_linears, slot_attention
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError
@@ -242,3 +242,16 @@ def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def bound(model: PreTrainedModel) -> Target:
     """As a target, which takes it over."""
     return Target(model, KVPool(loaded_tiny("llama").kv_shape, 50, torch.device("cpu")))
+
+
+def test_a_tied_embedding_keeps_its_weight_and_a_subclass_of_linear_is_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    tied = nn.ModuleDict({"embedding": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False), "own": Special(8, 8)})
+    table = tied["head"].weight = tied["embedding"].weight
+    x = torch.randn(3, 8)
+    before = tied["head"](x)
+    assert replace_linears(tied, ops.on(torch.device("cpu"))) == 1
+    assert tied["embedding"].weight is table
+    torch.testing.assert_close(tied["head"](x), before)

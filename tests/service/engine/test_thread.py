@@ -85,12 +85,6 @@ def test_an_aborted_request_hears_nothing_more(listener: Listener) -> None:
     assert finished.output_tokens == len(listener.results["gone", 0].tokens)
 
 
-def test_an_abort_of_the_unknown_is_harmless(listener: Listener) -> None:
-    listener.thread.abort("nobody")
-    listener.thread.submit(request("next", [1], greedy(2)))
-    listener.wait_for(1)
-
-
 def test_draining_finishes_what_runs_and_what_waits() -> None:
     listener = Listener()
     for name in ("a", "b", "c"):
