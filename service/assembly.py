@@ -36,10 +36,10 @@ from service.engine.drafter_weights import (
     dummy_drafter,
     import_place,
     imported_folder,
+    initial_drafter_for,
     kind_in,
     shipped_by_target,
     shipped_folder,
-    unmade_for,
 )
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.measuring import MeasuredFor, costs_at_start
@@ -135,7 +135,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     choose_drafter(config, starts=True)  # one that cannot be is refused before anything is loaded
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
-    drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
+    drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     weights = _weights(config, drafter_name, folder, loaded)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
@@ -243,7 +243,7 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == loaded.model.device
     tuning = Tuning()
     kept_texts = tuning.validation_texts + tuning.full_queries + tuning.replay_texts
-    makes = loaded.unmade is not None
+    makes = loaded.initial_drafter is not None
     return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts, makes)
 
 
@@ -292,7 +292,7 @@ def _begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
 
     def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:
         folder = _folder(config)  # what the target ships is there by now
-        return unmade_for(model, identity, folder) if folder or starts_drafter(config) else None
+        return initial_drafter_for(model, identity, folder) if folder or starts_drafter(config) else None
 
     return begin if config.adaptation.enabled and is_trained else None
 
@@ -340,8 +340,8 @@ def _needs(drafter: str) -> frozenset[Need]:
 def _weights(
     config: ServiceConfig, drafter_name: str, folder: Path | None, loaded: LoadedModel
 ) -> TrainedWeights | None:
-    if loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(loaded, folder, blocks=config.draft_blocks).weights
+    if loaded.initial_drafter is not None:
+        return drafter_weights.initial_replaceable(loaded, folder, blocks=config.draft_blocks).weights
     if folder is not None:
         try:
             return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights

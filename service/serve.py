@@ -199,7 +199,7 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
         return ()
     prompts = read_prompt_set(file, assembly.tokenizer).prompts
     refuse_too_long(prompts, ANSWER_TOKENS, assembly.limits.max_model_len, f"bootstrap prompts {file}")
-    if assembly.loaded.unmade is None:
+    if assembly.loaded.initial_drafter is None:
         logger.info("bootstrap prompts are not needed: no drafter is made here")
     return prompts
 
@@ -223,7 +223,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
     config = assembly.config
     if not config.adaptation.enabled:
         return None
-    if assembly.drafter_folder is None and assembly.loaded.unmade is None:
+    if assembly.drafter_folder is None and assembly.loaded.initial_drafter is None:
         logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
         return None
 

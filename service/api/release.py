@@ -26,7 +26,7 @@ class Release:
 
     def cut(self, request: GenerationRequest) -> GenerationRequest:
         """The request with as many outputs as tokens, where steps are not to be seen."""
-        return request if self.seconds is None else replace(request, singly=request.sampling.max_tokens)
+        return request if self.seconds is None else replace(request, single_token_outputs=request.sampling.max_tokens)
 
 
 AS_IT_COMES = Release()

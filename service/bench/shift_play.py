@@ -309,7 +309,7 @@ def players_of(
 ) -> Iterator[list[Player]]:
     """One engine for each name, with that policy, all starting from the same weights and from nothing learnt; what they
     learn stays in the folder `keep`, by name."""
-    plain = "memory" if assembly.loaded.unmade is not None else assembly.drafter_name
+    plain = "memory" if assembly.loaded.initial_drafter is not None else assembly.drafter_name
     with ExitStack() as closing:
         folder = keep or closing.enter_context(TemporaryDirectory(prefix="adaptree-bench-"))
         players = []

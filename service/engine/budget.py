@@ -56,7 +56,7 @@ class StepLoad:
     free_slots: int  # most nodes in all
     num_sequences: int
     decoding: tuple[SequenceGain, ...]  # sequences that may have a tree; those that run the drafter stand first
-    num_asked: int  # how many of `decoding` run the drafter
+    num_drafting: int  # how many of `decoding` run the drafter
     prefilling: tuple[SequenceGain, ...] = ()
     starts: bool = False  # whether a sequence starts to run in this step
     weights: Tensor | None = None  # [decoding] float32, value of one token of each; None: all the same
@@ -68,14 +68,14 @@ class StepLoad:
         return len(self.decoding)
 
     @property
-    def asked(self) -> tuple[SequenceGain, ...]:
+    def drafting(self) -> tuple[SequenceGain, ...]:
         """The sequences that run the drafter."""
-        return self.decoding[: self.num_asked]
+        return self.decoding[: self.num_drafting]
 
     @property
     def skipped(self) -> tuple[SequenceGain, ...]:
         """The decoding sequences that do not run the drafter."""
-        return self.decoding[self.num_asked :]
+        return self.decoding[self.num_drafting :]
 
     @property
     def has_room(self) -> bool:
@@ -219,10 +219,10 @@ class CostBudget(BudgetPolicy):
         return self.gate.select(sequences, num_sequences, starts=starts, step_seconds=self._step_seconds)
 
     def refusal(self, load: StepLoad) -> str | None:
-        if not load.num_asked:
+        if not load.num_drafting:
             return "suspended"
         baseline_sd = _BASELINE_STEPS * self._forwards(load).sd
-        return "reference" if self.gate.needs_plain_step(load.asked, load.num_sequences, baseline_sd) else None
+        return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences, baseline_sd) else None
 
     def follows(self, load: StepLoad) -> bool:
         return any(self.select((*load.decoding, *load.prefilling), load.num_sequences, starts=load.starts))
@@ -231,8 +231,8 @@ class CostBudget(BudgetPolicy):
         """Without what the step's prompt rows take. # -> [choices]"""
         nodes = load.node_counts(num_candidates)
         verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
-        drafting = self._drafts.draft_seconds(load.num_asked) if load.num_asked else 0.0
-        seconds: FloatArray = verify + (drafting + self._plain_seconds(load) - verify[0])
+        draft = self._drafts.draft_seconds(load.num_drafting) if load.num_drafting else 0.0
+        seconds: FloatArray = verify + (draft + self._plain_seconds(load) - verify[0])
         if nodes[-1] > load.free_slots:
             seconds[nodes > load.free_slots] = np.inf
         return seconds
@@ -300,20 +300,20 @@ class CostBudget(BudgetPolicy):
         without_nodes = min(predicted, self._costs.forward_seconds(load.num_rows, context, sequences))
         forward, forwards = self._forward_seconds(load), self._forwards(load)
         plain, prompts = forward * forwards.mean, without_nodes - forward
-        drafting = self._drafts.learn(load.num_asked, stats.draft_seconds)
-        expected = drafting + predicted + plain - forward
-        seconds = min(drafting + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
+        draft = self._drafts.learn(load.num_drafting, stats.draft_seconds)
+        expected = draft + predicted + plain - forward
+        seconds = min(draft + stats.verify_seconds + stats.other_seconds, _MOST_TIMES * expected)
         extra = seconds - prompts - plain
-        asked, one_step = load.asked, plain / load.num_decoding  # seconds of a plain step per sequence
-        accepted = _accepted_lengths(budget, stats)[: len(asked)]
+        drafting, one_step = load.drafting, plain / load.num_decoding  # seconds of a plain step per sequence
+        accepted = _accepted_lengths(budget, stats)[: len(drafting)]
         # Leaving out one of several sequences would save what its nodes take.
         per_node = max(0.0, stats.verify_seconds - without_nodes) / max(1, sum(budget.num_nodes))
-        own_extra = [extra] if len(asked) == 1 else [per_node * count for count in budget.num_nodes[: len(asked)]]
-        gains = [length - extra / len(asked) / one_step for length in accepted]
-        for one, gain in zip(asked, gains, strict=True):
+        own_extra = [extra] if len(drafting) == 1 else [per_node * count for count in budget.num_nodes[: len(drafting)]]
+        gains = [length - extra / len(drafting) / one_step for length in accepted]
+        for one, gain in zip(drafting, gains, strict=True):
             self.gate.settle(one.traffic, gain * one_step)
         own_gains = [length - own / one_step for length, own in zip(accepted, own_extra, strict=True)]
-        self.gate.observe(asked, gains, own_gains, sequences, all_drafted=not load.skipped)
+        self.gate.observe(drafting, gains, own_gains, sequences, all_drafted=not load.skipped)
         self.gate.skip(load.skipped, sequences)
         forwards.elapse()
 

@@ -214,7 +214,7 @@ def _difference(
         if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
             return "tokens are not embedded by a table alone"
         if not _agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
-            return "behind the last layer stands more than a norm and a head"
+            return "after the last layer comes more than a norm and a head"
     except (AttributeError, TypeError, ValueError) as error:  # the model has other parts, or they take other arguments
         return str(error)
     return None

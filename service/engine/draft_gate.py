@@ -21,7 +21,7 @@ BETWEEN_SEQUENCES = 0.5
 """Standard deviation of sequences' mean gains within a class: accepted lengths of real texts differed by 0.1 to 0.9
 (docs/budget.md)."""
 _DAY_SECONDS = 86_400.0
-"""Traffic repeats by the day at best: what was learnt that long ago is worth no more than a prior."""
+"""Traffic repeats by the day at best: what was learnt that long ago is no more than a prior."""
 
 
 @dataclass(slots=True)

@@ -110,12 +110,14 @@ def load_replaceable(folder: Path, loaded: LoadedModel, *, blocks: int) -> Repla
     return Replaceable(weights, first)
 
 
-def unmade_replaceable(loaded: LoadedModel, folder: Path | None, *, blocks: int) -> Replaceable:
+def initial_replaceable(loaded: LoadedModel, folder: Path | None, *, blocks: int) -> Replaceable:
     """The initial drafter of this target, with the weights of a folder as a candidate. Raises StartupError."""
-    assert loaded.unmade is not None, "the target was loaded without an initial drafter"
-    weights = _serving(loaded.unmade, loaded.parts.table, blocks, in_8_bits=loaded.is_quantised)
+    assert loaded.initial_drafter is not None, "the target was loaded without an initial drafter"
+    weights = _serving(loaded.initial_drafter, loaded.parts.table, blocks, in_8_bits=loaded.is_quantised)
     given = None if folder is None else _given(folder, loaded)
-    return Replaceable(replace(weights, ready=lambda: False), weights_of(loaded.unmade), made=False, given=given)
+    return Replaceable(
+        replace(weights, ready=lambda: False), weights_of(loaded.initial_drafter), made=False, given=given
+    )
 
 
 def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
@@ -192,12 +194,12 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
     )
 
 
-def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
+def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
     """An initial drafter for this target: without a folder, or for one whose drafter was trained for another target of
     the same shapes. None: the folder is this target's, or the target cannot have a drafter."""
     if folder is None:
         try:
-            return unmade_drafter(model, drafter_config(model))
+            return new_initial_drafter(model, drafter_config(model))
         except ValueError as error:
             logger.warning("no drafter can be made for this model: %s", error)
             return None
@@ -210,7 +212,7 @@ def unmade_for(model: PreTrainedModel, identity: str, folder: Path | None) -> Sp
     logger.info(
         "drafter %s was made for target %s: it serves once it has proved better than the memory", folder, identity
     )
-    return unmade_drafter(model, found.config)
+    return new_initial_drafter(model, found.config)
 
 
 def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
@@ -223,7 +225,7 @@ def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def unmade_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock:
+def new_initial_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock:
     """The initial network, in the target's type; the same one each time."""
     with seeded(model.device):
         network = SpecBlock(config)

@@ -90,9 +90,9 @@ class DraftStage:
     def arrange(self, batch: StepBatch) -> StepBatch:
         """Sort the batch: sequences that run the drafter first, then other decoding ones, then prompts."""
         selected = self.policy.select([s.gain for s in batch.decoding], len(batch.items), starts=bool(batch.started))
-        asked = {s for s, drafts in zip(batch.decoding, selected, strict=True) if drafts and s.max_nodes != 0}
-        items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence not in asked))
-        return StepBatch(items, batch.started, num_asked=len(asked))
+        drafting = {s for s, drafts in zip(batch.decoding, selected, strict=True) if drafts and s.max_nodes != 0}
+        items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence not in drafting))
+        return StepBatch(items, batch.started, num_drafting=len(drafting))
 
     def draft(self, batch: StepBatch, num_free_slots: int, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
         """The step's trees, one per sequence, and why they are as large; without `drafts` all are empty."""
@@ -158,7 +158,7 @@ class DraftStage:
             free_slots=num_free_slots - num_rows,
             num_sequences=len(batch.items),
             decoding=tuple(s.gain for s in batch.decoding),
-            num_asked=len(batch.decoding) if batch.num_asked is None else batch.num_asked,
+            num_drafting=len(batch.decoding) if batch.num_drafting is None else batch.num_drafting,
             prefilling=tuple(item.sequence.gain for item in batch.items if not item.decodes),
             starts=bool(batch.started),
             weights=None if pace is None else pace_weights(batch.decoding, pace, time.monotonic(), self._device),
@@ -221,13 +221,13 @@ class DraftStage:
 
     def _grow(self, decoding: Items[Sequence], load: StepLoad, limits: "_Limits") -> Candidates:
         """Candidates of the sequences that run the drafter, and empty trees for the others. # [decoding, nodes]"""
-        asked, count = decoding[: load.num_asked], load.num_asked
+        drafting, count = decoding[: load.num_drafting], load.num_drafting
         noise = Noise(
             seeds=limits.seeds[:count],
             temperatures=limits.temperatures[:count],
             positions=limits.roots[:count],
-            warm=any(s.sampling.params.temperature for s in asked),
-            host=HostMetadata(tuple(s.table_row for s in asked), tuple(len(s.tokens) - 1 for s in asked)),
+            warm=any(s.sampling.params.temperature for s in drafting),
+            host=HostMetadata(tuple(s.table_row for s in drafting), tuple(len(s.tokens) - 1 for s in drafting)),
         )
         return _with_empty_trees(self._drafter.grow(limits.rows[:count], noise), len(decoding))
 

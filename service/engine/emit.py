@@ -97,7 +97,7 @@ class EmitStage:
 
 def _parts(sequence: Sequence, tokens: list[int]) -> list[list[int]]:
     """Split a step's tokens into as many outputs as the request asks for."""
-    singles = max(0, min(len(tokens), sequence.request.singly - sequence.num_generated))
+    singles = max(0, min(len(tokens), sequence.request.single_token_outputs - sequence.num_generated))
     return [[token] for token in tokens[:singles]] + ([tokens[singles:]] if singles < len(tokens) else [])
 
 

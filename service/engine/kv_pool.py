@@ -91,7 +91,7 @@ class SlotPool:
 
     def allocate(self, count: int) -> Tensor:
         """Take free slots. # -> [count] int64"""
-        assert count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
+        assert count <= self.num_free, f"{count} slots requested, {self.num_free} free"
         self.num_free -= count
         return self._stack.narrow_copy(0, self.num_free, count)
 

@@ -136,7 +136,7 @@ def measure_costs(
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:
-    """Whether a step takes clearly less than the kept costs say: measured beside other work, they would stay for
+    """Whether a step takes clearly less than the kept costs say: measured under other load, they would stay for
     ever."""
     sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
     trial = dummy_texts(target, sequences=sequences, length=context)

@@ -63,9 +63,9 @@ class GenerationRequest:
     scope: Scope = field(default_factory=Scope)
     # Lower starts earlier among the requests of one client; where slots run out, the highest of all is preempted.
     priority: int = 0
-    said: Tokens[Tokens[int]] = ()  # by sequence, tokens of an earlier answer that a resumed stream replays
+    replayed: Tokens[Tokens[int]] = ()  # by sequence, tokens of an earlier answer that a resumed stream replays
     scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
-    singly: int = 0  # how many first tokens of a sequence are each an output of their own
+    single_token_outputs: int = 0  # how many first tokens of a sequence are each an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
 
 

@@ -61,7 +61,7 @@ class StepBatch:
 
     items: list[Scheduled]
     started: list[Sequence]  # those that start to run, or start again after preemption
-    num_asked: int | None = None  # how many of the decoding ones, the first, run the drafter; None: all
+    num_drafting: int | None = None  # how many of the decoding ones, the first, run the drafter; None: all
 
     @cached_property
     def decoding(self) -> list[Sequence]:

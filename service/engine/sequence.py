@@ -152,7 +152,7 @@ class Sequence:
     @property
     def replay_tokens(self) -> Items[int]:
         """Rest of the prefix that a resumed stream replays; empty once the text has left it."""
-        before = self.request.said[self.index] if self.request.said else ()
+        before = self.request.replayed[self.index] if self.request.replayed else ()
         count = self.num_generated
         return before[count:] if len(before) > count and list(before[:count]) == self.tokens[self.num_prompt :] else ()
 

@@ -71,7 +71,7 @@ class LoadedModel:
     copies: int = 1  # how many times as wide it was made
     in_blocks: bool = False  # whether all matrices stay in the blocks of a GGUF file
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
-    unmade: SpecBlock | None = None  # the initial drafter, with copies of the target's end; None: not wanted
+    initial_drafter: SpecBlock | None = None  # the initial drafter, with copies of the target's end; None: not wanted
 
     @property
     def identity(self) -> str:
@@ -153,8 +153,8 @@ def _made_ready(
     begin_drafter: BeginDrafter | None = None,
 ) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
-    unmade = begin_drafter(model, _identity(model)) if begin_drafter else None
-    narrow = _parts(model, keeps_head=unmade is not None)  # a drafter reads one copy
+    initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
+    narrow = _parts(model, keeps_head=initial_drafter is not None)  # a drafter reads one copy
     if copies > 1:
         model = widened(model, copies).eval().requires_grad_(False)
     fingerprint = weights_fingerprint(model)
@@ -174,7 +174,7 @@ def _made_ready(
         num_parameters=num_parameters,
         in_blocks=all(len(weight.shape) < 2 or isinstance(weight, QuantisedWeight) for weight in weights),
         copies=copies,
-        unmade=unmade,
+        initial_drafter=initial_drafter,
     )
 
 

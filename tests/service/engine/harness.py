@@ -131,10 +131,10 @@ def load_of(
     context: float = 1.0,
     free_slots: int = 100,
     decoding: Sequence[SequenceGain] = (),
-    num_asked: int | None = None,
+    num_drafting: int | None = None,
     **other: Any,
 ) -> StepLoad:
-    """Decoding sequences, all of which run the drafter unless `num_asked` says otherwise, and one prompt chunk."""
+    """Decoding sequences, all of which run the drafter unless `num_drafting` says otherwise, and one prompt chunk."""
     gains = tuple(decoding) or tuple(SequenceGain() for _ in range(num_decoding))
     load = StepLoad(
         num_rows=len(gains) + prompt_rows,
@@ -142,7 +142,7 @@ def load_of(
         free_slots=free_slots,
         num_sequences=len(gains) + bool(prompt_rows),
         decoding=gains,
-        num_asked=len(gains) if num_asked is None else num_asked,
+        num_drafting=len(gains) if num_drafting is None else num_drafting,
     )
     return replace(load, **other)
 

@@ -135,18 +135,20 @@ def test_a_late_sequence_gets_more() -> None:
     assert nodes_of(by_cost(costs), candidates, limits, late) == [0, 2]
 
 
-@pytest.mark.parametrize(("num_asked", "nodes"), [(1, 1), (0, 0)])
-def test_drafting_seconds_count_where_the_drafter_runs(num_asked: int, nodes: int) -> None:
+@pytest.mark.parametrize(("num_drafting", "nodes"), [(1, 1), (0, 0)])
+def test_drafting_seconds_count_where_the_drafter_runs(num_drafting: int, nodes: int) -> None:
     """A node that does not pay by itself, but once a step takes long anyway."""
     drafts = DraftCosts(batches=np.ones(1), seconds=np.array([3.0]))
     policy = CostBudget(table([1.0, 2.0], [1.0, 2.5]), drafts, RegretLedger())
-    load = load_of(1, num_asked=num_asked)
+    load = load_of(1, num_drafting=num_drafting)
     assert nodes_of(policy, candidates_of([[0.9]]), torch.tensor([1]), load) == [nodes]
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_without_candidates_nothing_is_kept(batch: int) -> None:
-    load = replace(load_of(1, free_slots=10), num_rows=batch + 1, decoding=(SequenceGain(),) * batch, num_asked=batch)
+    load = replace(
+        load_of(1, free_slots=10), num_rows=batch + 1, decoding=(SequenceGain(),) * batch, num_drafting=batch
+    )
     none = torch.zeros(batch, dtype=torch.int64)
     assert nodes_of(by_cost(flat(0.0)), DraftTree.empty(batch), none, load) == [0] * batch
 

@@ -97,13 +97,13 @@ class World:
         texts = self.texts[:drafting]
         asks = self.policy.select(texts, batch, starts=begins)
         texts = [text for text, asked in sorted(zip(texts, asks, strict=True), key=lambda pair: not pair[1])]
-        load = load_of(decoding=texts, num_asked=sum(asks), free_slots=10_000, starts=begins)
+        load = load_of(decoding=texts, num_drafting=sum(asks), free_slots=10_000, starts=begins)
         load = replace(load, num_rows=rows, num_sequences=batch, decoding=tuple(texts))
         drafted = self.policy.refusal(load) is None
         keep, lengths = ([0] * drafting, [0] * drafting)
         if drafted:
-            asked_keep, asked_lengths = self._draft(load.num_asked, truth, load)
-            keep[: load.num_asked], lengths[: load.num_asked] = asked_keep, asked_lengths
+            asked_keep, asked_lengths = self._draft(load.num_drafting, truth, load)
+            keep[: load.num_drafting], lengths[: load.num_drafting] = asked_keep, asked_lengths
         accepted = sum(lengths)
         verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         followed = drafted or self.policy.follows(load)

@@ -178,10 +178,10 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
     policy.restore({"gains": known, "plain": [[size, [1.0, 0.0025, 0.01, 100]]]}, 0.0)
     texts = SequenceGain("greedy"), SequenceGain("warm")
-    load = load_of(decoding=texts, num_asked=1)
+    load = load_of(decoding=texts, num_drafting=1)
     assert policy.refusal(load) is None
-    assert policy.refusal(replace(load, num_asked=2)) == "reference"
-    assert policy.refusal(replace(load, num_asked=0)) == "suspended"
+    assert policy.refusal(replace(load, num_drafting=2)) == "reference"
+    assert policy.refusal(replace(load, num_drafting=0)) == "suspended"
 
 
 class OnlyGreedy(CostBudget):

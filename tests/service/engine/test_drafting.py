@@ -245,7 +245,7 @@ def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
     stage, recorder, watcher = watched()
     watcher.reason = "suspended"
     again = decoding(0)
-    again.request = replace(again.request, said=(tuple([2] * 9),))
+    again.request = replace(again.request, replayed=(tuple([2] * 9),))
     tree, budget = stage.draft(batch_of(again), 100)
     assert (budget.reason, tree.num_nodes.tolist(), recorder.asked) == ("forced", [2], [])
     assert not budget.drafted

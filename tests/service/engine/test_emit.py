@@ -170,7 +170,7 @@ def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
     params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
     whole = alone(params, text)
     engine, outputs = tiny_engine(drafter="memory"), list[SequenceOutput]()
-    engine.add(replace(request("one", text, params, prediction=whole.tokens), singly=20))
+    engine.add(replace(request("one", text, params, prediction=whole.tokens), single_token_outputs=20))
     while not engine.idle:
         outputs += engine.step().outputs
     lengths = [len(output.token_ids) for output in outputs]

@@ -187,7 +187,7 @@ def test_what_was_said_before_is_verified_many_tokens_at_a_time(
     again = [
         replace(
             one,
-            said=tuple(
+            replayed=tuple(
                 tuple(plain[one.request_id, index].tokens[: lengths[one.request_id, index]]) for index in (0, 1)
             ),
         )
@@ -207,6 +207,6 @@ def test_what_was_not_said_changes_nothing(temperature: float) -> None:
     asked = request("a", prompt, params(1, temperature))
     (plain,) = generate(tiny_engine(drafter="none"), asked).values()
     wrong = [*plain.tokens[:20], (plain.tokens[20] + 1) % VOCAB_SIZE, *plain.tokens[21:]]
-    (found,) = generate(tiny_engine(drafter="none"), replace(asked, said=(tuple(wrong),))).values()
+    (found,) = generate(tiny_engine(drafter="none"), replace(asked, replayed=(tuple(wrong),))).values()
     assert found.tokens == plain.tokens
     assert 15 <= found.accepted <= 20

@@ -61,7 +61,7 @@ def test_every_slot_has_one_owner(moves: list[tuple[bool, int]]) -> None:
 
 def test_more_than_there_is_cannot_be_had() -> None:
     pool = SlotPool(4, CPU)
-    with pytest.raises(AssertionError, match="4 slots asked for, 3 free"):
+    with pytest.raises(AssertionError, match="4 slots requested, 3 free"):
         pool.allocate(4)
 
 

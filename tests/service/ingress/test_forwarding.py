@@ -120,7 +120,7 @@ class Cut:
 
     def __init__(self, server: httpx2.AsyncClient, step: int) -> None:
         self.whole = ""  # what the first one would have told undisturbed
-        self.num_asked = 0
+        self.num_drafting = 0
         self._server = server
         self._step = step
 
@@ -129,12 +129,12 @@ class Cut:
         answer = await self._server.request(asked.method, asked.path, headers=headers, content=asked.body, timeout=60)
         assert answer.status_code == 200, answer.text
         self.whole = self.whole or answer.text
-        self.num_asked += 1
+        self.num_drafting += 1
         return Answer(200, STREAM, self._chunks(answer.content), self.close)
 
     async def _chunks(self, content: bytes) -> AsyncGenerator[bytes, None]:
         first = content.find(b"\n\n") + 2  # at least one event each time, so that it comes to an end
-        kept = content[: first + self._step * self.num_asked]
+        kept = content[: first + self._step * self.num_drafting]
         for begin in range(0, len(kept), 97):
             yield kept[begin : begin + 97]
         if len(kept) < len(content):
@@ -155,9 +155,9 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
             answer = await client.post(path, json=body, timeout=60)
     assert said(events_in(answer.text)) == said(events_in(replicas.whole))
     comment = ": goes on elsewhere\n"
-    assert answer.text.count(comment) == replicas.num_asked - 1
+    assert answer.text.count(comment) == replicas.num_drafting - 1
     assert answer.text.replace(comment, "").endswith("\n\ndata: [DONE]\n\n")  # it may be cut before its last event
-    assert replicas.num_asked > 1
+    assert replicas.num_drafting > 1
 
 
 @pytest.mark.parametrize("name", RESPONSE_CASES)
@@ -168,7 +168,7 @@ async def test_so_is_a_response(assembly: Assembly, name: str) -> None:
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(RESPONSES, json=body, timeout=60)
     assert told(response_events(answer.text)) == told(response_events(replicas.whole))
-    assert replicas.num_asked > 1
+    assert replicas.num_drafting > 1
 
 
 async def test_what_a_client_has_already_counts_once(assembly: Assembly) -> None:
@@ -275,7 +275,7 @@ FULL = Whole.of(QueueFull("Full.", code="queue_full", retry_after_seconds=3))
 
 
 @pytest.mark.parametrize(
-    ("path", "told", "num_asked"),
+    ("path", "told", "num_drafting"),
     [
         (CHAT, [(event(1), Broken("killed")), OTHER], 3),
         (CHAT, [(event(1), Broken("killed")), Unreachable("gone")], 3),
@@ -286,7 +286,7 @@ FULL = Whole.of(QueueFull("Full.", code="queue_full", retry_after_seconds=3))
     ids=["other model", "nobody", "each one dies of it", "no ids", "responses"],
 )
 async def test_a_stream_that_nobody_takes_up_ends_with_an_error(
-    path: str, told: list[Told | Exception], num_asked: int
+    path: str, told: list[Told | Exception], num_drafting: int
 ) -> None:
     replicas = Scripted(told)
     async with ingress(replicas) as client:
@@ -295,7 +295,7 @@ async def test_a_stream_that_nobody_takes_up_ends_with_an_error(
     error = json.loads(frames[-2].partition("data: ")[2])
     assert error.get("error", error)["code"] == "replica_lost"
     assert answer.text.endswith("[DONE]\n\n") is (path == CHAT)
-    assert len(replicas.asked) == num_asked
+    assert len(replicas.asked) == num_drafting
 
 
 async def test_errors_of_a_request_are_passed_on() -> None:
