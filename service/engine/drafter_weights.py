@@ -22,7 +22,7 @@ from drafters import published
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.model import STANDARD, Embed, InputLayer, SpecBlock, SpecBlockConfig, layers_for
+from drafters.specblock.model import Embed, InputLayer, SpecBlock, SpecBlockConfig, layers_for
 from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
@@ -31,7 +31,7 @@ from service.config import ServiceConfig
 from service.engine.dummy import seeded
 from service.engine.modules import decoder_layers, default_tap_layers
 from service.engine.modules import weights_of as target_weights_of
-from service.engine.weights import EMBEDDED_NAME, LoadedModel
+from service.engine.weights import EMBEDDED_NAME, LoadedModel, has_standard_layers
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -173,13 +173,8 @@ def drafter_config(
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
     """Layers whose outputs a drafter reads: the high tap feeds the copied last layers, or is the last layer's output
     where none are copied."""
-    copied = 2 if is_standard(model) else 0
+    copied = 2 if has_standard_layers(model) else 0
     return default_tap_layers(model.config.get_text_config().num_hidden_layers, copied=copied)
-
-
-def is_standard(model: PreTrainedModel) -> bool:
-    """Whether a drafter's layers can be copies of the target's."""
-    return model.config.get_text_config().model_type in STANDARD
 
 
 def target_end(model: PreTrainedModel) -> TargetEnd:
@@ -190,7 +185,7 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
         layers=list(decoder_layers(model).children()),
         norm=model.get_decoder().get_submodule("norm"),
         head=dense(target_weights_of(output)["weight"]),
-        standard=is_standard(model),
+        standard=has_standard_layers(model),
     )
 
 

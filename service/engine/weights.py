@@ -190,7 +190,12 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     kept_head = head if head is table or stays else None
     text = model.config.get_text_config().to_dict()
     norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
-    return TargetParts(_identity(model), table, kept_head, norm if text["model_type"] in STANDARD else None, text)
+    return TargetParts(_identity(model), table, kept_head, norm if has_standard_layers(model) else None, text)
+
+
+def has_standard_layers(model: PreTrainedModel) -> bool:
+    """Whether a drafter's layers can be copies of the target's."""
+    return model.config.get_text_config().model_type in STANDARD
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
