@@ -215,21 +215,21 @@ def _q6_k(raw: Tensor) -> Blocks:
     return Blocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
 
 
-class _BlockFormat(NamedTuple):
+class _FileFormat(NamedTuple):
     """How a format of the file becomes a form of the kernels."""
 
     form: Form
     unpack: Callable[[Tensor], Blocks]
 
 
-_FORMATS: Mapping[GGMLQuantizationType, _BlockFormat] = {
-    GGMLQuantizationType.Q4_0: _BlockFormat(Form(4, 8), partial(_of_32, minima=False, fifth=False)),
-    GGMLQuantizationType.Q4_1: _BlockFormat(Form(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)),
-    GGMLQuantizationType.Q5_0: _BlockFormat(Form(6, 16), partial(_of_32, minima=False, fifth=True)),
-    GGMLQuantizationType.Q5_1: _BlockFormat(Form(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)),
-    GGMLQuantizationType.Q8_0: _BlockFormat(EIGHT_BITS, _q8_0),
-    GGMLQuantizationType.Q4_K: _BlockFormat(Form(4, 0, has_minima=True), partial(_of_k, fifth=False)),
-    GGMLQuantizationType.Q5_K: _BlockFormat(Form(6, 0, has_minima=True), partial(_of_k, fifth=True)),
-    GGMLQuantizationType.Q6_K: _BlockFormat(Form(6, 32, size=16), _q6_k),
+_FORMATS: Mapping[GGMLQuantizationType, _FileFormat] = {
+    GGMLQuantizationType.Q4_0: _FileFormat(Form(4, 8), partial(_of_32, minima=False, fifth=False)),
+    GGMLQuantizationType.Q4_1: _FileFormat(Form(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)),
+    GGMLQuantizationType.Q5_0: _FileFormat(Form(6, 16), partial(_of_32, minima=False, fifth=True)),
+    GGMLQuantizationType.Q5_1: _FileFormat(Form(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)),
+    GGMLQuantizationType.Q8_0: _FileFormat(EIGHT_BITS, _q8_0),
+    GGMLQuantizationType.Q4_K: _FileFormat(Form(4, 0, has_minima=True), partial(_of_k, fifth=False)),
+    GGMLQuantizationType.Q5_K: _FileFormat(Form(6, 0, has_minima=True), partial(_of_k, fifth=True)),
+    GGMLQuantizationType.Q6_K: _FileFormat(Form(6, 32, size=16), _q6_k),
 }
 """Formats that stay in the file's blocks."""
