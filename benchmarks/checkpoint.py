@@ -28,8 +28,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.model import SpecBlock
 from service.assembly import device_of
 from service.config import LoadedConfig
-from service.engine.drafter_start import drafter_config, seeded
-from service.engine.drafter_weights import shipped_folder
+from service.engine.drafter_weights import drafter_config, seeded, shipped_folder
 from service.engine.weights import resolve
 from service.errors import StartupError
 

@@ -36,9 +36,9 @@ from service.bench.experiment import (
 )
 from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
 from service.config import LoadedConfig
-from service.engine.engine import Engine, StepReport
-from service.engine.fairness import PROMPT_SHARE
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest
+from service.engine.scheduler import PROMPT_SHARE
 from service.errors import StartupError
 from service.prompts import PromptSet
 
@@ -169,7 +169,7 @@ class Streams:
     def _owner(self, request_id: str) -> int:
         return self._owners[int(request_id) % len(self._owners)]
 
-    def _after_step(self, report: StepReport) -> None:
+    def _after_step(self, report: EngineOutput) -> None:
         """Count tokens and sequences by client, and append the next request of each answered stream."""
         for output in report.outputs:
             owner = self._owner(output.request_id)

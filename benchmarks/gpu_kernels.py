@@ -17,16 +17,16 @@ from benchmarks.checkpoint import dummy_config
 from kernels import ops
 from kernels.graph_runner import capture_for
 from kernels.linear import Product
+from kernels.rows import ExtendRows, ForwardRows
 from service.assembly import device_of
 from service.bench.commands import Out
 from service.bench.gpu import check_device, figures_table, forget
 from service.bench.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
 from service.conditions import refuse_unwritable, surroundings, write_report
 from service.config import LoadedConfig
-from service.engine.commit import lay_out
-from service.engine.costs.measuring import Point, trees_for
 from service.engine.kv_pool import KVShape, SlotPool, SlotTable
-from service.engine.rows import ExtendRows, ForwardRows
+from service.engine.measuring import Point, trees_for
+from service.engine.rows import RowLayout
 
 _MODELS = ("llama-3.1-8b", "qwen3-8b")
 _NODES = 31  # 32 rows of each sequence with the root
@@ -101,7 +101,7 @@ def _layer(device: torch.device, shape: KVShape, batch: int, context: int) -> _L
     for line in range(batch):
         table.slots[line, :context] = slots.allocate(context)
     extends = [ExtendRows(line, context, [0], completes=True) for line in range(batch)]
-    rows = lay_out(extends, trees_for(Point(batch, context, batch * (1 + _NODES)), device), slots, table)
+    rows = RowLayout(slots, table)(extends, trees_for(Point(batch, context, batch * (1 + _NODES)), device))
     generator = torch.Generator(device).manual_seed(0)
     pool = torch.randn(2, slots.capacity + 1, shape.kv_heads, shape.head_dim, generator=generator, device=device)
     heads = max(shape.kv_heads, _HEADS // shape.kv_heads * shape.kv_heads)

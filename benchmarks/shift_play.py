@@ -20,7 +20,7 @@ from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
 from service.bench.experiment import Measure, counted, request_of, tau
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
@@ -293,7 +293,7 @@ class Player:
         done = {name: self._counts[name] - before[name] for name in NOTHING}
         return Played(turn, drive.result(), net_seconds, done, self._notes.take())
 
-    def _count(self, report: StepReport) -> None:
+    def _count(self, report: EngineOutput) -> None:
         self._notes.answered += len(report.finished)
 
 
@@ -303,7 +303,7 @@ def players_of(
 ) -> Iterator[list[Player]]:
     """Yield one player per name, with that policy; all start from the same weights. `keep` is the folder for what they
     learn, by name."""
-    plain = "memory" if assembly.loaded.unmade is not None else assembly.drafter_name
+    plain = "memory" if assembly.loaded.initial_drafter is not None else assembly.drafter_name
     with ExitStack() as closing:
         folder = keep or closing.enter_context(TemporaryDirectory(prefix="adaptree-bench-"))
         players = []

@@ -24,7 +24,7 @@ from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFil
 from service.bench.driver import ClosedLoop, Drive
 from service.bench.experiment import Column, Row, conclude, counted, prepare, read_sets, rotated, table_of
 from service.config import LoadedConfig
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams, Scope, SpeculationParams
 from service.engine.thread import EngineThread
 from service.observability.live import Live
@@ -201,7 +201,7 @@ def _look(engine: Engine, prompt: Sequence[int], scope: Scope, max_tokens: int, 
     )
     trees: list[set[str]] = []
 
-    def keep(report: StepReport) -> None:
+    def keep(report: EngineOutput) -> None:
         for tree in (output.tree for output in report.outputs if output.tree is not None):
             paths: list[str] = []
             for token, parent in zip(tree.tokens, tree.parents, strict=True):

@@ -14,12 +14,12 @@ from rich.table import Table
 
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
+from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Out
 from service.bench.experiment import conclude, counted, percentile, prepare
 from service.config import LoadedConfig
 from service.engine.numerics import Trial
-from service.engine.rows import ExtendRows
 from service.engine.weights import EMBEDDED_NAME, gguf_file
 from service.errors import StartupError
 
@@ -120,8 +120,8 @@ class _Ours:
     """Forwards of the target after one text."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._trial = Trial(assembly.target, lines=1, max_length=_CONTEXT + max(_ROWS) + 1)
-        self._trial.read(0, self._trial.random_tokens(_CONTEXT), chunk=_CONTEXT)
+        self._trial = Trial(assembly.target, sequences=1, max_length=_CONTEXT + max(_ROWS) + 1)
+        self._trial.prefill(0, self._trial.random_tokens(_CONTEXT), chunk=_CONTEXT)
 
     def __call__(self, rows: int) -> object:
         tokens = self._trial.random_tokens(rows)

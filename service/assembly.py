@@ -22,13 +22,13 @@ from service import __version__
 from service.config import ServiceConfig
 from service.drafter_choice import begin_drafter, choose_drafter, drafter_needs, load_weights
 from service.engine import build, memory_planner
-from service.engine.accounting import Learning
+from service.engine.accounting import LearningHooks
 from service.engine.budget import BudgetPolicy
+from service.engine.build import DraftModel, taken_over
 from service.engine.captured import capture_forwards
-from service.engine.costs.measuring import costs_at_start
-from service.engine.costs.model import Costs
-from service.engine.draft_model import DraftModel, taken_over
+from service.engine.costs import Costs
 from service.engine.engine import Engine, EngineLimits, Vocabulary
+from service.engine.measuring import MeasuredFor, costs_at_start
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
 from service.engine.target import Target
@@ -92,7 +92,7 @@ class Assembly:
         drafter: Drafter | None = None,
         policy: BudgetPolicy | None = None,
         limits: EngineLimits | None = None,
-        learning: Learning | None = None,
+        learning: LearningHooks | None = None,
         ledger: RegretLedger | None = None,
     ) -> Engine:
         """An idle engine as configured; arguments replace its drafter, budget policy, limits or ledger. `learning`:
@@ -107,8 +107,6 @@ class Assembly:
                 policy or build.make_policy(self.costs, self.limits, ledger),
                 ledger=ledger,
                 learning=learning,
-                pace_seconds=self.config.pace_seconds,
-                capture=self.target.capture,
             )
 
 
@@ -123,7 +121,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     choose_drafter(config, starts=True)  # refuse an impossible one before loading anything
     loaded = load_target(config, device)
     limits = _limits(config, loaded.max_positions)
-    drafter_name, folder = choose_drafter(config, starts=loaded.unmade is not None)
+    drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     weights = load_weights(config, folder, loaded)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
@@ -218,7 +216,7 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
     trains_here = learning.train_device == "same" or torch.device(learning.train_device) == loaded.model.device
     tuning = Tuning()
     kept_texts = tuning.validation_texts + tuning.full_queries + tuning.replay_texts
-    makes = loaded.unmade is not None
+    makes = loaded.initial_drafter is not None
     return memory_planner.LearningSizes(trains_here, tuning.window_tokens, tuning.target_top, kept_texts, makes)
 
 
@@ -238,7 +236,7 @@ def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numeri
 
 
 def _costs(assembly: Assembly) -> Costs:
-    limits, loaded, weights, drafting = assembly.limits, assembly.loaded, assembly.weights, assembly.draft_model
+    loaded, weights, drafting = assembly.loaded, assembly.weights, assembly.draft_model
     if weights is not None:
         weights = replace(weights, ready=lambda: True)  # its cost does not depend on its weights
     drafter = f"{assembly.drafter_name} {weights.blocks if weights else 1}"
@@ -249,13 +247,9 @@ def _costs(assembly: Assembly) -> Costs:
         return costs_at_start(
             assembly.target,
             lambda: assembly.drafter(weights=weights),
+            assembly.limits,
+            MeasuredFor(f"{loaded.fingerprint} {loaded.dtype_name}", drafter, __version__),
             folder=assembly.config.state_dir / "costs",
-            model=f"{loaded.fingerprint} {loaded.dtype_name}",
-            drafter=drafter,
-            version=__version__,
-            max_sequences=limits.max_sequences,
-            max_model_len=limits.max_model_len,
-            max_budget=limits.max_budget,
             progress=lambda done, total: advance(done / total, f"{done} of {total}"),
         )
 
@@ -309,6 +303,7 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
         max_budget=config.max_budget,
         prefix_cache=config.prefix_cache != "off",
         memory=_memory_sizes(config),
+        pace_seconds=config.pace_seconds,
     )
 
 

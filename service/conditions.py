@@ -17,7 +17,7 @@ import transformers
 
 from service import __version__
 from service.assembly import Assembly
-from service.engine.costs.measuring import processor_name
+from service.engine.measuring import processor_name
 from service.errors import StartupError
 
 _SECRETS = ("--api-keys", "--admin-key")

@@ -10,10 +10,10 @@ from drafters.registry import TrainedWeights, needs_of, trained_kind_of
 from drafters.specblock.model import SpecBlock
 from service.config import ServiceConfig
 from service.engine import drafter_weights
-from service.engine.drafter_start import unmade_for
 from service.engine.drafter_weights import (
     import_place,
     imported_folder,
+    initial_drafter_for,
     kind_in,
     shipped_by_target,
     shipped_folder,
@@ -35,7 +35,7 @@ def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
 
     def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:
         folder = _folder(config)  # the target's own files have been fetched by now
-        return unmade_for(model, identity, folder) if folder or starts_drafter(config) else None
+        return initial_drafter_for(model, identity, folder) if folder or starts_drafter(config) else None
 
     return begin if config.adaptation.enabled and is_trained else None
 
@@ -81,8 +81,8 @@ def drafter_needs(drafter: str) -> frozenset[Need]:
 
 def load_weights(config: ServiceConfig, folder: Path | None, loaded: LoadedModel) -> TrainedWeights | None:
     """The weights of a trained drafter; None: it has none. Raises StartupError."""
-    if loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(loaded, folder, blocks=config.draft_blocks).weights
+    if loaded.initial_drafter is not None:
+        return drafter_weights.initial_replaceable(loaded, folder, blocks=config.draft_blocks).weights
     if folder is not None:
         try:
             return drafter_weights.load_replaceable(folder, loaded, blocks=config.draft_blocks).weights

@@ -26,9 +26,8 @@ from service.api.tenants import Tenants
 from service.api_keys import digest_in
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.engine.budget import REASONS
-from service.engine.costs.gains_file import keep_gains, restore_gains
-from service.engine.engine import StepReport
+from service.engine.budget import REASONS, keep_gains, restore_gains
+from service.engine.engine import EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
@@ -206,7 +205,7 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
         return ()
     prompts = read_prompt_set(file, assembly.tokenizer).prompts
     refuse_too_long(prompts, _BOOTSTRAP_TOKENS, assembly.limits.max_model_len, f"bootstrap prompts {file}")
-    if assembly.loaded.unmade is None:
+    if assembly.loaded.initial_drafter is None:
         logger.info("bootstrap prompts are not used: there is a drafter already")
     return prompts
 
@@ -214,7 +213,7 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
 def observed_by(*observers: Metrics | Live) -> Observe:
     """The callback of the engine's thread that passes each step to all observers."""
 
-    def observe(report: StepReport, load: LoadStats) -> None:
+    def observe(report: EngineOutput, load: LoadStats) -> None:
         for observer in observers:
             observer.observe_load(load)
             if report.stats is not None:
@@ -230,7 +229,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
     config = assembly.config
     if not config.adaptation.enabled:
         return None
-    if assembly.drafter_folder is None and assembly.loaded.unmade is None:
+    if assembly.drafter_folder is None and assembly.loaded.initial_drafter is None:
         logger.warning("the drafter %s has no weights to train: serving without learning", assembly.drafter_name)
         return None
 

@@ -204,7 +204,13 @@ def _resumed(job: Job, resumed: ResumePoint) -> Job:
     for request in job.requests:
         first = job.first_choice[request.request_id]
         choices = slice(first, first + request.n)
-        requests.append(replace(request, singly=max(request.singly, *counts[choices]), said=resumed.tokens[choices]))
+        requests.append(
+            replace(
+                request,
+                single_token_outputs=max(request.single_token_outputs, *counts[choices]),
+                replayed=resumed.tokens[choices],
+            )
+        )
     return replace(job, requests=tuple(requests))
 
 

@@ -51,7 +51,7 @@ class Release:
 
     def apply(self, request: GenerationRequest) -> GenerationRequest:
         """The request with one output per token if the release hides steps."""
-        return request if self.seconds is None else replace(request, singly=request.sampling.max_tokens)
+        return request if self.seconds is None else replace(request, single_token_outputs=request.sampling.max_tokens)
 
 
 IMMEDIATE = Release()

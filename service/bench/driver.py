@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
 from service.engine.stats import StepStats
 
@@ -134,7 +134,7 @@ class Drive:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         before_step: Callable[[int], None] = lambda number: None,
-        after_step: Callable[[StepReport], None] = lambda report: None,
+        after_step: Callable[[EngineOutput], None] = lambda report: None,
     ) -> None:
         self._engine = engine
         self._requests = requests

@@ -29,8 +29,8 @@ from service.bench.experiment import (
 from service.bench.lossless import built_in_prompts, check
 from service.bench.speed import contestants_of, measure_set
 from service.engine.budget import FixedBudget
-from service.engine.costs.measuring import Point, made_up_texts, place_point
 from service.engine.engine import Engine
+from service.engine.measuring import Point, dummy_texts, place_point
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import serving
 from service.learning.adaptive import Adaptive, build_adaptive
@@ -170,7 +170,7 @@ def _decode(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Measure a plain step of one short text, and the target's forward in it."""
     target, device = assembly.target, assembly.target.device
     bandwidth = copy_bandwidth(device, plan.copied_bytes)
-    trial = made_up_texts(target, lines=1, length=_PROMPT)
+    trial = dummy_texts(target, sequences=1, length=_PROMPT)
     rows = place_point(trial, Point(1, _PROMPT, 1))
     forward = device_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     floor = read_bytes(assembly, _PROMPT) / bandwidth
@@ -185,7 +185,7 @@ def _decode(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 def _verify(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     target, device = assembly.target, assembly.target.device
-    trial = made_up_texts(target, lines=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
+    trial = dummy_texts(target, sequences=min(_SEQUENCES, assembly.limits.max_sequences), length=max(plan.contexts))
     for point in (Point(-(-rows // 65), context, rows) for context in plan.contexts for rows in plan.rows):
         rows = place_point(trial, point)
         run = partial(target.forward, rows, trial.table)
@@ -198,7 +198,7 @@ def _verify(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 def _graphs(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Measure a forward of one row, replayed and kernel by kernel."""
     target, device = assembly.target, assembly.target.device
-    trial = made_up_texts(target, lines=1, length=plan.contexts[0])
+    trial = dummy_texts(target, sequences=1, length=plan.contexts[0])
     rows = place_point(trial, Point(1, plan.contexts[0], 1))
     replayed = wall_seconds(partial(target.forward, rows, trial.table), device, repeats=plan.repeats)
     with torch.inference_mode():

@@ -20,9 +20,9 @@ from service.bench.experiment import conclude, count_mismatches, counted, plain_
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.build import drafting_sizes
-from service.engine.costs.measuring import measure_costs
-from service.engine.costs.model import FREE, Costs
+from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
+from service.engine.measuring import measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.grammars import Grammar
 from service.prompts import read_prompt_set, refuse_too_long

@@ -1,4 +1,4 @@
-"""Target forwards in a few padded shapes. What fits none, such as a long prompt chunk, runs as it is.
+"""Target forwards captured in a few padded shapes; a forward that fits none, such as a long prompt chunk, runs eagerly.
 
 Legend: sequences, rows = of a shape or of a step; length = positions of the slot table.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from drafters.tree import ROOT
 from kernels.graph_runner import BATCHES, Capture, GraphRunner
+from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import SlotTable
-from service.engine.rows import ForwardRows
-from service.engine.sampler import Sampler
+from service.engine.sampling import Sampler
 from service.engine.target import Target, TargetOutput
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Steps of more rows spend their time computing: launching their kernels one by one costs them little."""
+"""Captured numbers of rows. Larger steps are bound by computing: launching their kernels one by one costs little."""
 
 
 class Shape(NamedTuple):
-    """How many sequences and rows a capture holds, and nodes of each sequence."""
+    """Most sequences and rows of a capture, and nodes of each sequence."""
 
     sequences: int
     rows: int
@@ -31,8 +31,8 @@ class Shape(NamedTuple):
 
 
 class PaddedRows(NamedTuple):
-    """Inputs of a forward. Padding rows are the first token of a text of their own, behind all sequences, which lies
-    in the unread slot: whatever they compute reaches nobody."""
+    """Inputs of a forward. Padding rows belong to a dummy sequence after all others, whose slot is never read by the
+    others, so what they compute has no effect."""
 
     tokens: Tensor  # [rows] int64; this and the next five
     positions: Tensor
@@ -40,7 +40,7 @@ class PaddedRows(NamedTuple):
     node: Tensor
     slots: Tensor
     logit_rows: Tensor
-    lines: Tensor  # [sequences + 1, length] int64, the slot table's lines of the step's sequences
+    slot_table: Tensor  # [sequences + 1, length] int64, the table's rows of the step's sequences
     extend_end: Tensor  # [sequences + 1] int64; this and what follows as of `AttentionRows`
     node_slots: Tensor
     node_depths: Tensor
@@ -48,6 +48,7 @@ class PaddedRows(NamedTuple):
 
     @staticmethod
     def of(rows: ForwardRows, table: SlotTable) -> "PaddedRows":
+        """The inputs of a step."""
         attention = rows.attention
         return PaddedRows(
             rows.tokens,
@@ -65,7 +66,8 @@ class PaddedRows(NamedTuple):
 
     @staticmethod
     def padding(shape: Shape, length: int, target: Target) -> "PaddedRows":
-        lines, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
+        """Inputs of a shape that holds dummy rows alone."""
+        sequences, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros((), dtype=torch.int64, device=device).expand(size)
@@ -77,22 +79,22 @@ class PaddedRows(NamedTuple):
             zeros(shape.rows) + ROOT,
             zeros(shape.rows) + unread_slot,
             zeros(shape.rows),
-            zeros(lines, length) + unread_slot,
-            zeros(lines),
-            zeros(lines, shape.nodes),
-            zeros(lines, shape.nodes),
-            zeros(lines, shape.nodes, shape.nodes).bool(),
+            zeros(sequences, length) + unread_slot,
+            zeros(sequences),
+            zeros(sequences, shape.nodes),
+            zeros(sequences, shape.nodes),
+            zeros(sequences, shape.nodes, shape.nodes).bool(),
         )
 
 
 class CapturedForward:
-    """Forwards in the shape that a step fits into; results are overwritten by the next one."""
+    """Runs a step in the smallest captured shape that holds it; the next one overwrites its results."""
 
     def __init__(self, target: Target, capture: Capture, shapes: Iterable[Shape], *, max_length: int) -> None:
         self._target = target
         largest_first = sorted(shapes, key=lambda shape: (shape.rows, shape.sequences), reverse=True)
         largest = Shape(max(shape.sequences for shape in largest_first), *largest_first[0][1:])
-        self.most = largest
+        self.largest = largest
         self.max_length = max_length
         padded = [((*PaddedRows.padding(shape, max_length, target),), ()) for shape in largest_first]
         table_rows = torch.arange(largest.sequences + 1, device=target.device)
@@ -110,33 +112,32 @@ class CapturedForward:
         return TargetOutput(logits[: rows.logit_rows.shape[0]], taken, self._sampler)
 
     def holds(self, rows: ForwardRows, table: SlotTable) -> bool:
-        """Whether a shape does."""
+        """Whether a captured shape holds these rows."""
         sequences = rows.attention.table_rows.shape[0]
-        fits = rows.num_rows <= self.most.rows and sequences <= self.most.sequences
-        fits = fits and rows.attention.node_slots.shape[1] <= self.most.nodes
+        fits = rows.num_rows <= self.largest.rows and sequences <= self.largest.sequences
+        fits = fits and rows.attention.node_slots.shape[1] <= self.largest.nodes
         return fits and table.slots.shape[1] <= self.max_length
 
 
-def _forward(
-    target: Target,
-    table_rows: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    sequence: Tensor,
-    node: Tensor,
-    slots: Tensor,
-    logit_rows: Tensor,
-    lines: Tensor,
-    *trees: Tensor,
-) -> tuple[Tensor, ...]:
-    """Logits, and features where the target taps them. Arguments as of `PaddedRows`."""
-    attention = AttentionRows(sequence, positions, node, table_rows[: lines.shape[0]], *trees)
-    output = target.compute(tokens, attention, slots, logit_rows, lines)
+def _forward(target: Target, table_rows: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Logits, and features where the target taps them. # table_rows [sequences + 1]; inputs as of `PaddedRows`"""
+    rows = PaddedRows(*inputs)
+    attention = AttentionRows(
+        sequence=rows.sequence,
+        positions=rows.positions,
+        node=rows.node,
+        table_rows=table_rows[: rows.slot_table.shape[0]],
+        extend_end=rows.extend_end,
+        node_slots=rows.node_slots,
+        node_depths=rows.node_depths,
+        ancestors=rows.ancestors,
+    )
+    output = target.compute(rows.tokens, attention, rows.slots, rows.logit_rows, rows.slot_table)
     return (output.logits,) if output.features is None else (output.logits, output.features)
 
 
 def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -> list[Shape]:
-    """The shapes of steps without prompts, fewest sequences first, then fewest rows."""
+    """Shapes of decoding steps, fewest sequences first, then fewest rows."""
     batches = [*(count for count in BATCHES if count < max_sequences), max_sequences]
     return [
         Shape(batch, count, max_nodes)
@@ -147,6 +148,6 @@ def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -
 
 @torch.inference_mode()
 def capture_forwards(target: Target, capture: Capture, *, max_sequences: int, max_nodes: int, max_length: int) -> None:
-    """Let the target run the steps that decoding makes by captures."""
+    """Capture the forwards of decoding steps, and let the target run by them."""
     shapes = shapes_for(max_sequences, max_nodes)
     target.run_by(CapturedForward(target, capture, shapes, max_length=max_length), capture)

@@ -1,4 +1,4 @@
-"""The target's layers: our own short list of ops where it computes what the model's modules do, else these modules.
+"""The target's layers: our own short list of ops where it computes what the model's modules do, else the modules.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
@@ -6,34 +6,35 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.layers import RunLayers
 from kernels.linear import Weight, look_up
 from kernels.ops import REFERENCE, Ops
-from kernels.tree_attention import Attention, AttentionRows
+from kernels.rows import ExtendRows
+from kernels.tree_attention import Attention
 from service.engine.kv_pool import KVPool
-from service.engine.linear import replace_linears, weights_of
-from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers
+from service.engine.modules import AttentionForm, ModuleLayers, decoder_layers, replace_linears, weights_of
 from service.errors import StartupError
 
-_TRIAL_ROWS = 9  # of random tokens, by which modules and ops are compared
+_TRIAL_ROWS = 9  # random tokens on which modules and ops are compared
 
 logger = logging.getLogger(__name__)
 
 LogitRows = Tensor | slice
 Layers = Callable[[Tensor, Tensor, Attention, Tensor, LogitRows, KVPool], tuple[Tensor, Tensor | None]]
-"""tokens, positions, attention, slots [rows], which rows get logits, pool -> logits [logits, vocab], outputs of the
-tapped layers [rows, taps * hidden] in the order in which they were asked for, or none"""
+"""tokens, positions, attention, slots [rows], rows that get logits, pool -> logits [logits, vocab], and the outputs of
+the tapped layers [rows, taps * hidden] in the order of `tap_layers`; None without taps"""
 
 
-class Decoder:
-    """All of a model as ops over flat rows; any part of it that is looked up is the model's own."""
+class FusedDecoder:
+    """A whole model as ops over flat rows, on the model's own embedding, rotary tables, norm and head."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Decoder:
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = rotary(positions.to(self._embedding.dtype), positions[None])  # in the type of the first
+            cos, sin = rotary(positions.to(self._embedding.dtype), positions[None])  # in the type of the first argument
             return cos[0], sin[0]
 
         self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
@@ -57,7 +58,7 @@ class Decoder:
         self._head = ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(tap_layers)
         self._runs: dict[int, RunLayers] = {}
-        self._planned_for: Tensor | None = None  # storage of the pool
+        self._planned_for: Tensor | None = None  # the pool's storage
 
     def __call__(
         self,
@@ -78,15 +79,15 @@ class Decoder:
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
 
-    def first(self, count: int) -> "Decoder":
-        """The first layers alone, with the model's own norm and head behind them; they tap nothing."""
+    def first(self, count: int) -> "FusedDecoder":
+        """The first `count` layers alone, with the model's norm and head, and without taps."""
         first = copy(self)
         first._layers, first._taps = self._layers[:count], ()
         first._runs, first._planned_for = {}, None
         return first
 
     def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
-        """The layers up to each tapped one and those behind, by the number of their last."""
+        """Runs of layers that end at a tapped one or at the last, by the index of their last layer."""
         if self._planned_for is not pool.storage:
             count = len(self._layers)
             ends = sorted({*self._taps, count - 1})
@@ -100,24 +101,25 @@ class Decoder:
         return self._runs
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """# [rows] int64 -> [rows, hidden]"""
+        """Look tokens up in the embedding. # [rows] int64 -> [rows, hidden]"""
         return look_up(tokens, self._embedding)
 
     def places(self, positions: Tensor, slots: Tensor, attention: Attention) -> RowPlaces:
-        """Of rows at these positions."""
+        """Rotary embedding, slots and attention of a forward's rows. # positions, slots [rows] int64"""
         return RowPlaces(*self._rotary(positions), slots, attention)
 
     def logits(self, hidden: Tensor, delta: Tensor | None, rows: LogitRows) -> Tensor:
-        """Of some rows behind the last layer. # -> [logits, vocab]"""
+        """Logits of some rows from the last layer's output. # hidden, delta [rows, hidden] -> [logits, vocab]"""
         states = self._ops.add_rms_norm(hidden, delta, self._norm, self._layers[-1].epsilon)
         return self._head(states[rows])
 
 
 @torch.no_grad()
 def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequence[int]) -> Layers:
-    """Takes the model over: the weights of its linear layers move into products of their device. Writes to the pool.
+    """Take over the model: as ops if they compute what its modules do, else as modules with planned linear layers.
 
-    Raises StartupError for a model that cannot run, or when the device's ops do not compute what the modules do."""
+    The comparison writes to the pool. Raises StartupError for a model that cannot run, or when the device's ops do not
+    compute what plain torch does."""
     trial = _Trial.of(model, pool, REFERENCE)
     forms, calls, expected = _recorded(model, trial)
     difference = _difference(model, trial, forms, calls, expected)
@@ -129,7 +131,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     for form in forms:
         layers.append(_layer_of(stack[0], form, model, ops))
         del stack[0]  # so that no weight is held twice for long
-    decoder = Decoder(model, layers, ops, trial.positions.device, tap_layers)
+    decoder = FusedDecoder(model, layers, ops, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not _agree(found, expected, expected):
@@ -138,7 +140,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
 
 
 class _Trial(NamedTuple):
-    """Arguments of `Layers`: the beginning of a text of random tokens."""
+    """Arguments of `Layers` for a prompt of random tokens."""
 
     tokens: Tensor
     positions: Tensor
@@ -151,35 +153,30 @@ class _Trial(NamedTuple):
     def of(model: PreTrainedModel, pool: KVPool, ops: Ops) -> "_Trial":
         count, device = min(_TRIAL_ROWS, pool.num_slots - 1), pool.storage.device
         text = model.config.get_text_config()
-        tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
-        positions, slots = torch.arange(count, device=device), torch.arange(count, device=device) + 1
-        zeros = torch.zeros_like(positions)
-        no_nodes = zeros.new_zeros(1, 0)
-        rows = AttentionRows(
-            sequence=zeros,
-            positions=positions,
-            node=zeros - 1,
-            table_rows=zeros[:1],
-            extend_end=positions[-1:],
-            node_slots=no_nodes,
-            node_depths=no_nodes,
-            ancestors=no_nodes[..., None].bool(),
-        )
+        tokens = torch.randint(text.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+        slots = torch.arange(1, count + 1, device=device)
+        prompt = tokens.tolist()  # planned transfer: before serving
+        extends, table = [ExtendRows(0, 0, prompt, completes=True)], slots.new_zeros(1, count)
+        rows = ops.lay_out_rows(extends, [0], DraftTree.empty(1, device), slots, table, _no_nodes_to_place)
         attention = ops.plan_attention(
-            rows, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
+            rows.attention, slots[None], query_heads=text.num_attention_heads, kv_heads=pool.shape.kv_heads
         )
-        return _Trial(tokens, positions, attention, slots, slice(None), pool)
+        return _Trial(rows.tokens, rows.attention.positions, attention, slots, slice(None), pool)
+
+
+def _no_nodes_to_place(rows: tuple[Tensor, ...]) -> NoReturn:
+    raise AssertionError("there are no trees")
 
 
 class _Call(NamedTuple):
-    """What went into a layer and what came out of it."""
+    """Input and output of one layer."""
 
     hidden: Tensor  # both [rows, hidden]
     output: Tensor
 
 
 def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm], list[_Call], Tensor]:
-    """What the model's modules do: the attention of each layer, the layers themselves, and logits."""
+    """Run the model's modules: the attention form and the input and output of each layer, and logits [rows, vocab]."""
     calls = list[_Call]()
 
     def record(layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
@@ -197,11 +194,13 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm
 def _difference(
     model: PreTrainedModel, trial: _Trial, forms: Sequence[AttentionForm], calls: Sequence[_Call], logits: Tensor
 ) -> str | None:
-    """Where ops would compute something else than the modules did; None where they agree. Plain torch stands in for the
-    device's ops, so that weights are joined for one layer at a time."""
+    """The first difference between ops and modules, None where they agree. Computed with plain torch, so that weights
+    are joined for one layer at a time."""
     layers = decoder_layers(model)
     try:
-        decoder = Decoder(model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE, trial.positions.device)
+        decoder = FusedDecoder(
+            model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE, trial.positions.device
+        )
         places = decoder.places(trial.positions, trial.slots, trial.attention)
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()
@@ -211,14 +210,14 @@ def _difference(
         if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
             return "tokens are not embedded by a table alone"
         if not _agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
-            return "behind the last layer stands more than a norm and a head"
-    except (AttributeError, TypeError, ValueError) as error:  # there are other parts, or they ask for other arguments
+            return "after the last layer comes more than a norm and a head"
+    except (AttributeError, TypeError, ValueError) as error:  # the model has other parts, or they take other arguments
         return str(error)
     return None
 
 
 def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, ops: Ops) -> DecoderLayer:
-    """Raises ValueError where it has other weights than a standard layer, or caps its scores."""
+    """The layer as ops. Raises ValueError for other weights than a standard layer has, and for capped scores."""
     if form.softcap is not None:
         raise ValueError("scores of attention are capped")
     text = model.config.get_text_config()
@@ -233,7 +232,7 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
 
 
 def _agree(found: Tensor, expected: Tensor, added: Tensor) -> bool:
-    """Whether half of the digits of what was added are equal, beside what rounding the whole may change."""
+    """Whether half of the digits of `added` agree, apart from what rounding the sum may change. # all [rows, hidden]"""
     epsilon = torch.finfo(expected.dtype).eps
     allowed = epsilon**0.5 * added.float().norm() + 2 * epsilon * expected.float().norm()
     return bool((found.float() - expected.float()).norm() <= allowed)

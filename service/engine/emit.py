@@ -1,47 +1,48 @@
-"""The emit stage: how many of a step's tokens each sequence keeps, the text they make, and whether it ends there.
-
-Tokens behind a stop were accepted by the target but are not part of the answer; they are dropped here.
+"""The emit stage: how many of a step's tokens each sequence keeps, their text and log-probabilities, and whether the
+sequence ends there. Accepted tokens after a stop are not part of the answer; they are dropped here.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from drafters.protocol import Committed, Drafter
 from drafters.tree import DraftTree
 from kernels.settle import Verified
-from service.engine.budget import Budget
-from service.engine.prompt_scores import shown
-from service.engine.requests import SequenceOutput, StepTree, TokenLogprob
+from service.engine.budget import DraftBudget
+from service.engine.requests import SequenceOutput, SpeculationRecord, StepTree, Timings, TokenLogprob
+from service.engine.sampling import logprobs
+from service.engine.scheduler import Scheduled
 from service.engine.sequence import Finish, Sequence
 
 _NO_SCORE = Finish("error", error="the model produced no finite score for the next token")
 
 
 class StepResult(NamedTuple):
-    """What drafting, forward and verification gave. Lines are the step's completing sequences, drafting ones first."""
+    """A step after verification, before anything is emitted. Completing sequences stand in the batch's order."""
 
-    tree: DraftTree
-    budget: Budget
+    trees: DraftTree
+    budget: DraftBudget
     verified: Verified
     committed: Committed
     logits: Tensor  # [logits, vocab]
-    tokens: list[list[int]]  # by line, the accepted ones and the bonus token
-    failed: list[bool]  # by line, whether there was no finite score to choose a token by
+    tokens: list[list[int]]  # by completing sequence, the accepted ones and the bonus token
+    failed: list[bool]  # by completing sequence, whether there was no finite score to choose a token by
 
 
 def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
-    """Asks the device, once: this is what the host waits for in every step.
-    # -> by completing sequence: tokens, whether it failed (both as in `StepResult`), sizes of trees"""
-    lines: list[list[int]] = verified.emitted.tolist()  # planned transfer
+    """Read the step's result from the device, once: this is what the host waits for in every step.
+    # -> by completing sequence: tokens and failures as in `StepResult`, tree sizes as of `Pruned`"""
+    rows: list[list[int]] = verified.emitted.tolist()  # planned transfer
     first = verified.emitted.shape[1] - verified.tokens.shape[1]
-    tokens = [[token for token in line[first:] if token >= 0] for line in lines]
-    return tokens, [bool(line[0]) for line in lines], [line[1:first] for line in lines]
+    tokens = [[token for token in row[first:] if token >= 0] for row in rows]
+    return tokens, [bool(row[0]) for row in rows], [row[1:first] for row in rows]
 
 
 class EmitStage:
@@ -52,13 +53,13 @@ class EmitStage:
         self._eos_ids = eos_ids
 
     def emit(
-        self, sequence: Sequence, line: int, result: StepResult, remove: Callable[[Sequence], None]
+        self, sequence: Sequence, index: int, result: StepResult, remove: Callable[[Sequence], None]
     ) -> list[SequenceOutput]:
-        """Append a line's tokens to its sequence, up to the end of the text; `remove` is called if that is reached.
-        # -> what is sent, at least one output"""
+        """Append the tokens of the completing sequence at `index`, up to the end of its text; `remove` is called if
+        that is reached. # -> its outputs, at least one"""
         sent, finish, request = list[SequenceOutput](), None, sequence.request
-        has_failed, nodes = result.failed[line], result.budget.nodes[line]
-        for part in [[]] if has_failed else _parts(sequence, result.tokens[line]):
+        has_failed, num_nodes = result.failed[index], result.budget.num_nodes[index]
+        for part in [[]] if has_failed else _parts(sequence, result.tokens[index]):
             kept, finish = ([], _NO_SCORE) if has_failed else absorb(sequence, part, self._eos_ids)
             text = sequence.text.take() if finish is None else sequence.text.finish()
             sent.append(SequenceOutput(request.request_id, sequence.index, tuple(kept), text))
@@ -66,43 +67,75 @@ class EmitStage:
                 break
             sequence.sampling.extend(kept)
         tokens = tokens_of(sent)
-        if line < result.budget.load.num_drafting:  # the others' first tokens come from reading their prompts
-            sequence.mark_verified(max(0, len(tokens) - 1), nodes)
+        if index < result.budget.load.num_decoding:  # the first token of the others comes from reading their prompts
+            sequence.accepted_per_step.append(max(0, len(tokens) - 1))
+            sequence.drafted_per_step.append(num_nodes)
         if finish is not None:
             remove(sequence)
             sent[-1] = self.last(sequence, finish, sent[-1])
-        sent = _with_logprobs(sent, _shown_logprobs(sequence, tokens, result.logits, result.verified, line))
+        sent = _with_logprobs(sent, _token_logprobs(sequence, tokens, result.logits, result.verified, index))
         if sequence.prompt_scores:
-            sent[0] = replace(sent[0], prompt_logprobs=sequence.take_prompt_scores())
+            scores, sequence.prompt_scores = sequence.prompt_scores, {}
+            in_order = tuple(scores[position] for position in range(1, sequence.num_prompt))
+            sent[0] = replace(sent[0], prompt_logprobs=in_order)
         if request.speculation.trace:
-            sent[-1] = replace(sent[-1], tree=_step_tree(result.tree, result.verified, line, nodes))
+            sent[-1] = replace(sent[-1], tree=_step_tree(result.trees, result.verified, index, num_nodes))
         return sent
 
-    def last(self, sequence: Sequence, finish: Finish, output: SequenceOutput | None = None) -> SequenceOutput:
-        """A sequence's last output, by default one of no tokens: why it ends, and its totals."""
+    def last(self, sequence: Sequence, finish: Finish, last: SequenceOutput | None = None) -> SequenceOutput:
+        """Complete a sequence's last output, by default one without tokens: why it ends, and its totals."""
         return replace(
-            output or SequenceOutput(sequence.request.request_id, sequence.index, (), ""),
+            last or SequenceOutput(sequence.request.request_id, sequence.index, (), ""),
             finish_reason=finish.reason,
             stop_reason=finish.stop,
             error=finish.error,
-            speculation=sequence.speculation(self._drafter.name, self._drafter.version),
-            timings=sequence.timings(time.monotonic()),
+            speculation=_speculation(sequence, self._drafter),
+            timings=_timings(sequence),
             cached_tokens=sequence.num_cached,
         )
 
 
 def _parts(sequence: Sequence, tokens: list[int]) -> list[list[int]]:
-    """What a step chose, in as many outputs as the request asks for."""
-    singles = max(0, min(len(tokens), sequence.request.singly - sequence.num_generated))
+    """Split a step's tokens into as many outputs as the request asks for."""
+    singles = max(0, min(len(tokens), sequence.request.single_token_outputs - sequence.num_generated))
     return [[token] for token in tokens[:singles]] + ([tokens[singles:]] if singles < len(tokens) else [])
 
 
 def tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
+    """All tokens of some outputs in order."""
     return [token for output in outputs for token in output.token_ids]
 
 
+def mark_emitted(sequence: Sequence, now: float) -> float | None:
+    """Note that a step emitted; return the seconds since the last time, None for the first token."""
+    if sequence.first_token_seconds is None or sequence.last_emit_seconds is None:
+        sequence.first_token_seconds = sequence.last_emit_seconds = now
+        return None
+    gap, sequence.last_emit_seconds = now - sequence.last_emit_seconds, now
+    return gap
+
+
+def _timings(sequence: Sequence) -> Timings:
+    now, arrival = time.monotonic(), sequence.request.arrival_seconds
+    started = sequence.started_seconds if sequence.started_seconds is not None else now
+    first = sequence.first_token_seconds if sequence.first_token_seconds is not None else now
+    return Timings(started - arrival, first - arrival, now - arrival)
+
+
+def _speculation(sequence: Sequence, drafter: Drafter) -> SpeculationRecord:
+    predicted = min(sequence.predicted_tokens, sequence.num_generated)  # tokens cut off after a stop do not count
+    return SpeculationRecord(
+        accepted_per_step=tuple(sequence.accepted_per_step),
+        drafted_per_step=tuple(sequence.drafted_per_step),
+        accepted_prediction_tokens=predicted,
+        rejected_prediction_tokens=max(0, len(sequence.request.prediction) - predicted),
+        drafter=drafter.name,
+        drafter_version=drafter.version,
+    )
+
+
 def _with_logprobs(outputs: list[SequenceOutput], shown: tuple[TokenLogprob, ...] | None) -> list[SequenceOutput]:
-    """Outputs, each with those of its tokens."""
+    """Give each output the log-probabilities of its tokens."""
     if shown is None:
         return outputs
     ends = accumulate(len(output.token_ids) for output in outputs)
@@ -113,7 +146,7 @@ def _with_logprobs(outputs: list[SequenceOutput], shown: tuple[TokenLogprob, ...
 
 
 def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
-    """Append tokens to the text up to the first that ends it; returns those kept, and the end if there was one."""
+    """Append tokens to the text up to the first that ends it; return those kept, and the end if there was one."""
     for count, token in enumerate(tokens, start=1):
         sequence.tokens.append(token)
         finish = _finish(sequence, token, eos_ids)
@@ -123,37 +156,90 @@ def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> t
 
 
 def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish | None:
-    """Feed the newest token to the text and say whether it ends the answer. A token that stops is not shown unless
-    the request asks for its stops."""
+    """Append the newest token to the text; return the end of the answer if it is one. A token that stops is not shown
+    unless the request asks for its stops."""
     params = sequence.request.sampling
-    is_end = token in eos_ids and not params.ignore_eos
-    is_asked_for = token in params.stop_token_ids and not is_end  # a text that ends by itself was not cut
-    if (is_end or is_asked_for) and sequence.num_generated > params.min_tokens:
+    is_eos = token in eos_ids and not params.ignore_eos
+    is_stop = token in params.stop_token_ids and not is_eos  # a text that ends by itself was not cut
+    if (is_eos or is_stop) and sequence.num_generated > params.min_tokens:
         if params.include_stop_str_in_output:
             sequence.text.push(token)
-        return Finish("stop", token if is_asked_for else None)
+        return Finish("stop", token if is_stop else None)
     matched = sequence.text.push(token)
     if matched is not None:
         return Finish("stop", matched)
     return Finish("length") if sequence.num_remaining <= 0 else None
 
 
-def _step_tree(tree: DraftTree, verified: Verified, line: int, nodes: int) -> StepTree:
-    """The tree of one sequence, for requests that ask."""
-    path: list[int] = verified.path[line].tolist()  # planned transfer
+def _step_tree(trees: DraftTree, verified: Verified, index: int, num_nodes: int) -> StepTree:
+    """One sequence's tree as lists, for requests that ask for a trace."""
+    path: list[int] = verified.path[index].tolist()  # planned transfer
     return StepTree(
-        tuple(tree.tokens[line, :nodes].tolist()),  # planned transfer: only for requests that ask
-        tuple(tree.parents[line, :nodes].tolist()),  # planned transfer
-        tuple(tree.survival[line, :nodes].tolist()),  # planned transfer
-        tuple(place for place in path if place >= 0),
+        tuple(trees.tokens[index, :num_nodes].tolist()),  # planned transfer: only for requests that ask
+        tuple(trees.parents[index, :num_nodes].tolist()),  # planned transfer
+        tuple(trees.survival[index, :num_nodes].tolist()),  # planned transfer
+        tuple(node for node in path if node >= 0),
     )
 
 
-def _shown_logprobs(
-    sequence: Sequence, kept: list[int], logits: Tensor, verified: Verified, line: int
+def _token_logprobs(
+    sequence: Sequence, kept: list[int], logits: Tensor, verified: Verified, index: int
 ) -> tuple[TokenLogprob, ...] | None:
     """Log-probabilities of the kept tokens, for requests that ask. # logits [logits, vocab]"""
     count = sequence.request.sampling.num_logprobs
     if count is None:
         return None
-    return tuple(shown(logits[verified.path_logits[line, : len(kept)]], kept, count))
+    return tuple(_read_logprobs(logits[verified.path_logits[index, : len(kept)]], kept, count))
+
+
+class PromptScores(NamedTuple):
+    """Positions of one prompt whose tokens a step scores."""
+
+    sequence: Sequence
+    first_row: int  # of the step's extend rows: the row before the first position; the others follow
+    positions: range
+
+
+def prompt_scores_in(items: Items[Scheduled]) -> list[PromptScores]:
+    """Prompt tokens that the step scores, for requests that ask: all but a prompt's first, which has no row before it.
+    They come a chunk at a time, so no more rows of logits are held than one chunk has."""
+    found, row = list[PromptScores](), 0
+    for item in items:
+        sequence = item.sequence
+        if sequence.request.scores_prompt and not sequence.num_generated:
+            last = min(item.start + item.num_rows, sequence.num_prompt - 1)
+            found.append(PromptScores(sequence, row, range(item.start + 1, last + 1)))
+        row += item.num_rows
+    return [scores for scores in found if scores.positions]
+
+
+def scored_rows(scores: Items[PromptScores], device: torch.device) -> Tensor | None:
+    """Rows whose logits score prompt tokens; None: no rows. # -> [scored] int64"""
+    rows = [row for one in scores for row in range(one.first_row, one.first_row + len(one.positions))]
+    return torch.tensor(rows, device=device) if rows else None
+
+
+def keep_prompt_scores(scores: Items[PromptScores], logits: Tensor) -> None:
+    """Keep the log-probabilities of a step's prompt tokens with their sequences. # logits [scored, vocab]"""
+    first = 0
+    for sequence, _, positions in scores:
+        tokens = sequence.tokens[positions.start : positions.stop]
+        rows = logits[first : first + len(positions)]
+        count = sequence.request.sampling.num_logprobs or 0
+        sequence.prompt_scores.update(zip(positions, _read_logprobs(rows, tokens, count), strict=True))
+        first += len(positions)
+
+
+def _read_logprobs(logits: Tensor, tokens: Items[int], count: int) -> Iterator[TokenLogprob]:
+    """Log-probabilities of tokens and of the `count` likeliest ones at their rows. # logits [tokens, vocab]"""
+    found = logprobs(logits, torch.tensor(tokens, device=logits.device), count)
+    rows = zip(
+        tokens,
+        found.logprob.tolist(),  # planned transfer: only for requests that ask
+        found.rank.tolist(),  # planned transfer
+        found.top_ids.tolist(),  # planned transfer
+        found.top_logprobs.tolist(),  # planned transfer
+        strict=True,
+    )
+    for token, logprob, rank, ids, values in rows:
+        yield TokenLogprob(token, logprob, rank, tuple(zip(ids, values, strict=True)))

@@ -1,7 +1,7 @@
-"""GGUF files as they are: matrices stay in the blocks of a few bits that the file has them in.
+"""Loads GGUF files without dequantising: matrices stay in the file's blocks of a few bits.
 
-A type of blocks is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c);
-those that the kernels have no form for are dequantised and kept in 8 bits.
+A quantised matrix is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c);
+those without a kernel are dequantised and kept in 8 bits.
 """
 
 import logging
@@ -22,12 +22,12 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from kernels import ops
 from kernels.linear import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
-from service.engine.linear import QuantisedEmbedding, QuantisedLinear
+from service.engine.modules import QuantisedEmbedding, QuantisedLinear
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 23  # weights that are unpacked at once
+_PIECE = 1 << 23  # weights unpacked at once
 _BY_ROWS = (
     "llama",
     "mistral",
@@ -41,22 +41,22 @@ _BY_ROWS = (
     "stablelm",
     "starcoder2",
 )
-"""Architectures whose matrices transformers takes over as they stand, or with their rows in another order."""
+"""Architectures whose matrices transformers takes over unchanged, or with their rows in another order."""
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
 
 def open_gguf(file: Path) -> GGUFReader | None:
-    """The file, its tensors mapped; None where its matrices cannot be kept as they are. Raises StartupError for a
-    damaged one."""
+    """Open the file, its tensors memory-mapped; None for an architecture whose blocks cannot be kept. Raises
+    StartupError for a damaged file."""
     try:
-        reader = _Reader(file)
+        reader = _GGUFReader(file)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
         raise StartupError(f"{file}: this GGUF file is damaged or ends early: {error}") from error
     return reader if _architecture(reader) in _BY_ROWS else None
 
 
 def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model on the CPU, its matrices as `QuantisedWeight`s, everything else in `dtype`. Raises StartupError."""
+    """Load the model on the CPU, its matrices as `QuantisedWeight`s, all else in `dtype`. Raises StartupError."""
     file = Path(str(reader.data.filename))
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -71,7 +71,7 @@ def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dty
             kept[_put(model, names[tensor.name], data, tensor.tensor_type, dtype)] += int(tensor.n_elements)
         except (NotImplementedError, ValueError, RuntimeError) as error:
             raise StartupError(f"{file.name}: tensor {tensor.name!r} cannot be read: {error}") from error
-        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]  # what was read is not needed again
+        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]  # pages are read once
     if config.tie_word_embeddings:
         _tie(model)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
@@ -87,10 +87,10 @@ def _processor_of(reader: GGUFReader, config: PreTrainedConfig) -> TensorProcess
     return kind(config=config.to_dict())
 
 
-class _Reader(GGUFReader):
-    """Says of which tensor a file ends early."""
+class _GGUFReader(GGUFReader):
+    """Names the tensor in the error of a file that ends early."""
 
-    def _build_tensors(self, start_offs, fields) -> None:  # type: ignore[no-untyped-def]  # as it is there
+    def _build_tensors(self, start_offs, fields) -> None:  # type: ignore[no-untyped-def]  # as declared there
         tensors = []
         for field in fields:
             try:
@@ -107,7 +107,8 @@ def _architecture(reader: GGUFReader) -> str:
 
 
 def _put(model: PreTrainedModel, name: str, data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> str:
-    """Puts a tensor of the file where it belongs in the model; returns how it is kept."""
+    """Set the module of the model that a tensor of the file belongs to; returns the name of the format it is kept
+    in."""
     place, _, parameter = name.rpartition(".")
     parent_name, _, own_name = place.rpartition(".")
     parent, module = model.get_submodule(parent_name), model.get_submodule(place)
@@ -130,10 +131,10 @@ def _tie(model: PreTrainedModel) -> None:
 
 
 def _kept(data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
-    """# data [out, bytes]"""
+    """The weight in blocks, and the name of its format. # data [out, bytes]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
-    known = _KINDS.get(kind)
+    known = _FORMATS.get(kind)
     keep = ops.on(torch.device("cpu")).keep_blocks
     if known is None:
         pieces = (in_8_bits(torch.from_numpy(dequantize(piece, kind))) for piece in _pieces(data, shape[1]))
@@ -149,22 +150,22 @@ def _pieces(data: np.ndarray, columns: int) -> Iterator[np.ndarray]:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """# [..., 2 n] uint8 -> [..., n] float16"""
+    """Reinterpret bytes as halves. # [..., 2 n] uint8 -> [..., n] float16"""
     return raw.contiguous().view(torch.float16)
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """The lower halves of all bytes, then the upper ones. # [..., n] -> [..., 2 n]"""
+    """The lower four bits of all bytes, then the upper ones. # [..., n] -> [..., 2 n]"""
     return torch.cat([raw & 15, raw >> 4], dim=-1)
 
 
 def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
-    """For each shift what all bytes have there. # [..., n] -> [..., shifts * n]"""
+    """The masked bits of all bytes at each shift. # [..., n] -> [..., shifts * n]"""
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
 
 
 def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> QuantisedBlocks:
-    """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits, and the others of columns j and j + 16 in byte j.
+    """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits; byte j holds four bits of columns j and j + 16.
     # [rows, blocks, bytes]"""
     halves = 2 * (1 + minima)
     head, rest = _halves(raw[..., :halves]), raw[..., halves:]
@@ -176,12 +177,12 @@ def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> QuantisedBlocks:
 
 
 def _q8_0(raw: Tensor) -> QuantisedBlocks:
-    """Scale, and whole numbers from -128 on."""
+    """Q8_0: scale, and signed bytes. # [rows, blocks, bytes]"""
     return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
 
 def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Scales of a K block's parts: whole numbers times one scale. # blocks [rows, blocks, 1], scales [rows, blocks,
+    """Scales of a K block's parts: integers times one scale. # blocks [rows, blocks, 1], scales [rows, blocks,
     parts] -> [rows, parts of the row]"""
     return (blocks.float() * scales.float()).half().flatten(1)
 
@@ -204,7 +205,8 @@ def _of_k(raw: Tensor, *, fifth: bool) -> QuantisedBlocks:
 
 
 def _q6_k(raw: Tensor) -> QuantisedBlocks:
-    """Lower four bits, upper two, 16 scales, and the scale of these. Codes stand by 128 columns."""
+    """Q6_K: lower four bits, upper two, 16 scales, and the scale of these; codes by 128 columns. # [rows, blocks,
+    bytes]"""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
     codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
     scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
@@ -212,19 +214,25 @@ def _q6_k(raw: Tensor) -> QuantisedBlocks:
     return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
 
 
-class _Kind(NamedTuple):
+class _FileFormat(NamedTuple):
+    """How a format of the file becomes a form of the kernels."""
+
     form: BlockFormat
     unpack: Callable[[Tensor], QuantisedBlocks]
 
 
-_KINDS: Mapping[GGMLQuantizationType, _Kind] = {
-    GGMLQuantizationType.Q4_0: _Kind(BlockFormat(4, 8), partial(_of_32, minima=False, fifth=False)),
-    GGMLQuantizationType.Q4_1: _Kind(BlockFormat(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)),
-    GGMLQuantizationType.Q5_0: _Kind(BlockFormat(6, 16), partial(_of_32, minima=False, fifth=True)),
-    GGMLQuantizationType.Q5_1: _Kind(BlockFormat(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)),
-    GGMLQuantizationType.Q8_0: _Kind(EIGHT_BITS, _q8_0),
-    GGMLQuantizationType.Q4_K: _Kind(BlockFormat(4, 0, has_minima=True), partial(_of_k, fifth=False)),
-    GGMLQuantizationType.Q5_K: _Kind(BlockFormat(6, 0, has_minima=True), partial(_of_k, fifth=True)),
-    GGMLQuantizationType.Q6_K: _Kind(BlockFormat(6, 32, size=16), _q6_k),
+_FORMATS: Mapping[GGMLQuantizationType, _FileFormat] = {
+    GGMLQuantizationType.Q4_0: _FileFormat(BlockFormat(4, 8), partial(_of_32, minima=False, fifth=False)),
+    GGMLQuantizationType.Q4_1: _FileFormat(
+        BlockFormat(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)
+    ),
+    GGMLQuantizationType.Q5_0: _FileFormat(BlockFormat(6, 16), partial(_of_32, minima=False, fifth=True)),
+    GGMLQuantizationType.Q5_1: _FileFormat(
+        BlockFormat(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)
+    ),
+    GGMLQuantizationType.Q8_0: _FileFormat(EIGHT_BITS, _q8_0),
+    GGMLQuantizationType.Q4_K: _FileFormat(BlockFormat(4, 0, has_minima=True), partial(_of_k, fifth=False)),
+    GGMLQuantizationType.Q5_K: _FileFormat(BlockFormat(6, 0, has_minima=True), partial(_of_k, fifth=True)),
+    GGMLQuantizationType.Q6_K: _FileFormat(BlockFormat(6, 32, size=16), _q6_k),
 }
-"""Types that are kept as they are."""
+"""Formats that stay in the file's blocks."""

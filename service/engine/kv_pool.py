@@ -1,4 +1,4 @@
-"""The target's keys and values, one pool for all sequences, addressed by slot ids; and who owns which slot.
+"""The key/value pool of all sequences, addressed by slot ids; free slots; and the slot table of running sequences.
 
 Committing a token moves its slot id into the table; nothing is ever copied inside the pool.
 """
@@ -14,7 +14,7 @@ from service.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's keys and values look like in a given model."""
+    """Size and type of one token's keys and values."""
 
     num_layers: int
     kv_heads: int
@@ -23,18 +23,19 @@ class KVShape:
 
     @property
     def bytes_per_slot(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVPool:
-    """Storage of every layer's keys and values. # [layers, 2, places, kv_heads, head_dim]
+    """Keys and values of every layer. # [layers, 2, slots + 1 + scratch, kv_heads, head_dim]
 
-    Behind the slots lies one more place, which nobody reads: rows that only fill up a shape write there. Behind it is
-    what a drafter that runs these layers needs for its trees.
+    One more place after the slots is never read: padding rows write there. Scratch places follow, for the trees of a
+    drafter that runs these layers.
     """
 
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device, *, scratch: int = 0) -> None:
-        """`scratch`: places of a drafter's."""
+        """`scratch`: places for a drafter's trees."""
         self.num_slots = num_slots
         self.shape = shape
         size = (shape.num_layers, 2, num_slots + 1 + scratch, shape.kv_heads, shape.head_dim)
@@ -44,7 +45,8 @@ class KVPool:
         self._layers = self.storage.unbind()
 
     def use(self, user: object, slots: range) -> bool:
-        """Note who writes to these slots from now on; whether somebody else did, so that nothing is left there."""
+        """Let `user` write to these slots from now on. Returns whether another one did last, so that their contents are
+        lost."""
         if self._users.get(slots) is user:
             return False
         self._users = {
@@ -53,7 +55,7 @@ class KVPool:
         return True
 
     def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
-        """Raise StartupError unless keys and values look as the configuration said. # [1, kv_heads, rows, head_dim]"""
+        """Raise StartupError unless keys and values have the configured shape. # [1, kv_heads, rows, head_dim]"""
         expected = (self.shape.kv_heads, self.shape.head_dim)
         found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
         if found != {expected}:
@@ -64,7 +66,7 @@ class KVPool:
 
     @property
     def unread_slot(self) -> int:
-        """The place behind the slots."""
+        """The place after the slots that padding rows write to."""
         return self.num_slots
 
     def layer(self, index: int) -> Tensor:
@@ -78,35 +80,35 @@ class KVPool:
 
 
 class SlotPool:
-    """Free slots as a stack. Slot 0 is the null slot that padding reads; it is never handed out."""
+    """Free slots as a stack. Slot 0 is the null slot that padding reads; it is never allocated."""
 
     def __init__(self, num_slots: int, device: torch.device, *, first: int = NULL_SLOT + 1) -> None:
-        """`num_slots` counts the null slot, wherever the others begin."""
+        """`num_slots` counts the null slot too; `first` is the first slot to allocate."""
         self.capacity = num_slots - 1
-        self.mine = range(first, first + self.capacity)
-        self._stack = torch.arange(self.mine.stop - 1, first - 1, -1, device=device)  # [capacity]
+        self.owned = range(first, first + self.capacity)
+        self._stack = torch.arange(self.owned.stop - 1, first - 1, -1, device=device)  # [capacity]
         self.num_free = self.capacity
 
     def allocate(self, count: int) -> Tensor:
-        """`count` free slots. # -> [count] int64"""
-        assert count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
+        """Take free slots. # -> [count] int64"""
+        assert count <= self.num_free, f"{count} slots requested, {self.num_free} free"
         self.num_free -= count
         return self._stack.narrow_copy(0, self.num_free, count)
 
     def free(self, slots: Tensor) -> None:
-        """Take slots back. # [count] int64"""
+        """Return slots to the pool. # [count] int64"""
         count = slots.shape[0]
         self._stack[self.num_free : self.num_free + count] = slots
         self.num_free += count
         assert self.num_free <= self.capacity, "a slot was freed twice"
 
     def free_slots(self) -> Tensor:
-        """The slots that are free now, for conservation checks. # [num_free] int64"""
+        """The slots that are free now, for conservation checks. # -> [num_free] int64"""
         return self._stack[: self.num_free].clone()
 
 
 class SlotTable:
-    """Which slot holds each committed position of each running sequence."""
+    """The slot of each committed position of each running sequence. # [max_sequences, max_length] int64"""
 
     def __init__(self, max_sequences: int, max_length: int, device: torch.device) -> None:
         self.slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
@@ -114,14 +116,15 @@ class SlotTable:
 
     @property
     def num_free_rows(self) -> int:
+        """Rows for more running sequences."""
         return len(self._free_rows)
 
     def take_row(self) -> int:
-        """A line for a sequence that starts to run."""
+        """Take a row for a sequence that starts to run."""
         return self._free_rows.pop()
 
     def release_row(self, row: int, length: int) -> Tensor:
-        """Give a line back; returns the slots of its first `length` positions, to be freed. # -> [length] int64"""
+        """Give a row back; returns the slots of its first `length` positions, to be freed. # -> [length] int64"""
         slots = self.slots[row, :length].clone()
         self.slots[row, :length] = NULL_SLOT
         self._free_rows.append(row)

@@ -1,5 +1,5 @@
-"""Device memory, shared out before anything is served: what everything else will need is set aside first, and keys and
-values get a share of the rest. Nothing grows while serving. On a CPU nothing is measured: the pool's size is a setting.
+"""Plans device memory before serving: everything else is reserved first, keys and values get a share of the rest.
+Nothing grows while serving. On a CPU nothing is measured: the pool's size is a setting.
 """
 
 from collections.abc import Iterator
@@ -15,40 +15,40 @@ from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
 from kernels.memory import BUCKET_BYTES
+from kernels.rows import ExtendRows
 from service.config import GIB
 from service.engine.captured import ROWS
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVPool, KVShape
 from service.engine.numerics import Trial
-from service.engine.rows import ExtendRows
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 
-_SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask of each, in fp32
-_SCORED_BLOCKS = 16  # four begun at once, as log-probabilities, with noise, sorted, and the tree's noise itself
+_SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, in fp32
+_SCORED_BLOCKS = 16  # four at once, each as log-probabilities, with noise, sorted, and the noise itself
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory that something will take once the key/value pool stands."""
+    """Memory that something will take besides the key/value pool."""
 
     what: str
     num_bytes: int
-    lower: str  # what an operator can do about it
+    lower: str  # what an operator can change to need less
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What is free, and what of it is spoken for."""
+    """Free device memory, and the needs to be covered by it."""
 
     free_bytes: int
     needs: tuple[Need, ...]
 
     @property
     def left_bytes(self) -> int:
-        """What keys and values can have. Raises StartupError when there is nothing."""
+        """Memory that is left for keys and values. Raises StartupError when none is."""
         left = self.free_bytes - sum(need.num_bytes for need in self.needs)
         if left <= 0:
             largest = max(self.needs, key=lambda need: need.num_bytes)
@@ -59,7 +59,7 @@ class MemoryPlan:
         return left
 
     def check(self, pool_bytes: int) -> None:
-        """Raise StartupError when keys and values are to have more than is left."""
+        """Raise StartupError when keys and values would take more than is left."""
         if pool_bytes > self.left_bytes:
             raise StartupError(
                 f"{_gib(pool_bytes)} for keys and values are more than the {_gib(self.left_bytes)} of device memory "
@@ -73,9 +73,9 @@ class MemoryPlan:
 
 
 def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
-    """Number of slots in so much memory, of which each takes `bytes_beside` elsewhere.
+    """Number of slots in `pool_bytes`, where each slot takes `bytes_beside` more elsewhere.
 
-    Raises StartupError when not even one sequence of `max_model_len` tokens and its draft tree (`reserve`) would fit.
+    Raises StartupError when one sequence of `max_model_len` tokens and its draft tree (`reserve`) would not fit.
     """
     num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
     needed = max_model_len + reserve + 1
@@ -90,7 +90,7 @@ def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: i
 
 @contextmanager
 def memory_for(what: str, lower: str) -> Iterator[None]:
-    """Turn a device's refusal into a StartupError that names what was being made room for and what to lower."""
+    """Turn an out-of-memory error into a StartupError that names what was allocated and what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -98,27 +98,27 @@ def memory_for(what: str, lower: str) -> Iterator[None]:
 
 
 def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: tuple[int, ...]) -> Target:
-    """A target whose pool holds one prompt chunk, to measure with; it gets its own by `give_room`."""
+    """A target whose pool holds one prompt chunk, to measure with; `give_room` replaces the pool."""
     with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
         pool = KVPool(loaded.kv_shape, _trial_rows(limits) + 1, loaded.model.device)
         return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
 def give_room(target: Target, loaded: LoadedModel, num_slots: int, scratch: int = 0) -> None:
-    """Replace the pool by the one to serve with; `scratch`: places for trees of a drafter. Raises StartupError."""
+    """Replace the pool by the one to serve with; `scratch`: places for a drafter's trees. Raises StartupError."""
     with memory_for(f"keys and values of {num_slots} tokens", "lower kv_cache"):
         target.pool = KVPool(loaded.kv_shape, num_slots, target.device, scratch=scratch)
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSizes:
-    """What learning will hold on the target's device."""
+    """Sizes of what learning holds on the target's device."""
 
     trains_here: bool
     window_tokens: int
     top: int
-    kept_texts: int  # of queries that have ended, to learn from or to judge by
-    makes: bool = False  # a drafter is made of what is served
+    kept_texts: int  # finished queries, kept for training and evaluation
+    makes: bool = False  # whether a drafter is initialised from served queries
 
 
 def needs_of(
@@ -129,7 +129,7 @@ def needs_of(
     *,
     captures: bool,
 ) -> tuple[Need, ...]:
-    """Everything but keys and values that will still be asked of the target's device."""
+    """Everything but keys and values that will still be allocated on the target's device."""
     logits = limits.max_sequences * (1 + min(limits.max_budget, MAX_NODES)) * target.vocab_size
     needs = [
         Need("a step's activations", _measured(target, _trial_rows(limits)), "lower prefill_chunk"),
@@ -148,7 +148,7 @@ def needs_of(
 
 
 def _remembering_bytes(limits: EngineLimits) -> int:
-    """The tables that drafts are copied from."""
+    """Bytes of the tables that the memory drafter reads."""
     texts = 2 * (limits.max_sequences + 1) * text_buckets(limits.max_model_len) * BUCKET_BYTES
     return texts + limits.memory.num_bytes
 
@@ -161,16 +161,16 @@ def entry_bytes(network: ServingNetwork | None) -> int:
 
 
 def _kept_bytes(network: ServingNetwork) -> int:
-    """Of one entry."""
+    """Bytes of one entry's keys and values."""
     return network.config.num_layers * 2 * network.shape.kv_heads * network.shape.head_dim * network.dtype.itemsize
 
 
 def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) -> int:
-    """What a learner of so many weights holds on its device while it updates.
+    """Bytes that a learner holds on its device during an update.
 
     In fp32: masters, anchor, gradients, two moments for each arm, the copies of masters and moments that an update is
-    undone from, and where it exchanges tokens, another copy of the masters and the rows of the head three times. As
-    they are served: replica, served, staged and previous weights, and staged ones as ops will read them.
+    undone from, and for the exchange of draft tokens another copy of the masters and three of the head's rows. In the
+    serving type: replica, served, staged and previous weights, and staged ones in the kernels' layout.
     """
     masters, anchor, gradients, undo, exchanged = (4 * num_weights for _ in range(5))
     moments, rows = 8 * (num_weights + num_head_weights), 12 * num_head_weights
@@ -178,13 +178,13 @@ def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) 
 
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
-    """The tables in which running sequences collect what may be learnt from them."""
+    """Bytes of the tables that record what running sequences may teach."""
     per_place = (width + hidden) * itemsize + 6 * top + 8 + 8 + 4 + 1
     return max_sequences * places * per_place
 
 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
-    """Keys and values of the blocks begun at once; in fp32 their scores and the noise behind the roots."""
+    """Bytes of keys and values of the blocks grown at once, and in fp32 of their scores and noise."""
     config = network.config
     entries = config.block_size * TRAINED_KINDS[config.kind].blocks(1) * _SCORED_BLOCKS
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
@@ -220,9 +220,9 @@ def _trial_rows(limits: EngineLimits) -> int:
 
 @torch.inference_mode()
 def _measured(target: Target, rows: int) -> int:
-    """Bytes that a prompt chunk of so many rows takes while it runs; 0 on a CPU."""
+    """Peak bytes of a prompt chunk of `rows` rows; 0 on a CPU."""
     rows, device = min(rows, target.pool.num_slots - 1), target.device
-    trial, extend = Trial(target, lines=1, max_length=rows), ExtendRows(0, 0, [0] * rows, completes=True)
+    trial, extend = Trial(target, sequences=1, max_length=rows), ExtendRows(0, 0, [0] * rows, completes=True)
     placed, before = trial.place([extend]), 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

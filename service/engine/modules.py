@@ -1,6 +1,7 @@
-"""A decoder's own modules on flattened rows, with our attention over the slots of our pool.
+"""A model's own modules: run on flattened rows with our attention over the slots of our pool, which is how every family
+runs that has no list of ops of ours (`decoder.py`); and linear layers whose weights a kernel holds.
 
-How every family runs for which there is no list of ops of ours (`decoder.py`).
+Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kernels.linear import Product, QuantisedWeight, Weight
+from kernels.ops import Ops
 from kernels.tree_attention import Attention
 from service.engine.kv_pool import KVPool
 from service.errors import StartupError
@@ -19,26 +22,26 @@ ATTENTION_NAME = "adaptree"
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What one layer's attention asks for beside queries and keys."""
+    """Options of one layer's attention."""
 
     layer: int
     scale: float
-    window: int | None
+    window: int | None  # sliding window, tokens
     softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the attention of one forward needs; travels through the model as a forward argument."""
+    """What the attention of one forward reads and writes; passes through the model as a forward argument."""
 
     plan: Attention
     pool: KVPool
     slots: Tensor  # [rows] int64
-    forms: list[AttentionForm] | None  # of those that have attended, in the first forward, which is checked
+    forms: list[AttentionForm] | None  # collects each layer's form in the first forward, which is checked; else None
 
 
 class ModuleLayers:
-    """The model itself. Raises StartupError, in its first forward, for what would change its result unseen."""
+    """Runs a model by its own modules. The first forward raises StartupError for attention that ours cannot replace."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
         self.forms: list[AttentionForm] = []
@@ -71,7 +74,7 @@ class ModuleLayers:
 
 
 class FeatureTaps:
-    """Forward hooks that keep the outputs of some layers, because the index of a layer in transformers' own
+    """Forward hooks that keep the outputs of some layers. The index of a layer in transformers' own
     `output_hidden_states` changed between releases."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]) -> None:
@@ -85,9 +88,9 @@ class FeatureTaps:
 
         return keep
 
-    def take(self, num_rows: int, line: int = 0) -> Tensor:
-        """The last forward's features of one line's first rows. # -> [rows, taps * hidden]"""
-        return torch.cat([output[line, :num_rows] for output in self._outputs], dim=-1)
+    def take(self, num_rows: int, sequence: int = 0) -> Tensor:
+        """The last forward's features of one sequence's first rows. # -> [rows, taps * hidden]"""
+        return torch.cat([output[sequence, :num_rows] for output in self._outputs], dim=-1)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -98,8 +101,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def default_tap_layers(num_layers: int, *, copied: int = 2) -> tuple[int, int, int]:
-    """Layers whose outputs make a drafter's condition: low, middle and high (SpecBlock section 3.1); behind the high
-    one come those that the drafter has `copied`."""
+    """Layers whose outputs condition a drafter: a low, a middle and a high one (SpecBlock section 3.1). Above the high
+    one stand the `copied` layers that the drafter starts from."""
     return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0))
 
 
@@ -110,31 +113,31 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     tree_step: AttentionStep,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers.
+    """Attend over the pool's slots; registered with transformers as the model's attention function.
 
-    query [1, query heads, rows, head_dim], key/value [1, kv_heads, rows, head_dim], after rotary embedding;
-    returns [1, rows, query heads, head_dim]. Raises StartupError for anything that would change the result unseen.
+    query [1, query heads, rows, dim], key and value [1, kv_heads, rows, dim], after rotary embedding
+    -> [1, rows, query heads, dim]. `options` are transformers' own: `scaling`, `sliding_window`, `softcap`, `dropout`.
+    Raises StartupError for any other that would silently change the result.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scaling, window, softcap = (options.pop(name, None) for name in ("scaling", "sliding_window", "softcap"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    form = AttentionForm(layer, scale, window, softcap)  # type: ignore[arg-type]  # transformers types options as Any
     if tree_step.forms is not None:
-        refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "which adaptree does not implement")
+        refuse_unknown(module, {**options, "attention_mask": attention_mask}, "which adaptree does not implement")
         tree_step.pool.refuse_other_shape(key, value)
-        tree_step.forms.append(AttentionForm(layer, scale, sliding_window, softcap))
+        tree_step.forms.append(form)
     tree_step.pool.write(layer, tree_step.slots, key.transpose(1, 2)[0], value.transpose(1, 2)[0])
     rows, kept = query.transpose(1, 2)[0], tree_step.pool.layer(layer)
-    return tree_step.plan.attend(rows, kept, scale=scale, window=sliding_window, softcap=softcap)[None], None
+    return tree_step.plan.attend(rows, kept, scale=form.scale, window=form.window, softcap=form.softcap)[None], None
 
 
 _HARMLESS = frozenset(
     {
+        "dropout",  # 0 outside of training
         "position_ids",
         "use_cache",
         "cache_position",
@@ -147,7 +150,7 @@ _HARMLESS = frozenset(
 
 
 def refuse_unknown(module: nn.Module, arguments: dict[str, object], consequence: str) -> None:
-    """Raise StartupError when attention is asked for something that would change its result unseen."""
+    """Raise StartupError where attention gets an argument that would silently change its result."""
     looks_ahead = None if getattr(module, "is_causal", True) else True
     named = {**arguments, "two-way attention": looks_ahead}
     unknown = [name for name, value in named.items() if value is not None and name not in _HARMLESS]
@@ -156,3 +159,78 @@ def refuse_unknown(module: nn.Module, arguments: dict[str, object], consequence:
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+class PlannedLinear(nn.Module):
+    """`nn.Linear` computed by a kernel that holds the weights in its own layout."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]"""
+        return self.product(x)
+
+    __call__ = forward  # has no hooks, and looking for them costs as much as a small product
+
+
+class QuantisedLinear(nn.Module):
+    """`nn.Linear` that dequantises its blocks at each call: slow, the reference for the kernels."""
+
+    def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight: QuantisedWeight = weight
+        self.bias: nn.Parameter | None = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]"""
+        return nn.functional.linear(x, self.weight.dense(), self.bias)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight.dense()
+
+
+class QuantisedEmbedding(nn.Module):
+    """`nn.Embedding` on quantised blocks."""
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] int64 -> [..., hidden]"""
+        return self.weight.lookup(tokens)
+
+
+def weights_of(module: nn.Module) -> dict[str, Weight]:
+    """All weights below a module by name, quantised ones included."""
+    found: dict[str, Weight] = dict(module.named_parameters())
+    for name, child in module.named_modules():
+        if isinstance(child, QuantisedLinear | QuantisedEmbedding):
+            found[f"{name}.weight".removeprefix(".")] = child.weight
+    return found
+
+
+def num_bytes(weight: Weight) -> int:
+    """Bytes that a weight takes in memory."""
+    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+
+
+@torch.no_grad()
+def replace_linears(model: nn.Module, table: Ops) -> int:
+    """Replace every linear layer below `model` by a planned product; returns how many. A tied embedding keeps its
+    weight."""
+    places = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if isinstance(child, QuantisedLinear) or type(child) is nn.Linear
+    ]
+    for parent, name, linear in places:
+        weights = weights_of(linear)
+        bias = weights.get("bias")
+        assert not isinstance(bias, QuantisedWeight), "only matrices are quantised"
+        setattr(parent, name, PlannedLinear(table.plan_linear(weights["weight"], bias)))
+    return len(places)

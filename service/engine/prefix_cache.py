@@ -1,8 +1,8 @@
-"""Keys and values of texts that have been read, kept for texts that begin alike: a radix tree over token ids.
+"""The prefix cache: slots of computed tokens, shared by sequences with the same prefix, in a radix tree over token ids.
 
-A slot of position t is found under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's entry
-of position t needs the token that follows, and the last token of a text is always run again for what follows it.
-Rows do not depend on their company, so kept keys and values are the very bits that reading again would give.
+The slot of position t is found under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's
+entry of position t needs the next token, and the last token of a prompt is always run again for its logits. Rows do not
+depend on their company, so cached keys and values are the very bits that computing them again would give.
 Legend: labels = tokens that lead to a node, one per slot of it.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 _WORTH_WAITING = 64
-"""Tokens that another must be about to read, so that waiting for it beats reading them once more."""
+"""Tokens that another sequence must be about to compute, so that waiting for it beats computing them again."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of slots behind its parent's; locked while a lease reaches it or a node below it."""
+    """Slots of the tokens after its parent's; locked while a lease reaches it or a node below it."""
 
     labels: list[int]
     slots: Tensor  # [labels] int64
@@ -32,6 +32,7 @@ class Node:
 
     @property
     def is_evictable(self) -> bool:
+        """Whether no lease and no longer prefix needs it."""
         return self.leases == 0 and not self.children and self.parent is not None
 
     def upwards(self) -> Iterator["Node"]:
@@ -43,24 +44,24 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
-    """A running sequence's hold on a prefix: nothing of it is evicted before the lease is released."""
+class PrefixLease:
+    """A running sequence's hold on a prefix, which is not evicted before the lease is released."""
 
     node: Node
     length: int  # positions, from the first on, whose slots belong to the cache
-    slots: Tensor  # [cached] int64, slots of the prefix that was there at the beginning
-    is_published: bool = False  # what was read behind it has been offered to others
+    slots: Tensor  # [cached] int64, slots of the prefix that was found at the start
+    is_published: bool = False  # whether the prompt after the prefix has been shared
 
 
 class PrefixCache:
     """Keeps the slots of ended and running sequences until they are needed for something else.
 
-    A namespace (`Scope.cache_namespace`) finds nothing of another one, so that the time to a first token does not tell
-    what others have asked.
+    Namespaces (`Scope.cache_namespace`) share nothing, so that the time to a first token does not reveal other clients'
+    prompts.
     """
 
     def __init__(self, device: torch.device, *, keep: bool = True) -> None:
-        """Without `keep` nothing is ever found."""
+        """Without `keep` no prefix is ever found."""
         self.num_evictable = 0  # slots that `evict` could give back now
         self._keep = keep
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -68,10 +69,10 @@ class PrefixCache:
         self._now = 0
         self._leaves: set[Node] = set()  # all that are evictable, and some that were
 
-    def acquire(self, namespace: str, tokens: list[int]) -> Lease:
-        """Lease the longest known prefix; the last token is never part of it."""
+    def acquire(self, namespace: str, tokens: list[int]) -> PrefixLease:
+        """PrefixLease the longest cached prefix; the last token is never part of it."""
         if not self._keep:
-            return Lease(Node([], self._nothing, None), 0, self._nothing)
+            return PrefixLease(Node([], self._nothing, None), 0, self._nothing)
         key = namespace, tokens[0]
         root = self._roots.setdefault(key, Node([], self._nothing, None, key))
         node, length = self._descend(root, tokens, 0)
@@ -82,28 +83,29 @@ class PrefixCache:
             above.last_used = self._now
         root.leases += 1
         slots = [above.slots for above in node.upwards()]
-        return Lease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
+        return PrefixLease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
 
     def known(self, namespace: str, tokens: list[int]) -> int:
-        """Positions that a lease would have."""
+        """Positions that a lease on these tokens would have."""
         return sum(common for _, common in self._path(namespace, tokens))
 
-    def leased(self, namespace: str, tokens: list[int], *, besides: Sequence[Lease] = ()) -> int:
-        """Those of them that somebody has leased now, by another lease than `besides`."""
-        mine = _holds(besides)
+    def leased(self, namespace: str, tokens: list[int], *, excluding: Sequence[PrefixLease] = ()) -> int:
+        """Those of `known` that are leased now, by other leases than `excluding`."""
+        mine = _holds(excluding)
         return sum(common for node, common in self._path(namespace, tokens) if node.leases > mine[node])
 
-    def publish(self, lease: Lease, tokens: list[int], slots: Tensor) -> None:
-        """Share what a running sequence has read behind its lease; the lease grows. # slots [positions] int64"""
+    def publish(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> None:
+        """Share the slots that a running sequence has computed after its lease; the lease grows.
+        # slots [positions] int64"""
         labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
-        # What another has shared in between stays where it is: a running sequence cannot change its slots.
+        # What another sequence has published meanwhile stays: a running sequence cannot change its slots.
         if labels and labels[0] not in lease.node.children:
             lease.node = self._attach(lease.node, labels, slots[: len(labels)])
             lease.node.leases = 1
             lease.length += len(labels)
 
-    def release(self, lease: Lease, tokens: list[int], slots: Tensor) -> Tensor:
-        """End a lease; takes over the slots behind it and returns those to be freed. # [positions] -> [freed] int64"""
+    def release(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> Tensor:
+        """End a lease, take over the slots after it, and return those to be freed. # [positions] -> [freed] int64"""
         if not self._keep:
             return slots
         self._now += 1
@@ -121,13 +123,13 @@ class PrefixCache:
         return torch.cat([slots[:twice], slots[twice + len(labels) :]])
 
     def evict(self, count: int) -> Tensor:
-        """Give up at least so many slots if there are as many, least recently used first. # -> [evicted] int64"""
+        """Evict at least `count` slots if there are as many, least recently used first. # -> [evicted] int64"""
         given = [self._nothing]
         oldest = [(leaf.last_used, id(leaf), leaf) for leaf in self._leaves if leaf.is_evictable]
         heapq.heapify(oldest)
         while count > 0 and oldest:
             leaf = heapq.heappop(oldest)[2]
-            kept = max(0, len(leaf.labels) - count)  # at its end the fewest texts go on alike
+            kept = max(0, len(leaf.labels) - count)  # fewest prompts share the end of a run
             given.append(leaf.slots[kept:])
             count -= len(leaf.labels) - kept
             rest = self._shorten(leaf, kept)
@@ -136,13 +138,13 @@ class PrefixCache:
         self._leaves = {leaf for _, _, leaf in oldest}
         return torch.cat(given)
 
-    def held_only_by(self, leases: Sequence[Lease]) -> int:
+    def held_only_by(self, leases: Sequence[PrefixLease]) -> int:
         """Positions that become evictable when all of these leases end."""
         return sum(len(node.labels) for node, count in _holds(leases).items() if node.leases == count)
 
-    def worth_waiting(self, namespace: str, tokens: list[int], readers: str, text: list[int]) -> bool:
-        """Whether a sequence that reads `text` in the namespace `readers` is about to share much more of the tokens
-        than is known now."""
+    def pays_to_wait(self, namespace: str, tokens: list[int], readers: str, text: list[int]) -> bool:
+        """Whether a sequence that computes `text` in the namespace `readers` is about to publish many more of these
+        tokens than are cached now."""
         if not self._keep or namespace != readers:
             return False
         common = _common(text[: len(tokens)], tokens, 0) - 1
@@ -158,7 +160,7 @@ class PrefixCache:
         return torch.cat(found)
 
     def _path(self, namespace: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
-        """Nodes that lead along these tokens, each with its labels that are theirs."""
+        """Nodes along these tokens, each with the number of its labels that match."""
         node, length = self._roots.get((namespace, tokens[0])), 0
         while node is not None and length + 1 < len(tokens):
             child = node.children.get(tokens[length + 1])
@@ -180,7 +182,7 @@ class PrefixCache:
         return node, length
 
     def _split(self, node: Node, place: int) -> Node:
-        """Put a new node above that takes the first `place` labels; leases keep pointing at the lower part."""
+        """Insert a parent that takes the first `place` labels; leases keep pointing at the lower part."""
         assert node.parent is not None, "a root has no labels"
         upper = Node(node.labels[:place], node.slots[:place], node.parent)
         upper.leases, upper.last_used = node.leases, node.last_used
@@ -210,7 +212,7 @@ class PrefixCache:
             self._leaves.add(node)
 
     def _shorten(self, leaf: Node, length: int) -> Node:
-        """Let a leaf keep so many labels; returns it, or its parent where nothing is left."""
+        """Cut a leaf to `length` labels; returns it, or its parent where nothing is left."""
         self.num_evictable -= len(leaf.labels) - length
         if length:
             leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
@@ -227,13 +229,13 @@ class PrefixCache:
 
 
 def _common(labels: list[int], tokens: list[int], start: int) -> int:
-    """Labels that are the tokens from `start` on."""
+    """How many labels equal the tokens from `start` on."""
     length = min(len(labels), len(tokens) - start)
     if labels[:length] == tokens[start : start + length]:
         return length
     return next(place for place in range(length) if labels[place] != tokens[start + place])
 
 
-def _holds(leases: Sequence[Lease]) -> Counter[Node]:
+def _holds(leases: Sequence[PrefixLease]) -> Counter[Node]:
     """How many of these leases hold each node."""
     return Counter(node for lease in leases for node in lease.node.upwards())

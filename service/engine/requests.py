@@ -48,11 +48,11 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """A request's own wishes about speculation; they change its speed, never its text."""
+    """A request's limits on speculation; they change its speed, never its text."""
 
     enabled: bool = True
     max_budget: int | None = None  # most nodes verified per step; None = whatever the engine chooses
-    trace: bool = False  # say with each output what tree was verified
+    trace: bool = False  # each output carries the tree that was verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +64,15 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     prediction: Tokens[int] = ()
-    grammar: Grammar | None = None  # what the text must be, whatever the target would say
+    grammar: Grammar | None = None  # that the text must match
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
     scope: Scope = field(default_factory=Scope)
-    # Lower is earlier among the requests of one account; where slots run out the highest gives way, whoever's it is.
+    # Lower starts earlier among the requests of one client; where slots run out, the highest of all is preempted.
     priority: int = 0
-    said: Tokens[Tokens[int]] = ()  # what each sequence is taken to begin with, for it was generated before
+    replayed: Tokens[Tokens[int]] = ()  # by sequence, tokens of an earlier answer that a resumed stream replays
     scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
-    singly: int = 0  # of so many first tokens of a sequence each is an output of its own, however steps bring them
+    single_token_outputs: int = 0  # how many first tokens of a sequence are each an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
 
 
@@ -91,14 +91,14 @@ class StepTree:
     """The draft tree of one step as it was verified; of no nodes where nothing was drafted."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # place of the node above, always an earlier one; -1 below the root
+    parents: tuple[int, ...]  # index of the parent node, always an earlier one; -1 below the root
     survival: tuple[float, ...]
-    path: tuple[int, ...]  # places of the accepted nodes, from the root down
+    path: tuple[int, ...]  # indices of the accepted nodes, from the root down
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRecord:
-    """What speculation did for one sequence; everything else about it is derived from these lists."""
+    """What speculation did for one sequence; all other figures are derived from these lists."""
 
     accepted_per_step: tuple[int, ...]  # accepted length of each verify step
     drafted_per_step: tuple[int, ...]  # nodes verified in each step
@@ -119,10 +119,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one engine step added to one sequence. The last one of a sequence carries `finish_reason` and totals.
+    """What one step added to one sequence. The last output of a sequence carries `finish_reason` and totals.
 
-    `text` is what may be shown now: characters are never split and text that might begin a stop string is held back,
-    so it can be empty while `token_ids` is not.
+    `text` may be shown now: it never splits a character, and text that may begin a stop string is held back, so it can
+    be empty where `token_ids` is not.
     """
 
     request_id: str
@@ -136,10 +136,10 @@ class SequenceOutput:
     speculation: SpeculationRecord | None = None
     timings: Timings | None = None
     cached_tokens: int = 0
-    tree: StepTree | None = None  # for requests that ask to be told
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt but its first token, for requests that ask
+    tree: StepTree | None = None  # for requests with `trace`
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all prompt tokens but the first, for requests that ask
 
     @property
     def is_cut(self) -> bool:
-        """Whether the text would have gone on: a length, a stop or a failure ended it."""
+        """Whether a length limit, a stop or a failure ended the text, not the model."""
         return self.finish_reason not in (None, "stop") or self.stop_reason is not None

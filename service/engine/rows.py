@@ -1,74 +1,175 @@
-"""One forward's rows, laid out by `kernels.ops`; captured where forwards are."""
+"""The rows of one forward: laid out in fresh slots before it, and what became permanent of them after it.
 
+Legend: rows = tokens of one forward, batch = sequences that choose a token, sequences = all sequences of the forward,
+nodes = padded node count of a tree, depth = longest accepted path.
+"""
+
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.tree import ROOT, DraftTree
+from drafters.protocol import Committed, HostMetadata, Read, Scores
+from drafters.tree import ROOT, DraftTree, VerifyResult
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to
-from kernels.rows import ExtendRows as ExtendRows
-from kernels.rows import ForwardRows as ForwardRows
+from kernels.rows import ExtendRows, ForwardRows
+from kernels.settle import Verified
+from kernels.staging import send
 from kernels.tree_attention import NULL_SLOT
+from service.engine.kv_pool import SlotPool, SlotTable
+from service.engine.scheduler import Scheduled
+from service.engine.target import TargetOutput
 
 
 class RowLayout:
-    """Lays out extends and trees into rows; captured, in steps of up to `max_sequences` and some widths of trees."""
+    """Flattens prompt chunks, roots and draft trees into the rows of one forward, each in a slot of its own."""
 
     def __init__(
         self,
+        slots: SlotPool,
+        table: SlotTable,
         capture: Capture | None = None,
-        widths: Items[int] = (),
+        tree_widths: Items[int] = (),
         *,
         max_sequences: int = 0,
-        device: str | torch.device = "cpu",
     ) -> None:
-        shapes = fixed_shapes(max_sequences, widths) if capture else []
-        self._place = GraphRunner(placed, capture, ((_padding(*shape, device), ()) for shape in shapes if shape[1]))
+        """With `capture`, steps of up to `max_sequences` trees of these widths are laid out by CUDA graphs."""
+        self._slots, self._table = slots, table
+        shapes = decoding_shapes(max_sequences, tree_widths) if capture else []
+        padding = ((_RowsToPlace.padding(*shape, table.slots.device), ()) for shape in shapes if shape[1])
+        self._place = GraphRunner(place_rows, capture, padding)
 
     def __call__(
-        self, extends: Items[ExtendRows], tree: DraftTree, slots: Tensor, table: Tensor, nodes: Items[int]
+        self, extends: Items[ExtendRows], trees: DraftTree, node_rows: Items[int] | None = None
     ) -> ForwardRows:
-        """As `kernels.rows.lay_out_rows`; the next call may overwrite the result."""
-        return ops.on(slots.device).lay_out_rows(extends, nodes, tree, slots, table, self._place)
+        """Take a slot for each row and write those of the extend rows into the slot table.
+
+        `node_rows` counts the rows of each tree, one tree per extend; None reads the counts from the device. The next
+        call may overwrite the result.
+        """
+        counts: Items[int] = (
+            trees.num_nodes.tolist() if node_rows is None else node_rows  # planned transfer: not while serving
+        )
+        num_rows = sum(extend.num_rows for extend in extends) + sum(counts)
+        slots, table = self._slots.allocate(num_rows), self._table.slots
+        return ops.on(table.device).lay_out_rows(extends, counts, trees, slots, table, self._place)
 
 
-def fixed_shapes(max_sequences: int, widths: Items[int]) -> list[tuple[int, int]]:
-    """Sequences and widths of decoding steps, the most rows first."""
-    shapes = product(batches_up_to(max_sequences), (*widths, 0))
+def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[tuple[int, int]]:
+    """(sequences, tree width) of every captured decoding step, the most rows first."""
+    shapes = product(batches_up_to(max_sequences), (*tree_widths, 0))
     return sorted(shapes, key=lambda shape: (shape[0] * (1 + shape[1]), shape), reverse=True)
 
 
-def _padding(batch: int, width: int, device: torch.device | str) -> tuple[Tensor, ...]:
-    """Roots of a sequence of nobody's."""
-    row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
-    line, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
-    return row, row, row + batch - 1, row + ROOT, row, line, nodes, nodes + ROOT, nodes
+class _RowsToPlace(NamedTuple):
+    """Arguments of `kernels.rows.Place`, all int64."""
+
+    tokens: Tensor  # [rows]; this and the next four
+    positions: Tensor
+    sequence: Tensor
+    node: Tensor  # ROOT for extend rows
+    slots: Tensor
+    extend_end: Tensor  # [sequences], positions of roots
+    tree_tokens: Tensor  # [sequences, nodes]; this and the next two
+    parents: Tensor
+    depths: Tensor
+
+    @staticmethod
+    def padding(sequences: int, width: int, device: torch.device) -> "_RowsToPlace":
+        """Roots of a dummy sequence."""
+        row = torch.zeros(sequences * (1 + width), dtype=torch.int64, device=device)
+        root, nodes = row[:sequences], torch.zeros(sequences, width, dtype=torch.int64, device=device)
+        return _RowsToPlace(row, row, row + sequences - 1, row + ROOT, row, root, nodes, nodes + ROOT, nodes)
 
 
-def placed(
-    tokens: Tensor,
-    positions: Tensor,
-    sequence: Tensor,
-    node: Tensor,
-    slots: Tensor,
-    extend_end: Tensor,
-    tree_tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `kernels.rows.Place`."""
-    lines, width = parents.shape
-    is_node = node >= 0
-    at = sequence, node.clamp(min=0)
-    tokens = torch.where(is_node, tree_tokens[at], tokens)
-    positions = torch.where(is_node, extend_end[sequence] + depths[at], positions)
-    node_slots = slots.new_full((lines, width + 1), NULL_SLOT)  # behind the nodes: what is none
-    node_slots[sequence, torch.where(is_node, node, width)] = slots
-    return tokens, positions, node_slots[:, :width], ops.on(slots.device).ancestor_matrix(parents)
+def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fill in what depends on the trees: tokens and positions of node rows, slots of nodes, ancestor matrices.
+
+    Arguments as of `_RowsToPlace` -> tokens [rows], positions [rows], node slots [sequences, nodes],
+    ancestors [sequences, nodes, nodes] bool
+    """
+    rows = _RowsToPlace(*tensors)
+    sequences, width = rows.parents.shape
+    is_node = rows.node >= 0
+    at = rows.sequence, rows.node.clamp(min=0)
+    tokens = torch.where(is_node, rows.tree_tokens[at], rows.tokens)
+    positions = torch.where(is_node, rows.extend_end[rows.sequence] + rows.depths[at], rows.positions)
+    node_slots = rows.slots.new_full((sequences, width + 1), NULL_SLOT)  # the last column takes rows that are no nodes
+    node_slots[rows.sequence, torch.where(is_node, rows.node, width)] = rows.slots
+    return tokens, positions, node_slots[:, :width], ops.on(rows.slots.device).ancestor_matrix(rows.parents)
 
 
-flatten = RowLayout()
-"""Without captures."""
+def committed_of(
+    verified: Verified,
+    trees: DraftTree,
+    output: TargetOutput,
+    *,
+    wants_scores: bool,
+    host: HostMetadata | None = None,
+    follow: bool = True,
+) -> Committed:
+    """The step's permanent tokens, as the drafter reads them.
+
+    `host` holds rows and roots of the completing sequences; `follow` is passed on. Features are left out where the
+    drafter neither follows nor records.
+    """
+    features = output.features if follow or wants_scores else None
+    return Committed(
+        rows=verified.table_rows,
+        positions=verified.roots,
+        slots=verified.slots,
+        tokens=verified.tokens,
+        counts=verified.counts,
+        tree=trees.first(verified.tokens.shape[0]),
+        result=VerifyResult(*verified[:4]),
+        features=None if features is None else features[verified.path_rows],
+        scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
+        last_logits=partial(_last_logits, output.logits, verified),
+        follow=follow,
+        host=host,
+    )
+
+
+def prompt_reads(
+    items: Items[Scheduled], rows: ForwardRows, features: Tensor | None, *, follow: bool = True
+) -> Iterator[Read]:
+    """Yield the prompt chunk that each sequence computed, as the drafter reads it. # features [rows, taps * hidden]
+
+    A sequence's newest token is left out: the drafter gets it with `Committed`.
+    """
+    first = 0
+    features = rows.slots.new_empty(rows.num_extend_rows, 0) if features is None else features
+    for item in items:
+        count = item.num_rows - item.completes
+        part = slice(first, first + count)
+        first += item.num_rows
+        if count:
+            start = item.start
+            next_tokens = item.sequence.tokens[start + 1 : start + 1 + count]
+            yield Read(
+                row=item.table_row,
+                start=start,
+                tokens=send(features.device, next_tokens)[0],
+                slots=rows.slots[part],
+                features=features[part],
+                follow=follow,
+            )
+
+
+def _last_logits(logits: Tensor, verified: Verified) -> Tensor:
+    """The logits that chose each sequence's last token. # logits [logits, vocab] -> [batch, vocab]"""
+    index = verified.path_logits.gather(1, verified.counts[:, None] - 1)
+    return logits.index_select(0, index[:, 0])
+
+
+def _scores(logits: Tensor, path_logits: Tensor, counts: Tensor) -> Scores:
+    """Copy the logits that chose each committed token.
+    # logits [logits, vocab]; path_logits [batch, depth + 1]; counts [batch]"""
+    valid = torch.arange(path_logits.shape[1], device=path_logits.device) < counts[:, None]
+    places = valid.flatten().nonzero()[:, 0]  # planned transfer: their number, in steps that are learnt from
+    return Scores(places, logits.index_select(0, path_logits.flatten()[places]))

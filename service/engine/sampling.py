@@ -1,9 +1,8 @@
 """From the target's logits to the target's tokens: penalties, filters and position-keyed noise, row by row.
 
-A row's token is a function of its own logits and its own sequence, bit for bit: rows of one step may stand in any
-order and any company. What nobody asked for is not computed; for those who did not ask a transform changes nothing,
-so that no step has to find out which rows are whose. Knows nothing of trees beyond the tokens on a row's path, nor of
-stop conditions.
+A row's token is a function of its own logits and its own sequence, bit for bit: it does not depend on the order or the
+number of the step's rows. Transforms run only where a sequence of the batch needs them, and leave the other sequences'
+scores as they are. Of trees only the tokens on a row's path are known here; stop conditions are not.
 
 Legend: rows = logits of one step that choose a token, batch = sequences in the step, vocab = token ids,
 depth = padded length of a row's path, width = padded length of a list of ids.
@@ -17,13 +16,73 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels import ops
+from kernels.graph_runner import Capture, GraphRunner
 from kernels.sample import OFF, ChosenTokens, Filters, likeliest
 from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
-from service.engine.sampler import Sampler
 from service.grammars import Grammar, GrammarState
 
 _NEVER = float("-inf")
+
+
+class Sampler:
+    """Chooses tokens from scores as they are, by `kernels.ops`.
+
+    With `capture` it reads logits at the head of one static buffer by CUDA graphs; the next choice overwrites the last.
+    """
+
+    def __init__(
+        self, capture: Capture | None = None, logits: Tensor | None = None, counts: Iterable[int] = ()
+    ) -> None:
+        """`logits` [rows, vocab] is the static buffer, `counts` the numbers of rows to capture."""
+        buffers = [] if logits is None else [logits[:count] for count in sorted(counts, reverse=True)]
+        self._likeliest = GraphRunner(_choose_likeliest, capture, (((), (rows,)) for rows in buffers))
+        self._plain, self._filtered = (
+            GraphRunner(_sample, capture, [(_padding(rows, filtered=filtered), (rows,)) for rows in buffers])
+            for filtered in (False, True)
+        )
+
+    def likeliest(self, logits: Tensor) -> ChosenTokens:
+        """Choose the likeliest token of each row. # logits [rows, vocab]"""
+        return _leading(self._likeliest((), (logits,)), logits.shape[0])
+
+    def sample(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
+    ) -> ChosenTokens:
+        """Draw each row's token by position-keyed noise among those that the filters leave, as `sample` of
+        `kernels.ops`. # logits [rows, vocab]; seeds, positions [rows] int64; temperatures [rows] float32"""
+        runner = self._plain if filters is None else self._filtered
+        return _leading(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
+
+
+def _choose_likeliest(logits: Tensor) -> ChosenTokens:
+    return ops.on(logits.device).choose_likeliest(logits)
+
+
+def _sample(
+    seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: tuple[Tensor, ...], logits: Tensor
+) -> ChosenTokens:
+    kept = Filters(*filters) if filters else None
+    return ops.on(logits.device).sample(logits, seeds, positions, temperatures, kept)
+
+
+def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+    """Greedy rows: seeds, positions, temperatures, and filters that are off."""
+    whole, zeros = (
+        torch.zeros(3, logits.shape[0], dtype=torch.int64, device=logits.device),
+        torch.zeros_like(logits[:, 0], dtype=torch.float32),
+    )
+    filters = Filters(zeros + OFF, whole[2], zeros.double() + 1) if filtered else ()
+    return whole[0], whole[1], zeros, tuple(filters)
+
+
+def _leading(choice: ChosenTokens, rows: int) -> ChosenTokens:
+    """The choice without the padding rows of a capture."""
+    return choice if choice.tokens.shape[0] == rows else ChosenTokens(*(result[:rows] for result in choice))
+
+
+EAGER_SAMPLER = Sampler()
 
 
 class Logprobs(NamedTuple):
@@ -41,7 +100,7 @@ def signed64(seed: int) -> int:
 
 
 class TokenHistory:
-    """Which tokens a sequence has seen and how often it wrote them: what its penalties are computed from."""
+    """Which tokens a sequence has seen and how often it generated them: the input of its penalties."""
 
     __slots__ = ("_seen", "counts", "ids", "in_prompt")
 
@@ -53,7 +112,7 @@ class TokenHistory:
         self.counts = torch.zeros(vocab, device=device)  # [vocab] float32
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count tokens that were committed."""
+        """Count committed tokens."""
         written = torch.tensor(tokens, dtype=torch.int64, device=self.ids.device)
         self.counts.index_add_(0, written, torch.ones(len(tokens), device=self.ids.device))
         new = set(tokens) - self._seen
@@ -86,7 +145,7 @@ class SamplingState:
         self.extend(generated)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hear of tokens that were committed."""
+        """Append committed tokens to history and grammar."""
         if self.history is not None and tokens:
             self.history.extend(tokens)
         if self.grammar is not None:
@@ -95,46 +154,47 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What the choice of a token must know of each row of logits."""
+    """What choosing a token needs to know of each row of logits."""
 
     table: "SamplingTable"
-    sequence_idx: Tensor  # [rows] int64, place of the row's sequence in the table
+    sequence_idx: Tensor  # [rows] int64, index of the row's sequence in the table
     positions: Tensor  # [rows] int64, absolute position of the token to be chosen
     num_generated: Tensor  # [rows] int64, tokens generated before that one, drafted ones on the path included
     path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, -1 padded
 
 
 Transform = Callable[[Tensor, SamplingRows], None]
-"""Changes scores [rows, vocab] float32 in place, those of sequences that asked for it."""
+"""Changes scores [rows, vocab] float32 in place, of the sequences whose parameters ask for it."""
 
 Redraw = Callable[[Tensor, Tensor], ChosenTokens]
-"""Tokens of other scores [lines, vocab] for some rows [lines]."""
+"""Chooses again for some rows [again] of scores [again, vocab]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The batch's sampling as a list of transforms, none for plain greedy decoding, and how tokens are drawn at their
-    end. Built anew only when a sequence joins or leaves; penalties read the states' histories, which
-    `SamplingState.extend` keeps current."""
+    """The batch's sampling: a list of score transforms, none for plain greedy decoding, then how tokens are drawn.
+
+    Built anew only when a sequence joins or leaves; penalties read the states' histories, which `SamplingState.extend`
+    keeps current."""
 
     transforms: tuple[Transform, ...] = ()
-    temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None where nobody draws
+    temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None: all are greedy
     seeds: Tensor | None = None  # [batch] int64
-    filters: Filters | None = None  # of each sequence, where somebody filters
-    grammars: "tuple[BoundText | None, ...] | None" = None  # of each sequence, where somebody has one
+    filters: Filters | None = None  # by sequence; None: no sequence filters
+    grammars: "tuple[ConstrainedSequence | None, ...] | None" = None  # by sequence; None: no sequence has a grammar
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
-        """What these sequences need: transforms in the order in which vLLM applies them, the cheapest draw that does
-        for all."""
+        """The transforms these sequences need, in the order in which vLLM applies them, and the cheapest draw that
+        serves all."""
         params = [state.params for state in states]
         plan = [
             (any(p.logit_bias for p in params), _logit_bias),
             (any(p.min_tokens > 0 for p in params), _min_tokens),
             (any(p.has_penalties for p in params), _penalties),
         ]
-        transforms = tuple(build(states) for asked, build in plan if asked)
-        grammars = tuple(map(_bound, states)) if any(state.grammar for state in states) else None
+        transforms = tuple(build(states) for is_needed, build in plan if is_needed)
+        grammars = tuple(map(_constraint, states)) if any(state.grammar for state in states) else None
         if not any(p.temperature > 0 for p in params):
             return SamplingTable(transforms, grammars=grammars)
         device = states[0].device
@@ -147,7 +207,7 @@ class SamplingTable:
         )
 
     def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> ChosenTokens:
-        """Of scores [rows, vocab], for each row's sequence and position [rows]."""
+        """Choose each row's token. # scores [rows, vocab]; sequence_idx, positions [rows] int64"""
         if self.temperatures is None or self.seeds is None:
             return sampler.likeliest(scores)
         seeds, temperatures = self.seeds[sequence_idx], self.temperatures[sequence_idx]
@@ -156,8 +216,8 @@ class SamplingTable:
 
 
 def transformed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Scores that tokens are chosen by: the logits, once every transform has changed them."""
-    # logits [rows, vocab], any float dtype, left as they are
+    """Apply every transform to the logits, which are left as they are. # logits [rows, vocab], any float dtype
+    -> scores [rows, vocab]"""
     if not rows.table.transforms:
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -167,8 +227,8 @@ def transformed(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
-    """Log-probability and rank of each row's token, and the k likeliest tokens."""
-    # logits [rows, vocab]; token_ids [rows] int64
+    """Log-probability and rank of each row's token, and the k likeliest tokens.
+    # logits [rows, vocab]; token_ids [rows] int64"""
     scores = logits.float()
     normed = scores.log_softmax(-1)
     chosen = token_ids[:, None]
@@ -178,9 +238,9 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
 
 
 def _logit_bias(states: Sequence[SamplingState]) -> Transform:
-    asked, device = [state.params.logit_bias for state in states], states[0].device
-    ids = _padded([[token for token, _ in biases] for biases in asked], torch.int64, device)  # [batch, width]
-    values = _padded([[value for _, value in biases] for biases in asked], torch.float32, device)
+    biases, device = [state.params.logit_bias for state in states], states[0].device
+    ids = _padded([[token for token, _ in pairs] for pairs in biases], torch.int64, device)  # [batch, width]
+    values = _padded([[value for _, value in pairs] for pairs in biases], torch.float32, device)
 
     def add(scores: Tensor, rows: SamplingRows) -> None:
         scores.scatter_add_(1, ids[rows.sequence_idx], values[rows.sequence_idx])
@@ -192,10 +252,10 @@ def _min_tokens(states: Sequence[SamplingState]) -> Transform:
     device = states[0].device
     ids = _padded([state.forbidden_at_first for state in states], torch.int64, device)  # [batch, width]
     forbidding = _padded([[_NEVER] * len(state.forbidden_at_first) for state in states], torch.float32, device)
-    least = torch.tensor([state.params.min_tokens for state in states], device=device)  # [batch]
+    min_tokens = torch.tensor([state.params.min_tokens for state in states], device=device)  # [batch]
 
     def forbid(scores: Tensor, rows: SamplingRows) -> None:
-        enough = rows.num_generated >= least[rows.sequence_idx]
+        enough = rows.num_generated >= min_tokens[rows.sequence_idx]
         scores.scatter_add_(1, ids[rows.sequence_idx], forbidding[rows.sequence_idx].masked_fill(enough[:, None], 0.0))
 
     return forbid
@@ -203,7 +263,7 @@ def _min_tokens(states: Sequence[SamplingState]) -> Transform:
 
 def _penalties(states: Sequence[SamplingState]) -> Transform:
     """Repetition penalty (Keskar et al., "CTRL", 2019, section 4.1) over prompt, text and path; OpenAI's frequency and
-    presence penalties over text and path. At least one of the batch has a history; penalties of others are neutral."""
+    presence penalties over generated text and path. At least one sequence has a history; the others' are neutral."""
     device, params = states[0].device, [state.params for state in states]
     histories = [state.history for state in states if state.history is not None]
     has_history = torch.tensor([state.history is not None for state in states], device=device)
@@ -213,7 +273,7 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
     presences = _floats([p.presence_penalty for p in params], device)
 
     def penalise(scores: Tensor, rows: SamplingRows) -> None:
-        """Change the scores of tokens that stand before each row's own."""
+        """Change the scores of tokens that precede each row's own."""
         sequence_idx, path_tokens = rows.sequence_idx, rows.path_tokens
         own = history_idx[sequence_idx]  # [rows]
         seen = nn.utils.rnn.pad_sequence([history.ids for history in histories], batch_first=True)
@@ -231,54 +291,54 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
     return penalise
 
 
-class BoundText(NamedTuple):
-    """A text that a grammar binds."""
+class ConstrainedSequence(NamedTuple):
+    """A sequence whose text must match a grammar."""
 
     grammar: GrammarState
     is_filtered: bool
 
 
-def _bound(state: SamplingState) -> BoundText | None:
-    return None if state.grammar is None else BoundText(state.grammar, _drops_tokens(state.params))
+def _constraint(state: SamplingState) -> ConstrainedSequence | None:
+    return None if state.grammar is None else ConstrainedSequence(state.grammar, _drops_tokens(state.params))
 
 
 class GrammarRow(NamedTuple):
     """A row whose token a grammar must allow."""
 
     row: int
-    text: BoundText
+    sequence: ConstrainedSequence
     path: Sequence[int]  # drafted tokens from the root's child to this row's node
 
-    def may_be(self, token: int) -> bool:
-        """Whether the choice stands: one that the grammar allows is the one that a mask would leave, unless tokens are
-        filtered by how likely they are among others."""
-        return not self.text.is_filtered and self.text.grammar.allows(self.path, token)
+    def allows(self, token: int) -> bool:
+        """Whether the choice stands. Masking first would choose the same token, unless filters drop tokens by how
+        likely they are among the others: then the row chooses again."""
+        return not self.sequence.is_filtered and self.sequence.grammar.allows(self.path, token)
 
 
 def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> ChosenTokens:
-    """Rows whose choice their grammar forbids choose again, of what it allows. # scores [rows, vocab]"""
-    chosen = choice.tokens.tolist()  # planned transfer: of such texts
-    again = [row for row in rows if not row.may_be(chosen[row.row])]
+    """Choose again where the grammar forbids a row's choice, among the tokens it allows. # scores [rows, vocab]"""
+    chosen = choice.tokens.tolist()  # planned transfer: of constrained sequences
+    again = [row for row in rows if not row.allows(chosen[row.row])]
     if not again:
         return choice
-    grammars, paths = [row.text.grammar for row in again], [row.path for row in again]
+    grammars, paths = [row.sequence.grammar for row in again], [row.path for row in again]
     forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
-    lines = torch.tensor([row.row for row in again], device=scores.device)
-    other = redraw(scores[lines].to(torch.float32).masked_fill_(forbidden, _NEVER), lines)
-    return ChosenTokens(*(first.index_copy(0, lines, second) for first, second in zip(choice, other, strict=True)))
+    index = torch.tensor([row.row for row in again], device=scores.device)
+    other = redraw(scores[index].to(torch.float32).masked_fill_(forbidden, _NEVER), index)
+    return ChosenTokens(*(first.index_copy(0, index, second) for first, second in zip(choice, other, strict=True)))
 
 
 def _drops_tokens(params: SamplingParams) -> bool:
-    """Whether tokens are dropped before one is drawn."""
+    """Whether top-p, top-k or min-p may drop tokens before one is drawn."""
     return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 
 
 def _filters(states: Sequence[SamplingState]) -> Filters:
     device, params = states[0].device, [state.params for state in states]
-    least = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
+    min_p = [math.log(p.min_p) if p.min_p > 0 else OFF for p in params]
     top_k = [min(max(state.params.top_k, 0), state.vocab) for state in states]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    return Filters(_floats(least, device), torch.tensor(top_k, device=device), top_p)
+    return Filters(_floats(min_p, device), torch.tensor(top_k, device=device), top_p)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,27 +1,20 @@
-"""The engine's state of one generation: its text so far, where its keys and values are, what speculation did."""
+"""The engine's state of one generation: its tokens and text so far, its slots, what speculation did for it."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from service.engine.gains import TextGain
-from service.engine.prefix_cache import Lease
-from service.engine.requests import (
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    SpeculationRecord,
-    Timings,
-    TokenLogprob,
-)
+from service.engine.draft_gate import SequenceGain
+from service.engine.prefix_cache import PrefixLease
+from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState
 from service.tokenizer import IncrementalDetokenizer
 
 
 class TextStream:
-    """Text that is fed token by token and taken in pieces which never begin a stop string unnoticed.
+    """Detokenizes token by token and holds back text that may begin a stop string.
 
-    The stop string that is complete first wins (the longest, when several end at the same character), which makes the
-    result independent of how the text is cut into tokens.
+    The stop string that is complete first wins, the longest of several that end at the same character: so the result
+    does not depend on how the text is cut into tokens.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, params: SamplingParams) -> None:
@@ -35,18 +28,18 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_id: int) -> str | None:
-        """Feed one token; the stop string that is now complete, if one is. Nothing may be pushed after that."""
+        """Append one token; return the stop string it completes, if any. Nothing may be pushed after a stop string."""
         assert not self._stopped, "pushed a token after a stop string"
         self._num_tokens += 1
         return self._append(self._detokenizer.push(token_id))
 
     def take(self) -> str:
-        """Text that may be shown now."""
+        """Remove and return the text that may be shown now."""
         shown = len(self._pending) if self._stopped else self._first_possible_stop()
         return self._cut(shown)
 
     def finish(self) -> str:
-        """All the rest; to be called once, after the last token."""
+        """Remove and return the rest; to be called once, after the last token."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
         return self._cut(len(self._pending))
@@ -62,7 +55,7 @@ class TextStream:
         return None
 
     def _first_stop(self) -> tuple[int, str] | None:
-        """Where the earliest stop string begins, and which one it is."""
+        """Start and value of the earliest stop string."""
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = self._pending.find(stop, max(0, self._searched + 1 - len(stop)))
@@ -71,7 +64,7 @@ class TextStream:
         return found and found[1:]
 
     def _first_possible_stop(self) -> int:
-        """Where text begins that could still become a stop string."""
+        """Start of the text that could still become a stop string."""
         for start in range(len(self._pending)):
             rest = self._pending[start:]
             if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stop):
@@ -85,24 +78,19 @@ class TextStream:
 
 
 @dataclass(slots=True)
-class Account:
-    """What steps took of one sequence and brought it."""
+class QueryCosts:
+    """What the steps of one sequence cost and accepted, for learning."""
 
-    first_version: int = -1  # drafter that served its first step
-    version: int = -1  # and its last
-    accepted: list[int] = field(default_factory=list)  # of each step with nodes
+    first_version: int = -1  # drafter version of its first step; -1 before
+    version: int = -1  # and of its last
+    accepted: list[int] = field(default_factory=list)  # accepted length of each step with nodes
     plain_steps: int = 0
     seconds: float = 0.0
-
-    def served_by(self, version: int) -> None:
-        self.version = version
-        if self.first_version < 0:
-            self.first_version = version
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n generations. `tokens` is prompt and generated text; its last token's keys and values are
+    """One of a request's n generations. `tokens` is prompt and generated text; keys and values of the last token are
     computed by the step that chooses the next one."""
 
     request: GenerationRequest
@@ -111,43 +99,44 @@ class Sequence:
     sampling: SamplingState
     text: TextStream
     num_prompt: int
-    row: int | None = None  # line of the slot table while running
+    row: int | None = None  # of the slot table, while running
     num_computed: int = 0  # positions whose keys and values are in the pool
-    lease: Lease | None = None  # what it uses of the prefix cache while running
-    num_cached: int = 0  # prompt tokens whose keys and values it found in the cache
-    number: int = 0  # place in the order of arrival
+    lease: PrefixLease | None = None  # on the prefix cache, while running
+    num_cached: int = 0  # prompt tokens whose keys and values were found in the cache
+    arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
-    charged_tokens: float = 0.0  # service that was put on its client's account already
+    charged_tokens: float = 0.0  # service that its client's counter holds already
     started_seconds: float | None = None
     first_token_seconds: float | None = None
     last_emit_seconds: float | None = None
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    predicted_tokens: int = 0  # tokens that the client's prediction predicted
-    account: Account = field(default_factory=Account)
-    gain: TextGain = field(default_factory=TextGain)
+    predicted_tokens: int = 0  # generated tokens that the client's prediction had right
+    costs: QueryCosts = field(default_factory=QueryCosts)
+    gain: SequenceGain = field(default_factory=SequenceGain)
     prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, until they are sent
 
     @property
     def table_row(self) -> int:
-        """Its line of the slot table, while it runs."""
+        """Its row of the slot table, while it runs."""
         assert self.row is not None
         return self.row
 
     @property
     def client(self) -> str:
-        """The account that fairness charges."""
+        """The client whose fairness counter it is charged to."""
         return self.request.scope.account
 
     @property
     def cache_namespace(self) -> str:
-        if self.request.scores_prompt:  # each token of it is to be read
+        """Namespace of the prefix cache; one of its own where every prompt token must be computed to be scored."""
+        if self.request.scores_prompt:
             return f"scored {self.request.request_id} {self.index}"
         return self.request.scope.cache_namespace
 
     @property
-    def is_reading(self) -> bool:
-        """Whether more of its text is to be read than the token that decoding runs anyway."""
+    def is_prefilling(self) -> bool:
+        """Whether tokens before the last one are still to be computed."""
         return self.num_pending > 1
 
     @property
@@ -157,14 +146,15 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
-    def known_tokens(self) -> Items[int]:
-        """The tokens that come next, if it says again what it has said before."""
-        said = self.request.said[self.index] if self.request.said else ()
+    def replay_tokens(self) -> Items[int]:
+        """Rest of the prefix that a resumed stream replays; empty once the text has left it."""
+        before = self.request.replayed[self.index] if self.request.replayed else ()
         count = self.num_generated
-        return said[count:] if len(said) > count and list(said[:count]) == self.tokens[self.num_prompt :] else ()
+        return before[count:] if len(before) > count and list(before[:count]) == self.tokens[self.num_prompt :] else ()
 
     @property
     def num_remaining(self) -> int:
@@ -178,43 +168,8 @@ class Sequence:
 
     @property
     def max_nodes(self) -> int | None:
-        """The request's own bound on its draft tree."""
+        """The request's limit on its draft tree; 0: no speculation, None: no limit."""
         return self.request.speculation.max_budget if self.request.speculation.enabled else 0
-
-    def timings(self, now: float) -> Timings:
-        arrival = self.request.arrival_seconds
-        started = self.started_seconds if self.started_seconds is not None else now
-        first = self.first_token_seconds if self.first_token_seconds is not None else now
-        return Timings(started - arrival, first - arrival, now - arrival)
-
-    def take_prompt_scores(self) -> tuple[TokenLogprob, ...]:
-        """Of all tokens of the prompt but the first."""
-        scores, self.prompt_scores = self.prompt_scores, {}
-        return tuple(scores[position] for position in range(1, self.num_prompt))
-
-    def mark_verified(self, accepted: int, drafted: int) -> None:
-        """Note what became of its tree in a step."""
-        self.accepted_per_step.append(accepted)
-        self.drafted_per_step.append(drafted)
-
-    def mark_emitted(self, now: float) -> float | None:
-        """Note that a step emitted; returns the seconds since the last time, None for the first token."""
-        if self.first_token_seconds is None or self.last_emit_seconds is None:
-            self.first_token_seconds = self.last_emit_seconds = now
-            return None
-        gap, self.last_emit_seconds = now - self.last_emit_seconds, now
-        return gap
-
-    def speculation(self, drafter: str, version: int) -> SpeculationRecord:
-        predicted = min(self.predicted_tokens, self.num_generated)  # what was cut off behind a stop does not count
-        return SpeculationRecord(
-            accepted_per_step=tuple(self.accepted_per_step),
-            drafted_per_step=tuple(self.drafted_per_step),
-            accepted_prediction_tokens=predicted,
-            rejected_prediction_tokens=max(0, len(self.request.prediction) - predicted),
-            drafter=drafter,
-            drafter_version=version,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What one engine step, and one finished sequence, report about themselves: plain records without tensors."""
+"""Records of one engine step and of one finished sequence, for metrics; without tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,46 +18,48 @@ class LoadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingOutlook:
-    """What the budget believes of drafting, for batches like that of the last step."""
+    """What the budget expects of drafting, for batches like that of the last step."""
 
-    sequences: int  # of the batch, the power of two that is not above
-    gain: float  # plain steps per step
+    sequences: int  # size of the batch, rounded down to a power of two
+    gain: float  # expected, in plain steps per step
     gain_sd: float
     balance_seconds: float  # of the ledger
-    lost_seconds: float  # by steps that lost, since the start
+    lost_seconds: float  # in steps that lost, since the start
 
 
 @dataclass(slots=True, kw_only=True)
 class StepStats:
     """One engine step, all sequences together."""
 
-    prompt_tokens: int  # prompt tokens read in this step
+    prompt_tokens: int  # prompt tokens computed in this step
     emitted_tokens: int
     drafts: int  # sequences that had at least one drafted node verified
     drafted_nodes: int
     accepted_tokens: int
     accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
-    accepted_by_source: Mapping[str, int]  # accepted tokens by who proposed them
+    accepted_by_source: Mapping[str, int]  # accepted tokens by the drafter that proposed them
     budget_reason: str
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
     preemptions: int
-    follow_seconds: float = 0.0  # of the other ones: what the drafter took to take in prompts and answers
+    follow_seconds: float = 0.0  # part of `other_seconds`: the drafter takes in prompts and answers
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
-    predicted_verify_seconds: float | None = None  # by the cost table as corrected; None where none is used
-    drafting: DraftingOutlook | None = None  # None where nodes are fixed
+    predicted_verify_seconds: float | None = None  # by the corrected cost table; None without one
+    drafting: DraftingOutlook | None = None  # None with a fixed budget
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
     drafted_blocks: int = 0
-    memory: MemoryCounts | None = None  # since the start; None: the drafter remembers no answers
-    # Read late, and so only now and then:
-    survival_error: float | None = None  # calibration error (ECE) of survival
-    rank_predicted: Mapping[str, float] = field(default_factory=dict)  # by the rank head's class, recent tokens
-    rank_right: Mapping[str, float] = field(default_factory=dict)  # of them, those that came true
+    memory: MemoryCounts | None = None  # since the start; None: the drafter keeps no past answers
+    # Reading these waits for the device, hence only in some steps:
+    survival_error: float | None = None  # expected calibration error (ECE) of survival
+    rank_predicted: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by class of the rank head: recent tokens expected to be right
+    rank_right: Mapping[str, float] = field(default_factory=dict)  # and those that were
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.draft_seconds + self.verify_seconds + self.other_seconds
 
 

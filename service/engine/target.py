@@ -1,7 +1,8 @@
 """The target: a Hugging Face decoder run on flattened rows with our own keys and values.
 
-A standard decoder runs as our own list of ops (`decoder.py`); of another the model's own modules compute everything but
-attention (`modules.py`)."""
+A standard decoder runs as our own list of ops (`decoder.py`); any other runs its own modules, with our attention
+(`modules.py`). Legend: rows = tokens of one forward, logits = rows that choose a token.
+"""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel
 
 from kernels import ops
 from kernels.graph_runner import Capture
+from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
-from service.engine.decoder import Decoder, layers_of
+from service.engine.decoder import FusedDecoder, layers_of
 from service.engine.kv_pool import KVPool, SlotTable
-from service.engine.rows import ForwardRows
-from service.engine.sampler import EAGER_SAMPLER, Sampler
+from service.engine.sampling import EAGER_SAMPLER, Sampler
 from service.errors import StartupError
 
 
@@ -27,16 +28,16 @@ class TargetOutput:
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
-    sampler: Sampler = EAGER_SAMPLER  # how to choose tokens of these logits as they are
-    scored: Tensor | None = None  # [scored, vocab], of rows that choose nothing
+    sampler: Sampler = EAGER_SAMPLER  # chooses tokens of these logits where no transform changes them
+    scored: Tensor | None = None  # [scored, vocab], of prompt rows, which choose no token
 
 
 Forward = Callable[[ForwardRows, SlotTable], TargetOutput]
-"""A way to run rows: their keys and values land in `rows.slots`, logits come back for `rows.logit_rows`."""
+"""Runs rows: writes their keys and values to `rows.slots`, returns logits of `rows.logit_rows`."""
 
 
 class Target:
-    """A loaded model bound to its key/value pool; it takes the model's weights over."""
+    """A loaded model bound to its key/value pool; takes over the model's weights."""
 
     def __init__(
         self, model: PreTrainedModel, pool: KVPool, *, tap_layers: Sequence[int] = (), in_8_bits: bool = False
@@ -51,12 +52,12 @@ class Target:
         self._plan_attention = table.plan_attention
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once
-        self.capture: Capture | None = None  # by which forwards run that go another way than one by one
+        self.capture: Capture | None = None  # None: forwards run eagerly
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None) -> TargetOutput:
-        """Run the rows, once and as they are, or in the way given to `run_by`; with the logits of more rows, where
-        `scored` names some. # scored [scored] int64"""
+        """Run the rows, captured if `run_by` was called. With `scored`, rows whose logits are returned as well, the
+        forward is eager. # scored [scored] int64"""
         if scored is None:
             return self._forward(rows, table)
         output = self.forward_once(replace(rows, logit_rows=torch.cat([rows.logit_rows, scored])), table)
@@ -64,26 +65,26 @@ class Target:
         return replace(output, logits=logits, scored=more)
 
     def run_by(self, forward: Forward, capture: Capture) -> None:
-        """Let forwards go a captured way from now on, which calls `compute`."""
+        """Run forwards by captures from now on; `forward` calls `compute`."""
         self._forward, self.capture = forward, capture
 
     @property
     def runs_by_ops(self) -> bool:
-        """Whether its layers are our own list of ops, not the model's modules."""
-        return isinstance(self._layers, Decoder)
+        """Whether the layers are our own list of ops, not the model's modules."""
+        return isinstance(self._layers, FusedDecoder)
 
     @property
     def scratch(self) -> Tensor:
-        """Places of its pool for the trees of a drafter that runs it. # [places] int64"""
+        """Slots of the pool for the trees of a drafter that runs this model. # [scratch] int64"""
         return self.pool.scratch
 
     def first_layers(self, count: int) -> "Target":
-        """The model's first layers, its norm and its head, on the same keys and values. Raises StartupError where it
-        has not so many, or where they are not known one by one."""
+        """The model's first layers with its norm and head, on the same keys and values. Raises StartupError where there
+        are not as many, or the model runs as modules."""
         most = self.pool.shape.num_layers - 1
         if not 1 <= count <= most:
             raise StartupError(f"early_exit({count}): the model has {most + 1} layers; say how many, from 1 to {most}")
-        if not isinstance(self._layers, Decoder):
+        if not isinstance(self._layers, FusedDecoder):
             raise StartupError(
                 "early_exit needs a model of standard layers, and this one runs as its own modules: "
                 "set drafter to draft_model or memory"
@@ -93,7 +94,7 @@ class Target:
         return first
 
     def with_pool(self, num_slots: int, scratch: int) -> "Target":
-        """The same model on keys and values of its own. Raises StartupError."""
+        """The same model on a pool of its own."""
         other = copy(self)
         other.pool = KVPool(self.pool.shape, num_slots, self.device, scratch=scratch)
         return other
@@ -101,12 +102,13 @@ class Target:
     def compute(
         self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor
     ) -> TargetOutput:
-        """The model on rows: tokens, slots [rows] -> logits of `logit_rows`, features of all rows"""
+        """Run the model on rows. # tokens, slots [rows]; logit_rows [logits]; slot_table [sequences, positions]; all
+        int64"""
         plan = self._plan_attention(
             attention, slot_table, query_heads=self.query_heads, kv_heads=self.pool.shape.kv_heads
         )
         return TargetOutput(*self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool))
 
     def forward_once(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
-        """Run the rows as they are, each kernel by a call of its own."""
+        """Run the rows eagerly."""
         return self.compute(rows.tokens, rows.attention, rows.slots, rows.logit_rows, table.slots)

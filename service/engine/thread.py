@@ -1,6 +1,6 @@
-"""The engine's thread: takes requests from a queue, steps while there is work, delivers what each step produced.
+"""The engine's thread: takes requests from a queue, steps while there is work, delivers each step's outputs.
 
-Only records cross: requests and aborts in, outputs out. The engine itself is touched by this thread alone.
+Only records cross threads: requests and aborts in, outputs out. No other thread touches the engine.
 """
 
 import logging
@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 
 from kernels.graph_runner import HIGH_PRIORITY
-from service.engine.engine import Engine, StepReport
+from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[SequenceOutput]], None]
-Observe = Callable[[StepReport, LoadStats], None]
+Observe = Callable[[EngineOutput, LoadStats], None]
 _Message = Callable[[Engine], None]
 _Result = TypeVar("_Result")
 _PATIENCE_SECONDS = 0.1
@@ -34,37 +34,40 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        observe: Observe = lambda report, load: None,
+        observe: Observe = lambda output, load: None,
         ended: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """`ended` are called when the thread has been stopped or drained, from the thread."""
+        """`ended` are called, from the thread, after it has been stopped or drained."""
         self._engine = engine
         self._observe = observe
         self._ended = ended
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.failure: BaseException | None = None  # why it ended by itself
+        self.failure: BaseException | None = None  # the exception that ended the thread
         self._stopping = False
         self._draining = False
 
     @property
     def num_waiting(self) -> int:
+        """Sequences that wait, and messages not yet read."""
         return len(self._engine.scheduler.waiting) + self._inbox.qsize()
 
     @property
     def num_running(self) -> int:
+        """Sequences that run."""
         return len(self._engine.scheduler.running)
 
     def start(self, deliver: Deliver) -> None:
-        """Begin to run; `deliver` is called from the engine's thread, once per step."""
+        """Start the thread; `deliver` is called from it, once per step."""
         self._thread = threading.Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
+        """Queue a request."""
         self._inbox.put(lambda engine: engine.add(request))
 
     def abort(self, request_id: str) -> None:
-        """Free what the request holds before the next step; nothing more is delivered for it."""
+        """End a request before the next step; nothing more is delivered for it."""
 
         def end(engine: Engine) -> None:
             self._observe(replace(engine.abort(request_id), outputs=[]), engine.load)
@@ -72,37 +75,37 @@ class EngineThread:
         self._inbox.put(end)
 
     def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all, before the next step: no later request reads them."""
+        """Forget past answers of this scope, or of all, before the next step."""
         self._inbox.put(lambda engine: engine.forget(scope))
 
     def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
-        """What `call` returns, or raises, in the engine's thread before the next step. Raises CancelledError once
-        `unless` is set, or the engine has failed; then it may have been called."""
+        """Call `call` in the engine's thread before the next step; return or raise what it does. Raises CancelledError
+        once `unless` is set, or the engine has failed; the call may have happened then."""
         future = Future[_Result]()
 
-        def answer(engine: Engine) -> None:
+        def run(engine: Engine) -> None:
             try:
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
 
-        self._inbox.put(answer)
+        self._inbox.put(run)
         while not unless.is_set() and self.failure is None:
             with suppress(TimeoutError):
                 return future.result(_PATIENCE_SECONDS)
         raise CancelledError
 
     def wake(self) -> None:
-        """Make an idle engine step once: new weights wait for a step, not for the next request."""
+        """Make an idle engine step once, so that new weights are taken in without a request."""
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Finish what runs, then end the thread; nothing is to be submitted afterwards."""
+        """Finish all requests, then end the thread; submit nothing afterwards."""
         self._draining = True
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """End the thread after the step in progress; what still runs is given up. Harmless when repeated."""
+        """End the thread after the step in progress; running requests are dropped. May be called again."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -122,14 +125,14 @@ class EngineThread:
     def _loop(self, deliver: Deliver) -> None:
         while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
             self._read_inbox(wait=self._engine.idle and not self._draining)
-            report = StepReport([], [], None) if self._stopping else self._engine.step()
-            if report.outputs:
-                deliver(report.outputs)
-            if report.stats is not None or report.finished:
-                self._observe(report, self._engine.load)
+            output = EngineOutput([], [], None) if self._stopping else self._engine.step()
+            if output.outputs:
+                deliver(output.outputs)
+            if output.stats is not None or output.finished:
+                self._observe(output, self._engine.load)
 
     def _read_inbox(self, *, wait: bool) -> None:
-        """Apply all messages that have arrived; with nothing to do, wait for the first."""
+        """Apply all messages that have arrived; with `wait`, wait for the first."""
         try:
             message = self._inbox.get(block=wait)
             while True:
@@ -142,8 +145,8 @@ class EngineThread:
 
 @contextmanager
 def serving(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of higher priority than that of learning, behind what was asked for until now and before what
-    is asked for later; nothing changes on a CPU."""
+    """Compute on a stream of higher priority than learning's, ordered after earlier work of the current stream and
+    before its later work. Changes nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

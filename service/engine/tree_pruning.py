@@ -1,7 +1,10 @@
-"""From a drafter's candidates to the trees that are verified, and what became of them learnt.
+"""From a drafter's candidates to the trees that are verified: how wide they are laid out, which nodes stay, and what
+the survival calibration learns from them.
 
-Legend: batch, nodes as in drafters/tree.py.
+Legend: batch = drafting sequences, nodes as in drafters/tree.py.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +14,53 @@ from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.survival import Pruned
-from service.engine.tree_width import TreeWidth
 
+TREE_WIDTHS = (7, 15, 31, 63, 127)
+"""Nodes of each tree in captured steps: with the root a power of two, for which kernels have tiles."""
 _NO_SEQUENCE = -1
 
 
+def tree_widths_up_to(max_nodes: int) -> tuple[int, ...]:
+    """Widths to capture for trees of at most `max_nodes` nodes; the largest is `max_nodes` itself."""
+    return (*(width for width in TREE_WIDTHS if width < max_nodes), max_nodes) if max_nodes else ()
+
+
+class TreeWidth:
+    """Chooses for how many nodes of each tree the rows of a step are laid out.
+
+    Eager steps have as many rows as each tree has nodes: on a CPU the host knows them at once. Captured steps have one
+    width for all trees, taken from what the step before wanted: reading the device's choice for this step would leave
+    the device idle until the next launch. Rows that are laid out cost the same whether they hold a node or padding, so
+    each tree is filled with its likeliest nodes.
+    """
+
+    def __init__(self, max_nodes: int, device: str | torch.device = "cpu", *, captured: bool) -> None:
+        """`choices` are the widths of captured steps, rising from 0; None: any."""
+        self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None
+        self.on_device = torch.tensor(self.choices, device=device) if captured else None  # [choices] int64
+        self._num_wanted = max_nodes
+
+    def choose(self, candidates: Candidates, free_slots: int) -> int:
+        """The width of the step's trees, which together take at most `free_slots` in captured steps."""
+        if self.choices is None:
+            return candidates.width
+        fitting = [width for width in self.choices[1:] if width * candidates.batch <= free_slots]
+        enough = [width for width in fitting if width >= self._num_wanted]
+        return min(enough, default=max(fitting, default=0))
+
+    def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
+        """Rows laid out for each tree. # tree_sizes [batch, SIZES] as of `Pruned`; width from `choose`"""
+        if self.choices is None:
+            return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
+        return [width] * tree_sizes.shape[0]
+
+    def learn(self, num_wanted: Sequence[int]) -> None:
+        """Take in how many nodes each of the last trees should have had."""
+        self._num_wanted = max(num_wanted, default=0)
+
+
 class TreePruning:
-    """What is done to a step's candidates. Captured, a batch is filled up with trees of no nodes."""
+    """Corrects survival by the calibration and keeps the likeliest nodes of each tree; captured, in padded batches."""
 
     def __init__(
         self,
@@ -31,7 +74,7 @@ class TreePruning:
     ) -> None:
         """With `capture` trees have the widths that `width` offers, candidates at most the largest of them.
         `is_priced`: whether `prune` is called with seconds."""
-        self._calibration, self._widths = calibration, width.on_device
+        self.calibration, self.width = calibration, width
         self._pruned: Pruned
         choices = width.choices or (0,)
         nodes = torch.zeros(max_batch, choices[-1], dtype=torch.int64, device=device)
@@ -39,35 +82,46 @@ class TreePruning:
         self._ops = ops.on(nodes.device)
         seconds = torch.full((len(choices) if is_priced else 0,), torch.inf, device=device)
         candidates = DraftTree(nodes, nodes + ROOT, nodes, nodes.float(), none)
-        lines = candidates, none, none + _NO_SEQUENCE, ones
+        per_sequence = candidates, none, none + _NO_SEQUENCE, ones
         shapes = [(most, batch) for most in choices[:0:-1] for batch in batches_up_to(max_batch)] if capture else []
-        padding = (((*leading(lines, batch), seconds, most), ()) for most, batch in shapes)
+        padding = (((*leading(per_sequence, batch), seconds, most), ()) for most, batch in shapes)
         self._prune = GraphRunner(self._run_prune, capture, padding)
-        text = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
+        tokens = torch.zeros(max_batch, MAX_DEPTH + 1, dtype=torch.int64, device=device)
         kept = zip(shapes, self._prune.results, strict=True)
-        learnt = (((text[:batch], none[:batch]), pruned) for (_, batch), pruned in kept)
+        learnt = (((tokens[:batch], none[:batch]), pruned) for (_, batch), pruned in kept)
         self._learn = GraphRunner(self._run_learn, capture, learnt)
 
     def prune(
-        self, candidates: Candidates, deepest: Tensor, wished: Tensor, seconds: Tensor, weights: Tensor, width: int
+        self,
+        candidates: Candidates,
+        max_depth: Tensor,
+        max_nodes: Tensor,
+        seconds: Tensor,
+        weights: Tensor,
+        width: int,
     ) -> tuple[DraftTree, Tensor]:
-        """Trees and sizes as of `prune_trees`, padding in width not cut off; what the step learns is of them."""
-        pruned = self._prune((candidates, deepest, wished, weights, seconds, width))
+        """Keep the nodes of most expected tokens per second. The next `learn` is about these trees.
+
+        max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32 as of `BudgetPolicy.step_seconds`;
+        weights [batch] float32 -> trees [batch or more, width], their padding not cut off; tree_sizes [batch, SIZES]
+        """
+        pruned = self._prune((candidates, max_depth, max_nodes, weights, seconds, width))
         self._pruned = pruned
         return pruned.trees, pruned.sizes[: candidates.batch]
 
     def learn(self, tokens: Tensor, counts: Tensor) -> None:
-        """Take in what was committed of these trees. # tokens [batch, longest], counts [batch] as of `Committed`"""
+        """Calibrate survival by what was committed of the last trees.
+        # tokens [batch, longest], counts [batch] as of `Committed`"""
         self._learn((tokens, counts), self._pruned)
 
     def _run_prune(
-        self, candidates: Candidates, deepest: Tensor, wished: Tensor, weights: Tensor, seconds: Tensor, width: int
+        self, candidates: Candidates, max_depth: Tensor, max_nodes: Tensor, weights: Tensor, seconds: Tensor, width: int
     ) -> Pruned:
-        rates, widths = self._calibration.rates, self._widths
-        return self._ops.prune_trees(candidates, deepest, wished, rates, seconds, weights, width, widths)
+        rates, widths = self.calibration.rates, self.width.on_device
+        return self._ops.prune_trees(candidates, max_depth, max_nodes, rates, seconds, weights, width, widths)
 
     def _run_learn(
-        self, tokens: Tensor, counts: Tensor, trees: DraftTree, claimed: Tensor, buckets: Tensor, sizes: Tensor
+        self, tokens: Tensor, counts: Tensor, trees: DraftTree, claimed: Tensor, buckets: Tensor, tree_sizes: Tensor
     ) -> tuple[()]:
-        self._calibration.learn(trees, claimed, buckets, tokens, counts)
+        self.calibration.learn(trees, claimed, buckets, tokens, counts)
         return ()

@@ -1,9 +1,12 @@
-"""From one forward's logits to what is accepted: the target's choice at every row, then the walk down each tree."""
+"""From one forward's logits to accepted tokens: the target's choice at every row, then the walk down each tree.
+
+Legend: batch = sequences that choose a token, sequences = all sequences of the forward, nodes = padded node count.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +14,18 @@ from torch import Tensor
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels import ops
 from kernels.graph_runner import Capture, GraphRunner
+from kernels.rows import ForwardRows
 from kernels.sample import ChosenTokens
 from kernels.settle import Verified
 from kernels.survival import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
-from service.engine.rows import ForwardRows, fixed_shapes
-from service.engine.sampler import EAGER_SAMPLER, Sampler
+from service.engine.rows import decoding_shapes
 from service.engine.sampling import (
-    BoundText,
+    EAGER_SAMPLER,
+    ConstrainedSequence,
     GrammarRow,
+    Sampler,
     SamplingRows,
     SamplingTable,
     transformed,
@@ -30,105 +35,107 @@ from service.engine.sequence import Sequence
 
 
 class VerifyStage:
-    """Chooses the target's tokens and accepts; keeps the sampling parameters as tensors while the batch is the same."""
+    """Chooses the target's tokens and accepts drafted ones; keeps sampling parameters as tensors while the batch stays
+    the same."""
 
     def __init__(
-        self, table: SlotTable, capture: Capture | None = None, widths: Items[int] = (), *, max_sequences: int = 0
+        self, table: SlotTable, capture: Capture | None = None, tree_widths: Items[int] = (), *, max_sequences: int = 0
     ) -> None:
-        """Accepted nodes go into the table. Captured, steps of up to `max_sequences` with trees of these widths."""
+        """Slots of accepted nodes are written to `table`. With `capture`, steps of up to `max_sequences` trees of these
+        widths run as CUDA graphs."""
         self._batch: list[Sequence] = []
         self._table = SamplingTable()
         slots = table.slots
         self._no_sizes = slots.new_empty(0, SIZES)
-        shapes = fixed_shapes(max_sequences, widths) if capture else []
+        shapes = decoding_shapes(max_sequences, tree_widths) if capture else []
         self._settle = GraphRunner(
             partial(ops.on(slots.device).settle, slots),
             capture,
-            ((_padding(*shape, slots.device), ()) for shape in shapes),
+            ((_SettleInputs.padding(*shape, slots.device), ()) for shape in shapes),
         )
 
     def verify(
         self,
         completing: list[Sequence],
         rows: ForwardRows,
-        tree: DraftTree,
+        trees: DraftTree,
         logits: Tensor,
         sampler: Sampler = EAGER_SAMPLER,
-        sizes: Tensor | None = None,
+        tree_sizes: Tensor | None = None,
     ) -> Verified:
-        """Verify the completing sequences; `tree` holds one line per sequence of the forward. The next call may
-        overwrite the result, except for what was committed.
+        """Choose each row's token and accept the longest path of every tree that agrees.
 
-        logits [logits, vocab], one per entry of `rows.logit_rows`; `sampler` is the way to choose of them as they are;
-        sizes [drafting, SIZES] int64, of trees, for the host
+        `trees` has one tree per sequence of the forward; logits [logits, vocab] one row per entry of `rows.logit_rows`,
+        for which `sampler` is used where no transform changes them; tree_sizes [decoding, SIZES] int64 is passed on to
+        the host. The next call may overwrite the result, except for what was committed.
         """
-        choice = self._choose(completing, rows, tree, logits, sampler)
+        choice = self._choose(completing, rows, trees, logits, sampler)
         attention = rows.attention
         settled = self._settle(
-            (
-                choice,
-                (rows.logit_rows, rows.logit_sequence, rows.logit_places),
-                (rows.completing, rows.num_nodes),
-                (attention.table_rows, attention.extend_end, attention.node_slots),
-                rows.slots,
-                (tree.tokens, tree.parents, tree.num_nodes),
-                self._no_sizes if sizes is None else sizes,
+            _SettleInputs(
+                choice=choice,
+                logits=(rows.logit_rows, rows.logit_sequence, rows.logit_places),
+                completing=(rows.completing, rows.num_nodes),
+                sequences=(attention.table_rows, attention.extend_end, attention.node_slots),
+                slots=rows.slots,
+                trees=(trees.tokens, trees.parents, trees.num_nodes),
+                tree_sizes=self._no_sizes if tree_sizes is None else tree_sizes,
             )
         )
-        return _leading(settled, len(completing), tree.width)
+        return _without_padding(settled, len(completing), trees.width)
 
     def _choose(
-        self, completing: list[Sequence], rows: ForwardRows, tree: DraftTree, logits: Tensor, sampler: Sampler
+        self, completing: list[Sequence], rows: ForwardRows, trees: DraftTree, logits: Tensor, sampler: Sampler
     ) -> ChosenTokens:
         if self._batch != completing:
             self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
         table, scores = self._table, logits
         if table.transforms:
-            scores, sampler = (
-                transformed(logits, _sampling_rows(completing, rows, tree.take(rows.completing), table)),
-                EAGER_SAMPLER,
-            )
+            sampling_rows = _sampling_rows(completing, rows, trees.take(rows.completing), table)
+            scores, sampler = transformed(logits, sampling_rows), EAGER_SAMPLER
         choice = _chosen(table, scores, rows, sampler)
         if table.grammars is None:
             return choice
-        bound = _grammar_rows(table.grammars, rows, tree.take(rows.completing))
+        constrained = _grammar_rows(table.grammars, rows, trees.take(rows.completing))
         return within_grammars(
-            choice, bound, scores, lambda left, lines: _chosen(table, left, rows, EAGER_SAMPLER, lines)
+            choice, constrained, scores, lambda left, index: _chosen(table, left, rows, EAGER_SAMPLER, index)
         )
 
 
 def _chosen(
-    table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, lines: Tensor | None = None
+    table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, index: Tensor | None = None
 ) -> ChosenTokens:
-    """Tokens of all rows that choose one, or of some of them. # lines [any] int64"""
+    """Tokens of all rows that choose one, or of those at `index`. # scores [logits, vocab]; index [any] int64"""
     if table.temperatures is None:
         return sampler.likeliest(scores)
     sequence, logit_rows = rows.logit_sequence, rows.logit_rows
-    if lines is not None:
-        sequence, logit_rows = sequence[lines], logit_rows[lines]
+    if index is not None:
+        sequence, logit_rows = sequence[index], logit_rows[index]
     return table.choose(scores, sequence, rows.attention.positions[logit_rows] + 1, sampler)
 
 
-def _grammar_rows(bound: Items[BoundText | None], rows: ForwardRows, tree: DraftTree) -> Iterator[GrammarRow]:
-    """Those of texts that a grammar binds."""
-    if not tree.width:  # one row for each sequence
-        yield from (GrammarRow(row, text, ()) for row, text in enumerate(bound) if text is not None)
+def _grammar_rows(
+    constraints: Items[ConstrainedSequence | None], rows: ForwardRows, trees: DraftTree
+) -> Iterator[GrammarRow]:
+    """Rows of sequences that have a grammar; constraints and trees are those of the completing sequences."""
+    if not trees.width:  # one row for each sequence
+        yield from (GrammarRow(row, one, ()) for row, one in enumerate(constraints) if one is not None)
         return
-    shape = tree.tokens, tree.parents, tree.num_nodes
-    trees = [values.tolist() for values in shape]  # planned transfer: of such texts
-    paths = [[[], *paths_of(*line)] if text else [] for text, *line in zip(bound, *trees, strict=True)]
+    shape = trees.tokens, trees.parents, trees.num_nodes
+    lists = [values.tolist() for values in shape]  # planned transfer: of constrained sequences
+    paths = [[[], *paths_of(*tree)] if one else [] for one, *tree in zip(constraints, *lists, strict=True)]
     sequences, places = rows.logit_sequence.tolist(), rows.logit_places.tolist()  # planned transfer
-    for row, (line, place) in enumerate(zip(sequences, places, strict=True)):
-        text = bound[line]
-        if text is not None and place < len(paths[line]):  # what is behind is padding
-            yield GrammarRow(row, text, paths[line][place])
+    for row, (index, place) in enumerate(zip(sequences, places, strict=True)):
+        one = constraints[index]
+        if one is not None and place < len(paths[index]):  # places after the nodes are padding
+            yield GrammarRow(row, one, paths[index][place])
 
 
 def _sampling_rows(
-    completing: list[Sequence], rows: ForwardRows, tree: DraftTree, table: SamplingTable
+    completing: list[Sequence], rows: ForwardRows, trees: DraftTree, table: SamplingTable
 ) -> SamplingRows:
     sequence, place = rows.logit_sequence, rows.logit_places
-    ancestors = rows.attention.ancestors[rows.completing, : tree.width, : tree.width]
+    ancestors = rows.attention.ancestors[rows.completing, : trees.width, : trees.width]
     positions = rows.attention.positions[rows.logit_rows]
     depth = positions - rows.attention.extend_end[rows.completing][sequence]
     generated = torch.tensor([s.num_generated for s in completing], dtype=torch.int64, device=place.device)
@@ -137,32 +144,44 @@ def _sampling_rows(
         sequence_idx=sequence,
         positions=positions + 1,
         num_generated=generated[sequence] + depth,
-        path_tokens=path_tokens(tree.tokens, ancestors, min(tree.width, MAX_DEPTH))[sequence, place],
+        path_tokens=path_tokens(trees.tokens, ancestors, min(trees.width, MAX_DEPTH))[sequence, place],
     )
 
 
-def _leading(settled: Verified, batch: int, width: int) -> Verified:
-    """Without the padding of a capture, where there is any."""
+def _without_padding(settled: Verified, batch: int, width: int) -> Verified:
+    """Cut off the padding of a capture."""
     if settled.target_tokens.shape == (batch, width + 1):
         return settled
     depth = min(width, MAX_DEPTH)
     by_width = {"path": depth, "target_tokens": width + 1, "emitted": 1 + SIZES + depth + 1}
     by_width |= dict.fromkeys(("tokens", "path_logits", "path_rows", "slots"), depth + 1)
-    lines = {name: value[:batch] for name, value in settled._asdict().items() if name != "freed"}
-    lines |= {name: lines[name][:, :count] for name, count in by_width.items()}
-    return Verified(freed=settled.freed, **lines)
+    fields = {name: value[:batch] for name, value in settled._asdict().items() if name != "freed"}
+    fields |= {name: fields[name][:, :count] for name, count in by_width.items()}
+    return Verified(freed=settled.freed, **fields)
 
 
-def _padding(batch: int, width: int, device: torch.device) -> tuple[Any, ...]:
-    """Roots of sequences of nobody's, which accept nothing."""
-    row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
-    line, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
-    return (
-        (row, row),
-        (row, row + batch - 1, row + width + 1),
-        (torch.arange(batch, device=device), line),
-        (line, line, nodes),
-        row,
-        (nodes, nodes + ROOT, line),
-        nodes.new_zeros(batch, SIZES),
-    )
+class _SettleInputs(NamedTuple):
+    """Arguments of `kernels.settle.settle` after the slot table; all int64 but `bad`."""
+
+    choice: tuple[Tensor, Tensor]  # tokens [logits]; bad [logits]: whether there was no finite score
+    logits: tuple[Tensor, Tensor, Tensor]  # rows, sequences in the batch, places in its tree: each [logits]
+    completing: tuple[Tensor, Tensor]  # sequences of the forward, rows of nodes: both [batch]
+    sequences: tuple[Tensor, Tensor, Tensor]  # rows of the slot table, roots [sequences]; node slots [sequences, nodes]
+    slots: Tensor  # [rows]
+    trees: tuple[Tensor, Tensor, Tensor]  # tokens, parents [sequences, nodes]; numbers of nodes [sequences]
+    tree_sizes: Tensor  # [decoding, SIZES]
+
+    @staticmethod
+    def padding(batch: int, width: int, device: torch.device) -> "_SettleInputs":
+        """Roots of dummy sequences, which accept nothing."""
+        row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
+        root, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
+        return _SettleInputs(
+            choice=(row, row),
+            logits=(row, row + batch - 1, row + width + 1),
+            completing=(torch.arange(batch, device=device), root),
+            sequences=(root, root, nodes),
+            slots=row,
+            trees=(nodes, nodes + ROOT, root),
+            tree_sizes=nodes.new_zeros(batch, SIZES),
+        )

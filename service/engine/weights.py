@@ -1,7 +1,7 @@
-"""Finding, checking and loading a target: the embedded model, a hub id, a folder or a GGUF file.
+"""Finds, checks and loads a target: the embedded model, a hub id, a folder or a GGUF file.
 
 Weights come from safetensors or GGUF only; pickles and remote code are refused. A model whose attention we cannot
-reproduce is refused with the reason, never run wrongly.
+reproduce is refused with the reason.
 """
 
 import hashlib
@@ -35,8 +35,7 @@ from kernels.cpu import library
 from kernels.linear import QuantisedWeight, Weight, even_sample
 from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVShape
-from service.engine.linear import num_bytes, weights_of
-from service.engine.modules import ATTENTION_NAME
+from service.engine.modules import ATTENTION_NAME, num_bytes, weights_of
 from service.errors import StartupError
 
 EMBEDDED_NAME = "smollm2-135m"
@@ -45,18 +44,19 @@ _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CACHE_FORMAT = "1"
 
 _READ_AS = {"mimo": "qwen2"}
-"""Families by those whose layers they have; what they have beside these is a drafter's (drafters/mtp)."""
+"""Families that are loaded as another one with the same layers; their additional weights are a drafter's
+(drafters/mtp)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # Qwen2 always has the biases it has
 
 logger = logging.getLogger(__name__)
 
 BeginDrafter = Callable[[PreTrainedModel, str], SpecBlock | None]
-"""Of a target and its identity: the drafter that is to be made for it, if one is."""
+"""Builds the initial drafter of a target, given its identity; None: learning starts no drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run and what the rest of the house needs to know of it."""
+    """A model ready to run, its tokenizer, and its properties."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -65,21 +65,21 @@ class LoadedModel:
     fingerprint: str
     parts: TargetParts
     kv_shape: KVShape
-    read_bytes: int  # of weights, by every step: all but an embedding of which it looks up a few lines
+    read_bytes: int  # weights that every step reads: all but an untied embedding, of which it looks up a few rows
     num_parameters: int
-    in_blocks: bool = False  # whether a GGUF file's matrices are kept as they are, all of them
+    in_blocks: bool = False  # whether all matrices stay in the blocks of a GGUF file
     in_8_bits: bool = False  # whether linear layers are to keep 8 bits of their weights
-    unmade: SpecBlock | None = None  # the drafter to be made for it, with the target's end; None: not asked for
+    initial_drafter: SpecBlock | None = None  # the initial drafter, with copies of the target's end; None: not wanted
 
     @property
     def is_quantised(self) -> bool:
-        """Whether no product multiplies floats, so that all builds of the kernels for one family of processors give the
-        same bits, and a drafter's products keep 8 bits of its weights."""
+        """Whether all linear layers compute in integers: then all builds of the kernels for one family of processors
+        give the same bits, and the drafter keeps 8 bits of its weights."""
         return self.in_8_bits or self.in_blocks
 
     @property
     def dtype_name(self) -> str:
-        """How weights are held."""
+        """Name of the type that weights are held in."""
         held = str(self.model.dtype).removeprefix("torch.")
         return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 
@@ -118,7 +118,7 @@ def load_model(
 
 
 def _read_config(source: str, **options: Any) -> PreTrainedConfig:
-    """Of a family that stands in for its own where transformers does not know that one."""
+    """The model's configuration, read as another family where transformers does not know its own."""
     described, _ = PreTrainedConfig.get_config_dict(source, **options)
     known = _READ_AS.get(described.get("model_type", ""))
     own = {name: value for name, value in described.items() if name not in _OF_THE_FAMILY}
@@ -135,7 +135,7 @@ def _made_ready(
     begin_drafter: BeginDrafter | None,
 ) -> LoadedModel:
     nn.Module.to(model.eval().requires_grad_(False), device)
-    unmade = begin_drafter(model, _identity(model)) if begin_drafter else None
+    initial_drafter = begin_drafter(model, _identity(model)) if begin_drafter else None
     fingerprint = weights_fingerprint(model)
     table, head = _embedding_and_head(model)
     weights = {id(weight): weight for weight in weights_of(model).values()}.values()
@@ -147,12 +147,12 @@ def _made_ready(
         eos_token_ids=eos_token_ids(model),
         max_positions=model.config.get_text_config().max_position_embeddings,
         fingerprint=fingerprint,
-        parts=_parts(model, keeps_head=unmade is not None),
+        parts=_parts(model, keeps_head=initial_drafter is not None),
         kv_shape=kv_shape(model),
         read_bytes=read_bytes - (0 if head is table else num_bytes(table)),
         num_parameters=num_parameters,
         in_blocks=all(len(weight.shape) < 2 or isinstance(weight, QuantisedWeight) for weight in weights),
-        unmade=unmade,
+        initial_drafter=initial_drafter,
     )
 
 
@@ -161,17 +161,23 @@ def _identity(model: PreTrainedModel) -> str:
 
 
 def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
-    """`keeps_head`: also where that costs memory: on a CPU products hold weights in a form of their own."""
+    """The target's parts that a drafter shares. `keeps_head`: also where it costs memory, as on a CPU, whose kernels
+    hold weights in their own layout."""
     table, head = _embedding_and_head(model)
     stays = keeps_head or not isinstance(head, Tensor) or head.device.type != "cpu"
     kept_head = head if head is table or stays else None
     text = model.config.get_text_config().to_dict()
     norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
-    return TargetParts(_identity(model), table, kept_head, norm if text["model_type"] in STANDARD else None, text)
+    return TargetParts(_identity(model), table, kept_head, norm if has_standard_layers(model) else None, text)
+
+
+def has_standard_layers(model: PreTrainedModel) -> bool:
+    """Whether a drafter's layers can be copies of the target's."""
+    return model.config.get_text_config().model_type in STANDARD
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
-    """One and the same where they are tied. # both [vocab, hidden]"""
+    """Embedding and output weights, the same object where they are tied. # both [vocab, hidden]"""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Module)
     assert isinstance(head, nn.Module), "a causal language model has an output layer"
@@ -179,7 +185,8 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
 
 
 def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
-    """The folder or hub id to load `name` from; GGUF files become a cached folder with safetensors, or no weights."""
+    """The folder or hub id to load `name` from. A GGUF file is unpacked into a cached folder, with or without
+    weights."""
     file = gguf_file(name)
     if file is not None:
         return str(unpack_gguf(file, cache_dir=cache_dir, with_weights=with_weights))
@@ -192,7 +199,7 @@ def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file behind a name; None for folders and hub ids. Raises StartupError where it is not there."""
+    """The GGUF file of a name; None for folders and hub ids. Raises StartupError where it does not exist."""
     if name == EMBEDDED_NAME:
         return _embedded_file()
     path = Path(name).expanduser()
@@ -214,8 +221,8 @@ def _embedded_file() -> Path:
 
 
 def unpack_gguf(file: Path, *, cache_dir: Path, with_weights: bool = True) -> Path:
-    """Configuration and tokenizer of a GGUF file, and its weights dequantised to bf16, in a folder as transformers
-    reads it, once per file content; returns the folder.
+    """Convert a GGUF file, once per content, to a folder that transformers reads: configuration, tokenizer, and with
+    `with_weights` its weights in bf16. Returns the folder.
 
     The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
     """
@@ -240,7 +247,7 @@ def unpack_gguf(file: Path, *, cache_dir: Path, with_weights: bool = True) -> Pa
 
 def _dequantised(file: Path) -> PreTrainedModel:
     options: dict[str, object] = {}
-    if hasattr(transformers, "GgufConfig"):  # later releases keep GGUF weights packed unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # later releases keep GGUF weights packed by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options)
 
@@ -248,13 +255,13 @@ def _dequantised(file: Path) -> PreTrainedModel:
 def _publish(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)
-    except OSError:  # harmless where another has made the same in between
+    except OSError:  # harmless where another process has made the same meanwhile
         if not folder.is_dir():
             raise
 
 
 def refuse_unsupported(full_config: PreTrainedConfig) -> None:
-    """Raise StartupError for models whose attention is not plain causal attention that we can take over."""
+    """Raise StartupError for models whose attention is not plain causal attention that ours can replace."""
     config = full_config.get_text_config()
     if getattr(full_config, "is_encoder_decoder", False):
         raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
@@ -278,14 +285,14 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
 
 
 def _takes_attention(config: PreTrainedConfig) -> bool:
-    """Whether transformers lets the attention of this model be replaced; some others ignore the wish without a word."""
+    """Whether transformers lets this model's attention be replaced; other models ignore the setting silently."""
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known is None or bool(getattr(known, "_supports_attention_backend", False))
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Keys and values per token. On a CPU they are kept in fp32: attention is computed in it, and casting at every read
-    costs more than memory is worth there. Raises StartupError for heads that the kernels of a CPU do not hold."""
+    """Size and type of keys and values per token. On a CPU they are fp32, in which attention computes: casting at every
+    read costs more than the memory saved. Raises StartupError for heads too large for the CPU kernels."""
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -303,7 +310,8 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end an answer, from the model's own configuration; tokenizers disagree about theirs between releases."""
+    """Ids that end an answer, from the model's configuration: tokenizers' own differ between releases.
+    Raises StartupError where it names none."""
     ids: set[int] = set()
     for source in (model.config.get_text_config(), model.generation_config):
         value = getattr(source, "eos_token_id", None)

@@ -182,9 +182,9 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     """A thread that learns, and the replicas it learns for: of the target only embedding and head are kept, and its
     state lies beside that of a replica with the same state_dir. Raises StartupError."""
     loaded = load_target(config, device_of(config.device))
-    _, source = choose_drafter(config, starts=loaded.unmade is not None)
+    _, source = choose_drafter(config, starts=loaded.initial_drafter is not None)
     with _refusing():
-        network = loaded.unmade
+        network = loaded.initial_drafter
         if network is None and source is not None:
             network = drafter_weights.load_network(source, loaded)
     if network is None:
@@ -197,7 +197,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         embed=drafter_weights.embed_with(loaded.parts.embedding),
         embedding=None,
         blocks=config.draft_blocks,
-        made=loaded.unmade is None,
+        made=loaded.initial_drafter is None,
     )
     folder = learning_folder(config.state_dir, loaded, source)
     folder = owned(folder.with_name(f"{folder.name}-trainer"))
@@ -256,8 +256,8 @@ class _EngineHooks:
 
 def _replaceable(assembly: Assembly) -> Replaceable:
     folder, known = assembly.drafter_folder, assembly.weights
-    if known is not None and assembly.loaded.unmade is not None:
-        return drafter_weights.unmade_replaceable(assembly.loaded, folder, blocks=known.blocks)
+    if known is not None and assembly.loaded.initial_drafter is not None:
+        return drafter_weights.initial_replaceable(assembly.loaded, folder, blocks=known.blocks)
     if folder is None or known is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or memory+specblock with "
@@ -284,8 +284,8 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
     the one that is made."""
     digest = hashlib.sha256()
     if drafter is None:
-        assert loaded.unmade is not None, "nothing learns"
-        digest.update(loaded.unmade.config.as_json.encode())
+        assert loaded.initial_drafter is not None, "nothing learns"
+        digest.update(loaded.initial_drafter.config.as_json.encode())
     else:
         digest.update((drafter / checkpoint.CONFIG_FILE).read_bytes())
         digest.update(published.weights_bytes(drafter))

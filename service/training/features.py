@@ -27,7 +27,7 @@ from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_start import tap_layers_for
+from service.engine.drafter_weights import tap_layers_for
 from service.engine.modules import FeatureTaps, decoder_layers
 from service.errors import StartupError
 from service.logging import bar

@@ -32,8 +32,7 @@ from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_start import target_end
-from service.engine.drafter_weights import embed_with
+from service.engine.drafter_weights import embed_with, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say

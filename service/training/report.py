@@ -19,7 +19,7 @@ from drafters.training.fit import FitReport, Position
 from drafters.training.scores import HeldOutScores
 from service import __version__
 from service.conditions import CHECKOUT, command_line, commit_of
-from service.engine.costs.measuring import processor_name
+from service.engine.measuring import processor_name
 from service.logging import say
 from service.training.features import Manifest
 

@@ -12,7 +12,7 @@ OUTSIDE_THE_STEP = frozenset(
         "kernels.joint_tree",  # a tree grows as its values say
         "kernels.memory",
         "service.engine.build",  # puts the engine together
-        "service.engine.costs.measuring",  # measures the cost table
+        "service.engine.measuring",  # measures the cost table
         "service.engine.numerics",  # the self-check and its forwards
         "service.engine.weights",  # loads the target
     }

@@ -19,7 +19,7 @@ from service.assembly import _learning
 from service.config import GIB
 from service.config_sources import load_config
 from service.engine import memory_planner
-from service.engine.drafter_start import drafter_config
+from service.engine.drafter_weights import drafter_config
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVShape
 from service.engine.memory_planner import MemoryPlan, needs_of, slots_for
@@ -76,7 +76,7 @@ def test_the_gpu_example_fits_where_it_says(
         drafter = SpecBlock(shape)
     pairs = KVShape(num_layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    learning = _learning(config, cast(Any, SimpleNamespace(unmade=drafter, model=on_gpu)))
+    learning = _learning(config, cast(Any, SimpleNamespace(initial_drafter=drafter, model=on_gpu)))
     network = cast(Any, SimpleNamespace(config=shape, dtype=torch.bfloat16, shape=pairs)) if learning else None
     limits = EngineLimits(
         max_model_len=config.max_model_len or QWEN3_8B.max_position_embeddings,

@@ -19,8 +19,7 @@ from service.bench.lossless import Case, Extras, LosslessResult, Way, check
 from service.engine import emit as emit_module
 from service.engine import sampling
 from service.engine.kv_pool import SlotPool
-from service.engine.sampler import Sampler
-from service.engine.sampling import SamplingState, SamplingTable, Transform
+from service.engine.sampling import Sampler, SamplingState, SamplingTable, Transform
 from service.engine.sequence import Finish
 from service.engine.sequence import Sequence as Running
 from tests.service.bench.parts import assembled, save_two_layers, varied_prompts

@@ -74,7 +74,7 @@ def test_captured_steps_verify_what_was_said(plain: Assembly, captured: Assembly
     """Some texts are known to the end, some in part, some not."""
     asked = [request(str(n), prompt, sampled(n, 24)) for n, prompt in enumerate(random_prompts(3, 20))]
     expected = generate(plain.engine(plain.drafter("none"), FixedBudget(0)), *asked)
-    again = [replace(one, said=(expected[str(n), 0].tokens[: 12 * n],)) for n, one in enumerate(asked)]
+    again = [replace(one, replayed=(expected[str(n), 0].tokens[: 12 * n],)) for n, one in enumerate(asked)]
     found = generate(captured.engine(policy=FixedBudget(20)), *again)
     assert _tokens(found) == _tokens(expected)
     assert [found[str(n), 0].accepted >= least for n, least in enumerate((0, 10, 21))] == [True] * 3

@@ -99,7 +99,7 @@ def prompt_bits(engine: Engine, one: GenerationRequest) -> torch.Tensor:
     engine.add(one)
     engine.step()
     (sequence,) = engine.scheduler.running
-    while sequence.is_reading:
+    while sequence.is_prefilling:
         engine.step()
     bits = engine.target.pool.storage[:, :, engine.table.slots[sequence.table_row, : SHARED - 1]].clone()
     while not engine.idle:

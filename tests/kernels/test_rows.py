@@ -13,7 +13,7 @@ from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows, ForwardRows
 from kernels.tree_attention import NULL_SLOT, AttentionRows
 from kernels.trees import DraftTree
-from service.engine.rows import placed
+from service.engine.rows import place_rows
 from tests.kernels.attention_parts import random_parents
 
 torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def laid_out(
     nodes = tree.num_nodes.tolist() if nodes is None else nodes
     count = sum(len(extend.tokens) for extend in extends) + sum(nodes)
     slots, table = 1 + torch.randperm(count, generator=torch.Generator().manual_seed(count)), torch.full((20, 4000), -1)
-    return kind.lay_out_rows(extends, nodes, tree, slots, table, GraphRunner(placed)), table
+    return kind.lay_out_rows(extends, nodes, tree, slots, table, GraphRunner(place_rows)), table
 
 
 @pytest.mark.parametrize("seed", range(20))

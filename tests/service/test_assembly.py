@@ -67,11 +67,12 @@ def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly
 def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_seconds: float, weight: float) -> None:
     """No answer keeps the first pace, and every one the second."""
     wish = {"stream_release": f"paced({pace_seconds:.9f})"}
-    hurried = replace(assembly, config=assembly.config.model_copy(update=wish))
+    config = assembly.config.model_copy(update=wish)
+    hurried = replace(assembly, limits=replace(assembly.limits, pace_seconds=config.pace_seconds))
     watcher = Watcher()
     tokens = alone(greedy(12), [5, 6, 7], hurried.engine(policy=watcher)).tokens
     assert tokens == alone(greedy(12), [5, 6, 7]).tokens
-    weights = [load.weights.tolist() for load in watcher.loads if load.weights is not None and load.num_drafting]
+    weights = [load.weights.tolist() for load in watcher.loads if load.weights is not None and load.num_decoding]
     assert len(weights) > 2
     assert weights == [[weight]] * len(weights)
 

@@ -15,7 +15,7 @@ from drafters.protocol import Noise
 from drafters.tree import ROOT, Candidates
 from service.engine import build
 from service.engine.budget import FixedBudget
-from service.engine.draft_model import taken_over
+from service.engine.build import taken_over
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool
 from service.engine.target import Target

@@ -74,12 +74,12 @@ async def test_learning_is_asked_and_infinities_are_words() -> None:
 
 
 async def test_an_update_under_way_holds_nothing_up_and_is_asked_about_once() -> None:
-    opened, num_asked = threading.Event(), 0
+    opened, num_drafting = threading.Event(), 0
 
     class Busy(ScriptedAdaptation):
         def status(self) -> AdaptationStatus:
-            nonlocal num_asked
-            num_asked += 1
+            nonlocal num_drafting
+            num_drafting += 1
             assert opened.wait(PATIENCE_SECONDS)
             return STATUS
 
@@ -88,7 +88,7 @@ async def test_an_update_under_way_holds_nothing_up_and_is_asked_about_once() ->
         await next_of(frames)
         for _ in range(10):
             assert (await next_of(frames))[1]["learning"] is None
-        assert num_asked == 1
+        assert num_drafting == 1
         opened.set()
         while (await next_of(frames))[1]["learning"] is None:
             pass

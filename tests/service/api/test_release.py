@@ -39,7 +39,7 @@ async def test_every_event_has_one_size_and_as_many_tokens_are_asked_for_one_by_
     assert {len(frame) % EVENT_BYTES for frame in frames} == {0}
     if path != "/v1/responses":  # whose first and last events repeat the request and the answer
         assert {len(frame) for frame in frames} <= {EVENT_BYTES, 2 * EVENT_BYTES}
-    assert {request.singly == request.sampling.max_tokens for request in engine.submitted} == {True}
+    assert {request.single_token_outputs == request.sampling.max_tokens for request in engine.submitted} == {True}
     chunks = [json.loads(line[6:]) for frame in frames for line in frame.split(b"\n") if line.startswith(b"data: {")]
     assert all(chunk["obfuscation"].isascii() for chunk in chunks)
     said = "".join(c.get("text") or c["delta"].get("content") or "" for one in chunks for c in one.get("choices", ()))
@@ -95,7 +95,10 @@ async def test_a_request_may_ask_for_it_and_for_sizes_alone() -> None:
     padded = {**ASK, "stream": True, "stream_options": {"include_obfuscation": True}}
     frames = await frames_of("/v1/chat/completions", padded, engine)
     assert {len(frame) for frame in frames} == {EVENT_BYTES}
-    assert [request.singly for request in engine.submitted] == [engine.submitted[0].sampling.max_tokens, 0]
+    assert [request.single_token_outputs for request in engine.submitted] == [
+        engine.submitted[0].sampling.max_tokens,
+        0,
+    ]
 
 
 def test_the_slower_rate_holds() -> None:

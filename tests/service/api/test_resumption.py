@@ -172,7 +172,7 @@ async def test_an_engine_is_told_what_ids_say() -> None:
         await stream(client, CHAT, {**SAY, "n": 2}, bare + told)
         await stream(client, CHAT, {**SAY, "n": 2}, bare + told.replace("~0@1:", "~0@7:"))
         await stream(client, CHAT, {**SAY, "n": 2}, events[-1][0])
-    first, whole, gap, last = (request.said for request in engine.submitted)
+    first, whole, gap, last = (request.replayed for request in engine.submitted)
     assert first == ()
     assert [len(tokens) for tokens in whole] == [4, 4]
     assert gap == (whole[0][:1], whole[1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -9,12 +10,12 @@ from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
 from kernels.sample import ChosenTokens
 from service.engine import build
-from service.engine.budget import BudgetPolicy, FixedBudget
+from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget, StepLoad
+from service.engine.draft_gate import SequenceGain
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
-from service.engine.sampler import EAGER_SAMPLER
-from service.engine.sampling import SamplingRows, transformed
+from service.engine.sampling import EAGER_SAMPLER, SamplingRows, transformed
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
@@ -77,8 +78,8 @@ def tiny_engine(
     loaded = loaded_tiny(family) if isinstance(family, str) else family
     target = tiny_target(loaded, num_slots)
     drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
-    budget = policy or FixedBudget(limits.max_budget)
-    return Engine(target, limits, vocabulary_of(loaded), drafts, budget, capture=capture)
+    target.capture = capture
+    return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
 
 
 def vocabulary_of(loaded: LoadedModel) -> Vocabulary:
@@ -121,6 +122,36 @@ def step_stats(nodes: int = 0, accepted: int = 0, **other: object) -> StepStats:
         preemptions=0,
     )
     return replace(stats, **other)  # type: ignore[arg-type]
+
+
+def load_of(
+    num_decoding: int = 1,
+    *,
+    prompt_rows: int = 0,
+    context: float = 1.0,
+    free_slots: int = 100,
+    decoding: Sequence[SequenceGain] = (),
+    num_drafting: int | None = None,
+    **other: Any,
+) -> StepLoad:
+    """Decoding sequences, all of which run the drafter unless `num_drafting` says otherwise, and one prompt chunk."""
+    gains = tuple(decoding) or tuple(SequenceGain() for _ in range(num_decoding))
+    load = StepLoad(
+        num_rows=len(gains) + prompt_rows,
+        context=context,
+        free_slots=free_slots,
+        num_sequences=len(gains) + bool(prompt_rows),
+        decoding=gains,
+        num_drafting=len(gains) if num_drafting is None else num_drafting,
+    )
+    return replace(load, **other)
+
+
+def budget_of(load: StepLoad, nodes: Sequence[int], reason: str = "cost", **other: Any) -> DraftBudget:
+    """A decision for so many nodes of each sequence, by a drafter that ran and follows."""
+    counts = tuple(nodes)
+    budget = DraftBudget(load=load, reason=reason, node_rows=counts, drafted=True, followed=True, num_nodes=counts)
+    return replace(budget, **other)
 
 
 def greedy(max_tokens: int = 32) -> SamplingParams:

@@ -1,16 +1,17 @@
 """What a step costs each query, with and without prompts that are read in the same forward."""
 
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from drafters.feedback import Query
-from service.engine.accounting import charge, query_of, step_stats
-from service.engine.budget import Budget, Load
-from service.engine.scheduler import Batch
-from service.engine.sequence import Account, Sequence
-from tests.service.engine.harness import greedy, request
+from drafters.registry import NoDrafter
+from service.engine.accounting import StepAccounting, charge, query_of
+from service.engine.scheduler import StepBatch
+from service.engine.sequence import QueryCosts, Sequence
+from tests.service.engine.harness import budget_of, greedy, load_of, request
 
 
 class OneSequence:
@@ -22,15 +23,15 @@ class OneSequence:
         self.request = request("r", [1], greedy())
         self.client = self.request.scope.account
         self.sampling = SimpleNamespace(params=self.request.sampling)
-        self.account = Account()
+        self.costs = QueryCosts()
 
 
-def step(*sequences: OneSequence, reading: OneSequence | None = None, completes: bool = False) -> Batch:
+def step(*sequences: OneSequence, reading: OneSequence | None = None, completes: bool = False) -> StepBatch:
     """All decode, and one reads seven tokens of its prompt."""
-    items: list[Any] = [SimpleNamespace(sequence=one, completes=True, drafts=True, num_rows=1) for one in sequences]
+    items: list[Any] = [SimpleNamespace(sequence=one, completes=True, decodes=True, num_rows=1) for one in sequences]
     if reading:
-        items.append(SimpleNamespace(sequence=reading, completes=completes, drafts=False, num_rows=7))
-    return Batch(items, [])
+        items.append(SimpleNamespace(sequence=reading, completes=completes, decodes=False, num_rows=7))
+    return StepBatch(items, [])
 
 
 def query(one: OneSequence) -> Query:
@@ -86,8 +87,7 @@ def test_a_step_that_reads_prompts_alone_is_charged_to_no_query() -> None:
 def test_rows_of_a_forward_are_those_that_ran() -> None:
     """Trees of three nodes and of none in widths of seven: the others are padding."""
     batch = step(OneSequence(), OneSequence(), reading=OneSequence())
-    load = Load(batch.num_extend_rows, 10.0, 100, num_drafting=2, num_sequences=3)
-    budget = Budget(load, "cost", (7, 7, 0), drafted=True, followed=True, nodes=(3, 0, 0))
-    seconds = {"draft": 1.0, "verify": 1.0, "follow": 0.0, "other": 0.0}
-    stats = step_stats(batch, budget, [1, 0], [], seconds, credited={}, gaps=(), preemptions=0)
+    budget = budget_of(load_of(2, prompt_rows=7), (3, 0, 0), node_rows=(7, 7, 0))
+    books = StepAccounting(NoDrafter(), perf_counter)
+    stats, _ = books.end_step(batch, budget, [1, 0], [], books.start_step(), gaps=(), preemptions=0)
     assert (stats.prompt_tokens, stats.drafted_nodes, stats.verify_rows) == (7, 3, 1 + 1 + 7 + 14)

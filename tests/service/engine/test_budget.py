@@ -11,9 +11,11 @@ from torch import Tensor
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree
 from kernels.survival import allocate_nodes
-from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, Load, pace_weights
-from service.engine.costs.model import FREE, CostTable, DraftCosts
+from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, StepLoad, pace_weights
+from service.engine.costs import FREE, CostTable, DraftCosts
+from service.engine.draft_gate import SequenceGain
 from service.engine.sequence import Sequence
+from tests.service.engine.harness import load_of
 from tests.service.engine.test_scheduler import sequence_of
 
 torch.set_num_threads(1)
@@ -45,14 +47,14 @@ def random_survival(rng: random.Random, batch: int) -> list[list[float]]:
     return [sorted((rng.random() for _ in range(rng.randrange(9))), reverse=True) for _ in range(batch)]
 
 
-def best_rate(survival: list[list[float]], limits: list[int], costs: CostTable, load: Load) -> float:
+def best_rate(survival: list[list[float]], limits: list[int], costs: CostTable, load: StepLoad) -> float:
     """The best expected tokens per second over every number of nodes."""
     together = sorted((s for line, most in zip(survival, limits, strict=True) for s in line[:most]), reverse=True)
-    together = together[: load.max_nodes]
+    together = together[: load.free_slots]
     return max(rate(together[:count], len(survival), costs, load) for count in range(len(together) + 1))
 
 
-def rate(chosen: list[float], batch: int, costs: CostTable, load: Load) -> float:
+def rate(chosen: list[float], batch: int, costs: CostTable, load: StepLoad) -> float:
     """Prompt rows of the step are paid for anyway."""
     rows = np.array([batch, load.num_rows, load.num_rows + len(chosen)], dtype=np.float64)
     plain, certain, whole = costs.verify_seconds(rows, load.context)
@@ -63,22 +65,12 @@ def by_cost(costs: CostTable) -> CostBudget:
     return CostBudget(costs, FREE, RegretLedger())
 
 
-def nodes_of(policy: BudgetPolicy, candidates: Candidates, limits: Tensor, load: Load) -> list[int]:
+def nodes_of(policy: BudgetPolicy, candidates: Candidates, limits: Tensor, load: StepLoad) -> list[int]:
     """Nodes of each sequence by the policy's prices."""
-    seconds = torch.tensor(policy.price(load, candidates.tokens.numel()), dtype=torch.float32)
+    seconds = torch.tensor(policy.step_seconds(load, candidates.tokens.numel()), dtype=torch.float32)
     weights = torch.ones(candidates.batch) if load.weights is None else load.weights
     nodes: list[int] = allocate_nodes(candidates, limits, seconds, weights).tolist()
     return nodes
-
-
-def load_of(batch: int, *, prompt_rows: int = 0, max_nodes: int = 100) -> Load:
-    return Load(
-        batch + prompt_rows,
-        context=50.0,
-        max_nodes=max_nodes,
-        num_drafting=batch,
-        num_sequences=batch + bool(prompt_rows),
-    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -87,7 +79,7 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
     batch = rng.randrange(1, 5)
     survival, costs = random_survival(rng, batch), staircase(rng)
     limits = [rng.randrange(9) for _ in range(batch)]
-    load = load_of(batch, prompt_rows=rng.choice([0, 0, 10]), max_nodes=rng.choice([0, 3, 100]))
+    load = load_of(batch, prompt_rows=rng.choice([0, 0, 10]), context=50.0, free_slots=rng.choice([0, 3, 100]))
     keep = nodes_of(by_cost(costs), candidates_of(survival), torch.tensor(limits), load)
     best = best_rate(survival, limits, costs, load)
     together = sorted((s for line, most in zip(survival, limits, strict=True) for s in line[:most]), reverse=True)
@@ -96,7 +88,7 @@ def test_the_best_of_all_numbers_is_chosen(seed: int) -> None:
         chosen = [s for line, count in zip(survival, keep, strict=True) for s in line[:count]]
         assert rate(chosen, batch, costs, load) == pytest.approx(best, rel=1e-5)
     assert all(count <= min(most, len(line)) for count, most, line in zip(keep, limits, survival, strict=True))
-    assert sum(keep) <= load.max_nodes
+    assert sum(keep) <= load.free_slots
 
 
 def flat(seconds_per_row: float) -> CostTable:
@@ -116,7 +108,7 @@ def test_the_budget_falls_with_load() -> None:
     line = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1]
     found = []
     for batch in (1, 2, 4, 8, 16, 64):
-        load = load_of(batch, max_nodes=1000)
+        load = load_of(batch, free_slots=1000)
         nodes = nodes_of(by_cost(costs), candidates_of([line] * batch), torch.full((batch,), 9), load)
         found.append(sum(nodes) / batch)
     assert found[0] == 6.0
@@ -139,22 +131,24 @@ def test_a_late_sequence_gets_more() -> None:
     costs = table([1.0, 4.0, 5.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
     limits, even = torch.tensor([9, 9]), load_of(2)
     assert nodes_of(by_cost(costs), candidates, limits, even) == [1, 1]
-    late = Load(2, 50.0, 100, num_drafting=2, num_sequences=2, weights=torch.tensor([1.0, 3.0]))
+    late = load_of(2, weights=torch.tensor([1.0, 3.0]))
     assert nodes_of(by_cost(costs), candidates, limits, late) == [0, 2]
 
 
-@pytest.mark.parametrize(("asks_drafter", "nodes"), [(True, 1), (False, 0)])
-def test_time_that_goes_into_drafting_counts_where_it_does(asks_drafter: bool, nodes: int) -> None:
+@pytest.mark.parametrize(("num_drafting", "nodes"), [(1, 1), (0, 0)])
+def test_drafting_seconds_count_where_the_drafter_runs(num_drafting: int, nodes: int) -> None:
     """A node that does not pay by itself, but once a step takes long anyway."""
     drafts = DraftCosts(batches=np.ones(1), seconds=np.array([3.0]))
     policy = CostBudget(table([1.0, 2.0], [1.0, 2.5]), drafts, RegretLedger())
-    load = replace(load_of(1), asks_drafter=asks_drafter)
+    load = load_of(1, num_drafting=num_drafting)
     assert nodes_of(policy, candidates_of([[0.9]]), torch.tensor([1]), load) == [nodes]
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_without_candidates_nothing_is_kept(batch: int) -> None:
-    load = Load(batch + 1, context=0.0, max_nodes=10, num_drafting=batch, num_sequences=batch + 1)
+    load = replace(
+        load_of(1, free_slots=10), num_rows=batch + 1, decoding=(SequenceGain(),) * batch, num_drafting=batch
+    )
     none = torch.zeros(batch, dtype=torch.int64)
     assert nodes_of(by_cost(flat(0.0)), DraftTree.empty(batch), none, load) == [0] * batch
 
@@ -162,14 +156,9 @@ def test_without_candidates_nothing_is_kept(batch: int) -> None:
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])
 def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
     policy = FixedBudget({1: 3, 3: 1, 8: 0})
-    assert policy.most(load_of(batch)) == nodes
-    assert not policy.price(load_of(batch), 4 * batch).size
+    assert policy.max_nodes(load_of(batch)) == nodes
+    assert not policy.step_seconds(load_of(batch), 4 * batch).size
     assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
-
-
-def test_static_policies_predict_nothing_and_refuse_only_what_they_would_not_use() -> None:
-    assert FixedBudget(0).refusal(load_of(1)) == "fixed"
-    assert FixedBudget(1).refusal(load_of(1)) is None
 
 
 def generating(tokens: int, first_token_seconds: float | None) -> Sequence:

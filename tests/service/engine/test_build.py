@@ -8,9 +8,9 @@ from drafters.registry import NoDrafter
 from drafters.regret import RegretLedger
 from service.engine import build
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.costs.measuring import measure_costs
-from service.engine.costs.model import FREE, Costs
+from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine, EngineLimits
+from service.engine.measuring import measure_costs
 from service.engine.numerics import check
 from tests.service.engine.harness import LIMITS, alone, greedy, tiny_target, vocabulary_of
 from tests.tiny_models import loaded_tiny

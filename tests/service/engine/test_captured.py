@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from drafters.tree import ROOT, DraftTree
+from kernels.rows import ExtendRows, ForwardRows
 from kernels.sample import Filters
 from kernels.tree_attention import NULL_SLOT
 from service.engine.captured import CapturedForward, Shape, capture_forwards, shapes_for
-from service.engine.commit import lay_out
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import SamplingParams
-from service.engine.rows import ExtendRows, ForwardRows
-from service.engine.sampler import EAGER_SAMPLER
+from service.engine.rows import RowLayout
+from service.engine.sampling import EAGER_SAMPLER
 from service.engine.target import Target, TargetOutput
 from tests.kernels.tensor_program import kernels, record
 from tests.service.engine.harness import LIMITS, generate, greedy, request, sampled, tiny_engine, tiny_target
@@ -40,8 +40,9 @@ class Both:
         self.plain, self.captured_target = (tiny_target(loaded_tiny(family), 600, tap_layers=(0, 2)) for _ in range(2))
         self.table = SlotTable(4, CONTEXT + 30, self.plain.device)
         self.slots = SlotPool(600, self.plain.device)
+        self.layout = RowLayout(self.slots, self.table)
         for line, prompt in enumerate(random_prompts(4, CONTEXT)):
-            rows = lay_out([ExtendRows(line, 0, prompt, completes=False)], DraftTree.empty(1), self.slots, self.table)
+            rows = self.layout([ExtendRows(line, 0, prompt, completes=False)], DraftTree.empty(1))
             self._forward(self.plain, rows)
             self._forward(self.captured_target, rows)
         forward = CapturedForward(self.captured_target, record, SHAPES, max_length=CONTEXT + 30)
@@ -51,7 +52,7 @@ class Both:
     def step(self, lines: list[int], nodes: int, seed: int) -> tuple[TargetOutput, TargetOutput, ForwardRows]:
         """A root and a random tree for some lines, on both."""
         roots = [ExtendRows(line, CONTEXT, [line + seed], completes=True) for line in lines]
-        rows = lay_out(roots, random_trees(len(lines), nodes, seed), self.slots, self.table)
+        rows = self.layout(roots, random_trees(len(lines), nodes, seed))
         results = self._forward(self.plain, rows), self._forward(self.captured_target, rows)
         self.slots.free(rows.slots)
         return *results, rows

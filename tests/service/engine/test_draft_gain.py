@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from drafters.calibration import SurvivalCalibration
 from drafters.regret import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
 from kernels.survival import correct_survival
-from service.engine.budget import Budget, CostBudget, Load
-from service.engine.costs.model import CostTable, DraftCosts
-from service.engine.gains import TextGain
-from tests.service.engine.harness import step_stats
+from service.engine.budget import CostBudget, StepLoad
+from service.engine.costs import CostTable, DraftCosts
+from service.engine.draft_gate import SequenceGain
+from tests.service.engine.harness import budget_of, load_of, step_stats
 from tests.service.engine.test_budget import nodes_of
 
 torch.set_num_threads(1)
@@ -65,7 +66,7 @@ class World:
         self.batch, self.claims, self.noise = batch, claims, noise
         self.follow_seconds, self.reads_every, self.prompt_rows = follow_seconds, reads_every, prompt_rows
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
-        self.texts: list[TextGain] = []
+        self.texts: list[SequenceGain] = []
         self.followed: list[bool] = []  # step by step
         self.drafted: list[bool] = []
 
@@ -92,37 +93,29 @@ class World:
         drafting, batch = self.batch - reads, self.batch
         rows = drafting + reads * self.prompt_rows
         if begins:
-            self.texts = [TextGain() for _ in range(batch)]
+            self.texts = [SequenceGain() for _ in range(batch)]
         texts = self.texts[:drafting]
-        asks = self.policy.asks(texts, batch, begins=begins)
+        asks = self.policy.select(texts, batch, starts=begins)
         texts = [text for text, asked in sorted(zip(texts, asks, strict=True), key=lambda pair: not pair[1])]
-        load = Load(
-            rows,
-            1.0,
-            10_000,
-            num_drafting=drafting,
-            num_sequences=batch,
-            begins=begins,
-            texts=tuple(texts),
-            asked=sum(asks),
-        )
+        load = load_of(decoding=texts, num_drafting=sum(asks), free_slots=10_000, starts=begins)
+        load = replace(load, num_rows=rows, num_sequences=batch, decoding=tuple(texts))
         drafted = self.policy.refusal(load) is None
         keep, lengths = ([0] * drafting, [0] * drafting)
         if drafted:
-            asked_keep, asked_lengths = self._draft(load.num_asked, truth, load)
-            keep[: load.num_asked], lengths[: load.num_asked] = asked_keep, asked_lengths
+            asked_keep, asked_lengths = self._draft(load.num_drafting, truth, load)
+            keep[: load.num_drafting], lengths[: load.num_drafting] = asked_keep, asked_lengths
         accepted = sum(lengths)
         verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         followed = drafted or self.policy.follows(load)
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
-        self.tokens += load.num_drafting + accepted
+        self.tokens += load.num_decoding + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS
         self.ledger.accrue(verify + draft + follow + OTHER_SECONDS)
         self.drafted_steps += drafted
         self.drafted.append(drafted)
         self.followed.append(followed)
         self.policy.learn(
-            Budget(load, "cost", tuple(keep), drafted, followed, nodes=tuple(keep)),
+            budget_of(load, keep, drafted=drafted, followed=followed),
             step_stats(
                 sum(keep),
                 accepted,
@@ -134,7 +127,7 @@ class World:
             ),
         )
 
-    def _draft(self, lines: int, truth: float, load: Load) -> tuple[list[int], list[int]]:
+    def _draft(self, lines: int, truth: float, load: StepLoad) -> tuple[list[int], list[int]]:
         places = torch.arange(DEPTH).expand(lines, -1)
         survival = torch.full(places.shape, self.claims).cumprod(1)
         raw = DraftTree(places, places - 1, places + 1, survival, torch.full((lines,), DEPTH))
@@ -246,7 +239,7 @@ def test_a_step_without_nodes_is_taken_where_its_outcome_could_change_the_decisi
 def test_costs_are_predicted_closely_after_a_while() -> None:
     world = World(4, 0.8, error=1.6, noise=0.05)
     world.speed(1_000, lambda: 0.3)
-    budget = Budget(Load(4, 1.0, 100, num_drafting=4, num_sequences=4), "suspended", (0,) * 4, False, True)
+    budget = budget_of(load_of(4), [0] * 4, "suspended", drafted=False)
     stats = step_stats(draft_seconds=0.0, verify_seconds=true_seconds(4), other_seconds=OTHER_SECONDS)
     predicted = world.policy.learn(budget, stats)
     assert predicted == pytest.approx(true_seconds(4), rel=0.1)
@@ -263,13 +256,14 @@ def test_other_weights_are_tried_at_once() -> None:
 
 def test_a_step_that_verifies_what_a_grammar_forces_is_no_plain_one() -> None:
     policy = CostBudget(table(), DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS])), RegretLedger())
-    load = Load(1, 1.0, 100, num_drafting=1, num_sequences=1)
+    load = load_of(1)
 
     def steps(nodes: int, other_seconds: float) -> float:
         """What a plain step is then said to take."""
         for _ in range(20):
             stats = step_stats(nodes, nodes, verify_seconds=true_seconds(1 + nodes), other_seconds=other_seconds)
-            policy.learn(Budget(load, "forced" if nodes else "suspended", (nodes,), False, False), stats)
+            reason = "forced" if nodes else "suspended"
+            policy.learn(budget_of(load, [nodes], reason, drafted=False, followed=False), stats)
         return policy._plain_seconds(load)
 
     plain = steps(0, OTHER_SECONDS)
@@ -279,8 +273,8 @@ def test_a_step_that_verifies_what_a_grammar_forces_is_no_plain_one() -> None:
 
 def test_rows_that_pad_trees_are_paid_for() -> None:
     policy = CostBudget(table(), DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS])), RegretLedger())
-    load, verify = Load(1, 1.0, 100, num_drafting=1, num_sequences=1), true_seconds(1 + 60)
-    budget = Budget(load, "cost", (60,), drafted=True, followed=True, nodes=(2,))
+    load, verify = load_of(1), true_seconds(1 + 60)
+    budget = budget_of(load, [2], node_rows=(60,))
     stats = step_stats(2, 1, draft_seconds=DRAFT_SECONDS, verify_seconds=verify, other_seconds=OTHER_SECONDS)
     assert policy.learn(budget, stats) == pytest.approx(verify)
     lost = DRAFT_SECONDS + verify + OTHER_SECONDS - 2 * true_seconds(1)

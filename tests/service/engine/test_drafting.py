@@ -12,15 +12,14 @@ from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import Budget, BudgetPolicy, CostBudget, FixedBudget, Load
-from service.engine.costs.model import FREE, CostTable
+from service.engine.budget import BudgetPolicy, CostBudget, DraftBudget, FixedBudget, StepLoad
+from service.engine.costs import FREE, CostTable
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, Scope, SpeculationParams
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Batch, Scheduled
+from service.engine.scheduler import Scheduled, StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
-from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import greedy, request, step_stats
 from tests.service.engine.test_budget import candidates_of
 from tests.service.engine.test_scheduler import sequence_of
@@ -82,18 +81,18 @@ def decoding(
     return sequence
 
 
-def batch_of(*sequences: Sequence, reading: int = 0) -> Batch:
+def batch_of(*sequences: Sequence, reading: int = 0) -> StepBatch:
     items = [Scheduled.of(sequence, 1) for sequence in sequences]
     for row in range(reading):
         prompt = sequence_of(20)
         prompt.row = 20 + row
         items.append(Scheduled.of(prompt, 5))
-    return Batch(items, [])
+    return StepBatch(items, [])
 
 
 def sizes(*sequences: Sequence, free: int = 100, budget: int = 5, reading: int = 0) -> list[int]:
     stage = DraftStage(Recorder(), FixedBudget(99), max_budget=budget, device=CPU)
-    tree, _ = stage.build(batch_of(*sequences, reading=reading), free)
+    tree, _ = stage.draft(batch_of(*sequences, reading=reading), free)
     assert tree.batch == len(sequences) + reading
     found: list[int] = tree.num_nodes.tolist()
     return found
@@ -110,11 +109,6 @@ def test_nothing_is_drafted_that_could_not_be_emitted() -> None:
     assert sizes(*ends) == [0, 1, 3, 5]
 
 
-def test_a_request_may_ask_for_less() -> None:
-    wishes = [SpeculationParams(enabled=False), SpeculationParams(max_budget=2), SpeculationParams(max_budget=50), None]
-    assert sizes(*(decoding(row, speculation=wish) for row, wish in enumerate(wishes))) == [0, 2, 5, 5]
-
-
 def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
     assert sizes(decoding(0), reading=2) == [5, 0, 0]
     assert sizes(decoding(0), reading=2, free=1 + 2 * 5 + 3) == [3, 0, 0]
@@ -128,14 +122,8 @@ def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
 def test_a_fixed_budget_obeys_slots(free: int, keep: list[int], reason: str) -> None:
     stage = DraftStage(Recorder(), FixedBudget(2), max_budget=5, device=CPU)
     batch = batch_of(*(decoding(row, speculation=SpeculationParams(max_budget=3 - row % 2 * 2)) for row in range(3)))
-    tree, budget = stage.build(batch, 3 + free)
-    assert (tree.num_nodes.tolist(), list(budget.widths), budget.reason) == (keep, keep, reason)
-
-
-def test_what_pads_trees_keeps_their_promises() -> None:
-    stage = DraftStage(Recorder(), FixedBudget(99), max_budget=5, device=CPU)
-    tree, _ = stage.build(batch_of(decoding(0), reading=2), 100)
-    assert_valid_tree(tree)
+    tree, budget = stage.draft(batch, 3 + free)
+    assert (tree.num_nodes.tolist(), list(budget.node_rows), budget.reason) == (keep, keep, reason)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +156,7 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
     one, two = decoding(4, generated=2), decoding(6)
     params = SamplingParams(seed=-5, max_tokens=9, temperature=0.5)
     one.sampling = SamplingState(params, [2] * 8, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU)
-    stage.build(batch_of(one, two), 100)
+    stage.draft(batch_of(one, two), 100)
     ((rows, noise),) = recorder.asked
     assert rows == [4, 6]
     assert noise.seeds.tolist() == [-5, 0]
@@ -179,11 +167,11 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
 def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
-    tree, budget = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
+    tree, budget = stage.draft(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
     assert budget.followed, "for the text whose prompt is being read"
-    _, budget = stage.build(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
+    _, budget = stage.draft(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
     assert not budget.followed
 
 
@@ -192,24 +180,24 @@ class Watcher(BudgetPolicy):
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self.loads: list[Load] = []
-        self.outcomes: list[tuple[Budget, StepStats]] = []
+        self.loads: list[StepLoad] = []
+        self.outcomes: list[tuple[DraftBudget, StepStats]] = []
         self.renewals = 0
 
-    def refusal(self, load: Load) -> str | None:
+    def refusal(self, load: StepLoad) -> str | None:
         self.loads.append(load)
         return self.reason
 
-    def follows(self, load: Load) -> bool:
+    def follows(self, load: StepLoad) -> bool:
         return self.reason is None
 
-    def most(self, load: Load) -> int:
+    def max_nodes(self, load: StepLoad) -> int:
         return 2
 
     def on_weights_changed(self) -> None:
         self.renewals += 1
 
-    def learn(self, budget: Budget, stats: StepStats) -> float | None:
+    def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
         self.outcomes.append((budget, stats))
         return 7.0
 
@@ -230,14 +218,14 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 
 def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
-    tree, budget = stage.build(batch_of(decoding(0), decoding(1), reading=1), 100)
+    tree, budget = stage.draft(batch_of(decoding(0), decoding(1), reading=1), 100)
     stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     assert stats.memory == MemoryCounts(reserved_bytes=2)
     ((told, taken),) = watcher.outcomes
     load = told.load
-    assert (load.num_rows, load.num_drafting, load.num_sequences, load.max_nodes) == (7, 2, 3, 93)
+    assert (load.num_rows, load.num_decoding, load.num_sequences, load.free_slots) == (7, 2, 3, 93)
     assert load.context == (11 + 11 + 5) / 3
     assert (told.drafted, told.followed, taken.drafted_nodes, taken.accepted_tokens) == (True, True, 4, 2)
     assert (taken.draft_seconds, taken.verify_seconds, taken.other_seconds) == (1.0, 2.0, 3.0)
@@ -246,7 +234,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
 def test_a_suspended_policy_asks_no_drafter() -> None:
     stage, recorder, watcher = watched()
     watcher.reason = "suspended"
-    tree, budget = stage.build(batch_of(decoding(0), reading=1), 100)
+    tree, budget = stage.draft(batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
     stage.learn(budget, committed(tree, 0), step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
@@ -256,16 +244,16 @@ def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
     stage, recorder, watcher = watched()
     watcher.reason = "suspended"
     again = decoding(0)
-    again.request = replace(again.request, said=(tuple([2] * 9),))
-    tree, budget = stage.build(batch_of(again), 100)
+    again.request = replace(again.request, replayed=(tuple([2] * 9),))
+    tree, budget = stage.draft(batch_of(again), 100)
     assert (budget.reason, tree.num_nodes.tolist(), recorder.asked) == ("forced", [2], [])
-    assert not budget.load.asks_drafter
+    assert not budget.drafted
 
 
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stage, _, _ = watched()
     for _ in range(64):
-        tree, budget = stage.build(batch_of(decoding(0)), 100)
+        tree, budget = stage.draft(batch_of(decoding(0)), 100)
         stage.learn(budget, committed(tree, 0), stats := step_stats(nodes=2))
     assert tree.survival[0, 0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
@@ -276,11 +264,11 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
 def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     stage, recorder, watcher = watched()
     for _ in range(64):
-        tree, budget = stage.build(batch_of(decoding(0)), 100)
+        tree, budget = stage.draft(batch_of(decoding(0)), 100)
         stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
     before = float(tree.survival[0, 0])
     recorder.version = 1
-    tree, _ = stage.build(batch_of(decoding(0)), 100)
+    tree, _ = stage.draft(batch_of(decoding(0)), 100)
     assert tree.survival[0, 0] > 1.5 * before
     assert watcher.renewals == 1
 
@@ -290,7 +278,7 @@ def test_late_sequences_weigh_more_where_a_pace_is_promised() -> None:
     stage = DraftStage(Recorder(), watcher, max_budget=5, device=CPU, pace_seconds=1e-9)
     late = decoding(0)
     late.first_token_seconds = 0.0
-    stage.build(batch_of(late, decoding(1)), 100)
+    stage.draft(batch_of(late, decoding(1)), 100)
     weights = watcher.loads[0].weights
     assert weights is not None
     assert weights.tolist() == [4.0, 1.0]
@@ -302,8 +290,8 @@ def test_why_costs_allow_no_node_is_told() -> None:
     for max_tokens, reason in ((100, "does_not_pay"), (4, "no_candidates")):
         stage = DraftStage(Recorder(), policy := CostBudget(dear, FREE, RegretLedger()), max_budget=5, device=CPU)
         for _ in range(2):  # baseline probes
-            policy.learn(stage.build(batch_of(decoding(0)), 100)[1], step_stats())
-        _, decided = stage.build(batch_of(decoding(0, max_tokens=max_tokens)), 100)
-        assert decided.sizes is not None
-        budget = stage.settle(decided, decided.sizes.tolist())
-        assert (budget.reason, budget.nodes) == (reason, (0,))
+            policy.learn(stage.draft(batch_of(decoding(0)), 100)[1], step_stats())
+        _, decided = stage.draft(batch_of(decoding(0, max_tokens=max_tokens)), 100)
+        assert decided.tree_sizes is not None
+        budget = stage.with_node_counts(decided, decided.tree_sizes.tolist())
+        assert (budget.reason, budget.num_nodes) == (reason, (0,))

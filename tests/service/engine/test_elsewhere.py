@@ -15,10 +15,10 @@ from kernels.graph_runner import rerun
 from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
-from service.engine.costs.measuring import Point, made_up_texts, run_point
 from service.engine.drafter_weights import embed_with
 from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
+from service.engine.measuring import Point, dummy_texts, run_point
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
@@ -49,7 +49,8 @@ def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
     weights = weights_elsewhere(loaded) if drafter == "specblock" else None
     drafts = build.make_drafter(drafter, target, limits, weights)
-    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes), capture=capture)
+    target.capture = capture
+    return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes))
 
 
 def weights_elsewhere(loaded: LoadedModel) -> TrainedWeights:
@@ -85,7 +86,7 @@ def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel
     with claims():
         target = engine_elsewhere(loaded, "none", 2, captured=False).target
         rows_are_independent(target, context=20, steps=3)  # of references it need not be true
-        run_point(made_up_texts(target, lines=2, length=20), Point(2, 20, 7))
+        run_point(dummy_texts(target, sequences=2, length=20), Point(2, 20, 7))
 
 
 def test_tensors_of_two_places_do_not_mix() -> None:

@@ -11,11 +11,10 @@ from drafters.protocol import Committed
 from drafters.registry import NoDrafter
 from drafters.tree import DraftTree
 from kernels.settle import Verified
-from service.engine.budget import Budget, Load
-from service.engine.emit import EmitStage, StepResult, absorb, read_result
+from service.engine.emit import EmitStage, StepResult, absorb, mark_emitted, read_result
 from service.engine.requests import SamplingParams, SequenceOutput
 from service.engine.sequence import Finish, Sequence, TextStream
-from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
+from tests.service.engine.harness import alone, budget_of, generate, greedy, load_of, request, tiny_engine
 from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts
 
@@ -84,7 +83,7 @@ def emit(sequence: Sequence, tokens: Items[int], *, failed: bool = False, drafts
     )
     removed: list[Sequence] = []
     lines, have_failed, _ = read_result(verified)
-    budget = Budget(Load(1, 4.0, 100, num_drafting=int(drafts)), "fixed", (count,), True, True, nodes=(count,))
+    budget = budget_of(load_of(int(drafts)), [count], "fixed")
     tree, logits = DraftTree.empty(1), torch.zeros(count + 1, 320)
     committed = cast(Committed, None)  # which concerns the drafter
     result = StepResult(tree, budget, verified, committed, logits, lines, have_failed)
@@ -147,8 +146,8 @@ def test_a_token_from_reading_a_prompt_is_no_verification() -> None:
 
 def test_the_first_emission_is_no_gap() -> None:
     sequence = writing(params())
-    assert sequence.mark_emitted(1.0) is None
-    assert sequence.mark_emitted(1.5) == 0.5
+    assert mark_emitted(sequence, 1.0) is None
+    assert mark_emitted(sequence, 1.5) == 0.5
 
 
 def test_a_prediction_that_comes_true_is_counted() -> None:
@@ -171,7 +170,7 @@ def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
     params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
     whole = alone(params, text)
     engine, outputs = tiny_engine(drafter="memory"), list[SequenceOutput]()
-    engine.add(replace(request("one", text, params, prediction=whole.tokens), singly=20))
+    engine.add(replace(request("one", text, params, prediction=whole.tokens), single_token_outputs=20))
     while not engine.idle:
         outputs += engine.step().outputs
     lengths = [len(output.token_ids) for output in outputs]

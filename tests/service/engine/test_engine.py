@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from service.engine.budget import FixedBudget
-from service.engine.engine import Engine, StepReport, _advance
+from service.engine.engine import Engine, EngineOutput, _advance
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
-from service.engine.scheduler import Batch, Scheduled
+from service.engine.scheduler import Scheduled, StepBatch
 from tests.service.engine.harness import (
     LIMITS,
     Generated,
@@ -309,7 +309,7 @@ def test_what_speculation_did_adds_up(requests: list[GenerationRequest]) -> None
 def test_reading_again_emits_no_first_token() -> None:
     goes_on, comes_back = decoding(0), decoding(1)
     comes_back.num_computed, comes_back.first_token_seconds, comes_back.last_emit_seconds = 0, 1.0, 1.0
-    batch = Batch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
+    batch = StepBatch([Scheduled.of(goes_on, 1), Scheduled.of(comes_back, len(comes_back.tokens))], [])
     assert len(_advance(batch, [2, 0])) == 1, "the first token of one, the next one of the other"
     assert [one.num_pending for one in (goes_on, comes_back)] == [-2, 0], "what is emitted is yet to be appended"
 
@@ -338,7 +338,7 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
 
 
 def test_aborting_the_unknown_does_nothing() -> None:
-    assert tiny_engine().abort("nobody") == StepReport([], [], None)
+    assert tiny_engine().abort("nobody") == EngineOutput([], [], None)
 
 
 def test_a_request_without_any_possible_token_fails_alone(requests: list[GenerationRequest]) -> None:
@@ -377,11 +377,6 @@ def test_a_text_fills_the_whole_context() -> None:
         params = greedy(100 - length)
         results = generate(tiny_engine(limits=limits, num_slots=100 + 64 + 1), request("full", text, params))
         assert results["full", 0].tokens == alone(params, text).tokens
-
-
-def test_an_idle_engine_reports_nothing() -> None:
-    report = tiny_engine().step()
-    assert (report.outputs, report.finished, report.stats) == ([], [], None)
 
 
 def test_a_step_says_what_it_did(requests: list[GenerationRequest]) -> None:

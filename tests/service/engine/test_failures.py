@@ -277,7 +277,7 @@ STAGES: tuple[tuple[Callable[[Engine], object], str], ...] = (
     (lambda engine: engine.target, "forward"),
     (lambda engine: engine._verify_stage, "verify"),
     (lambda engine: engine.drafter, "commit"),
-    (lambda engine: engine._draft_stage, "settle"),
+    (lambda engine: engine._draft_stage, "with_node_counts"),
 )
 
 
@@ -337,7 +337,7 @@ def test_an_abort_between_the_parts_of_a_step(
         engine.add(one)
     in_the_grammar(engine, engine.scheduler.waiting[0], monkeypatch)
     results = {(one.request_id, 0): Generated() for one in (bad, *good)}
-    while not engine._to_repeat:
+    while not engine._recovery.parts:
         for output in engine.step().outputs:
             results[output.request_id, 0].add(output)
     engine.abort("bad")

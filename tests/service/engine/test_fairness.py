@@ -1,33 +1,32 @@
-"""Accounts of clients; and that a client that sends nine tenths of the load does not hold another up."""
+"""ServiceCounters of clients; and that a client that sends nine tenths of the load does not hold another up."""
 
 from collections import deque
 
 import pytest
 import torch
 
-from service.engine.fairness import PROMPT_SHARE, Accounts, service_of
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.scheduler import Scheduler
+from service.engine.scheduler import PROMPT_SHARE, Scheduler, ServiceCounters, service_of
 from service.engine.sequence import Sequence
 from tests.service.engine.test_scheduler import sequence_of
 
 CPU = torch.device("cpu")
 
 
-def entered(accounts: Accounts, client: str, *, prompt: int = 10) -> Sequence:
+def entered(accounts: ServiceCounters, client: str, *, prompt: int = 10) -> Sequence:
     accounts.enter(client)
     return sequence_of(prompt, client=client)
 
 
-def write(accounts: Accounts, sequence: Sequence, count: int) -> None:
+def write(accounts: ServiceCounters, sequence: Sequence, count: int) -> None:
     sequence.tokens += [1] * count
     sequence.num_computed = len(sequence.tokens) - 1
     accounts.settle(sequence)
 
 
 def test_reading_and_writing_are_charged_once() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     sequence = entered(accounts, "a")
     sequence.num_computed = 6
     accounts.settle(sequence)
@@ -38,7 +37,7 @@ def test_reading_and_writing_are_charged_once() -> None:
 
 
 def test_reading_again_after_a_preemption_is_not_charged() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     sequence = entered(accounts, "a")
     write(accounts, sequence, 8)
     before = accounts.served("a")
@@ -51,7 +50,7 @@ def test_reading_again_after_a_preemption_is_not_charged() -> None:
 
 
 def test_a_found_prefix_is_free() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     sequence = entered(accounts, "a")
     sequence.num_computed = 8
     accounts.waive(sequence)
@@ -60,7 +59,7 @@ def test_a_found_prefix_is_free() -> None:
 
 
 def test_a_newcomer_starts_level_with_the_least_served() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     write(accounts, entered(accounts, "a", prompt=0), 100)
     write(accounts, entered(accounts, "b", prompt=0), 30)
     accounts.enter("c")
@@ -68,7 +67,7 @@ def test_a_newcomer_starts_level_with_the_least_served() -> None:
 
 
 def test_who_comes_back_keeps_what_it_had_more_but_saves_nothing_up() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     for client, count in (("a", 100), ("b", 10), ("c", 0)):
         write(accounts, entered(accounts, client, prompt=0), count)
     # The first one here was alone when it was served, so the others began where it stood.
@@ -82,7 +81,7 @@ def test_who_comes_back_keeps_what_it_had_more_but_saves_nothing_up() -> None:
 
 
 def test_accounts_are_forgotten_when_nobody_is_there() -> None:
-    accounts = Accounts()
+    accounts = ServiceCounters()
     write(accounts, entered(accounts, "a"), 100)
     accounts.leave("a")
     accounts.enter("b")

@@ -11,14 +11,13 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from benchmarks.gguf_shapes import Shape, random_blocks, write_file
 from kernels.cpu import library
+from kernels.rows import ExtendRows
 from service.engine import gguf_file
-from service.engine.decoder import Decoder
+from service.engine.decoder import FusedDecoder
 from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVPool
-from service.engine.linear import QuantisedEmbedding, QuantisedLinear
-from service.engine.modules import ATTENTION_NAME
+from service.engine.modules import ATTENTION_NAME, QuantisedEmbedding, QuantisedLinear
 from service.engine.numerics import Trial, check
-from service.engine.rows import ExtendRows
 from service.engine.target import Target
 from service.engine.weights import kv_shape
 from service.errors import StartupError
@@ -60,7 +59,7 @@ def loaded(file: Path, dtype: torch.dtype = torch.float32, attention: str = "eag
     return load_as_it_is(reader, config(), dtype, attention)
 
 
-@pytest.mark.parametrize("kind", list(gguf_file._KINDS), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", list(gguf_file._FORMATS), ids=lambda kind: kind.name)
 def test_blocks_are_worth_what_the_gguf_package_says(kind: Kind) -> None:
     data = random_blocks(np.random.default_rng(1), 40, 512, kind)
     weight, name = gguf_file._kept(data, kind, torch.float32)
@@ -129,7 +128,7 @@ def test_a_type_that_nobody_can_read_is_refused_by_the_name_of_its_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path / "a.gguf", {"blk.0.ffn_up.weight": Kind.Q5_K})
-    monkeypatch.setattr(gguf_file, "_KINDS", {})
+    monkeypatch.setattr(gguf_file, "_FORMATS", {})
 
     def refuse(data: object, kind: Kind) -> None:
         raise NotImplementedError(f"Dequantization for {kind.name} is not yet implemented")
@@ -153,8 +152,8 @@ def test_every_build_for_x86_computes_the_same_logits(tmp_path: Path, monkeypatc
         for _ in of_build(build, monkeypatch):
             model = loaded(file, torch.bfloat16, ATTENTION_NAME)
             target = Target(model, KVPool(kv_shape(model), 600, model.device))
-            trial = Trial(target, lines=1, max_length=300)
-            trial.read(0, trial.random_tokens(200), chunk=64)
+            trial = Trial(target, sequences=1, max_length=300)
+            trial.prefill(0, trial.random_tokens(200), chunk=64)
             _, logits = trial.run([ExtendRows(0, 200, trial.random_tokens(20), completes=True)])
             found.append(logits)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -163,5 +162,5 @@ def test_every_build_for_x86_computes_the_same_logits(tmp_path: Path, monkeypatc
 def test_rows_of_such_a_model_do_not_depend_on_their_company(tmp_path: Path) -> None:
     model = loaded(written(tmp_path / "a.gguf"), torch.bfloat16, ATTENTION_NAME)
     target = Target(model, KVPool(kv_shape(model), 600, model.device))
-    assert isinstance(target._layers, Decoder)  # our own ops run, not the model's modules
+    assert isinstance(target._layers, FusedDecoder)  # our own ops run, not the model's modules
     assert check(target) == "exact"

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from service.engine.budget import FixedBudget
-from service.engine.grammar import constrained, forbidden_tokens, with_known
+from service.engine.grammar import constrained, forbidden_tokens, with_runs_of
 from service.engine.requests import SamplingParams
 from service.grammars import Grammar, GrammarCompiler
 from service.tokenizer import ChatTokenizer
@@ -116,7 +116,7 @@ def test_forced_tokens_need_no_drafter() -> None:
 def test_what_is_known_goes_no_deeper_than_trees_do() -> None:
     """Merged without compiled kernels, too, as on a device."""
     (said,) = random_prompts(1, 100, seed=9)
-    assert with_known(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
+    assert with_runs_of(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
     state = regex("a{999}").begin()
     forced = (state.forced([]) or [])[:1] * 60
     places = torch.arange(60)[None]
@@ -187,7 +187,7 @@ def test_what_was_said_before_is_verified_many_tokens_at_a_time(
     again = [
         replace(
             one,
-            said=tuple(
+            replayed=tuple(
                 tuple(plain[one.request_id, index].tokens[: lengths[one.request_id, index]]) for index in (0, 1)
             ),
         )
@@ -207,6 +207,6 @@ def test_what_was_not_said_changes_nothing(temperature: float) -> None:
     asked = request("a", prompt, params(1, temperature))
     (plain,) = generate(tiny_engine(drafter="none"), asked).values()
     wrong = [*plain.tokens[:20], (plain.tokens[20] + 1) % VOCAB_SIZE, *plain.tokens[21:]]
-    (found,) = generate(tiny_engine(drafter="none"), replace(asked, said=(tuple(wrong),))).values()
+    (found,) = generate(tiny_engine(drafter="none"), replace(asked, replayed=(tuple(wrong),))).values()
     assert found.tokens == plain.tokens
     assert 15 <= found.accepted <= 20

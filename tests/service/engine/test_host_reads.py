@@ -12,7 +12,7 @@ from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import Readback
 from drafters.regret import RegretLedger
 from service.engine.budget import CostBudget, FixedBudget
-from service.engine.costs.model import FREE, CostTable
+from service.engine.costs import FREE, CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
 from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
@@ -22,7 +22,7 @@ from tests.tiny_models import VOCAB_SIZE, random_prompts
 torch.set_num_threads(1)
 
 TOKENS = "service.engine.emit:read_result tolist"
-TREE_SIZES = "service.engine.tree_width:rows tolist"
+TREE_SIZES = "service.engine.tree_pruning:node_rows tolist"
 ON_THE_HOST = (
     "kernels.cpu.",
     "kernels.tree_attention:",

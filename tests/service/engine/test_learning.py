@@ -10,7 +10,7 @@ from drafters.feedback import Query
 from drafters.protocol import Drafter
 from kernels.sample import gumbel_noise_of
 from service.engine import build
-from service.engine.budget import Budget, BudgetPolicy, FixedBudget
+from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import Scope
 from service.engine.stats import StepStats
@@ -69,7 +69,7 @@ class Timed(FixedBudget):
 
     num_learnt = 0
 
-    def learn(self, budget: Budget, stats: StepStats) -> None:
+    def learn(self, budget: DraftBudget, stats: StepStats) -> None:
         self.num_learnt += 1
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from drafters.tree import DraftTree
 from kernels import ops
 from kernels.linear import Product
+from kernels.rows import ExtendRows
 from kernels.tree_attention import Attention
 from service.engine.numerics import Trial, check, rows_are_independent
-from service.engine.rows import ExtendRows
 from tests.service.engine.harness import tiny_target
 from tests.service.engine.test_target import assert_close, stock_logits, tree_of
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, loaded_tiny
@@ -67,13 +67,13 @@ def test_references_alone_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) 
 
 
 def trial_of(lines: int = 2) -> Trial:
-    return Trial(tiny_target(loaded_tiny("llama"), num_slots=300), lines=lines, max_length=100)
+    return Trial(tiny_target(loaded_tiny("llama"), num_slots=300), sequences=lines, max_length=100)
 
 
 def test_a_text_read_and_continued_is_the_stock_models_text() -> None:
     trial = trial_of()
     tokens = trial.random_tokens(30)
-    trial.read(1, tokens[:28], chunk=9)
+    trial.prefill(1, tokens[:28], chunk=9)
     found = torch.stack([trial.decode(1, tokens[at], at) for at in (28, 29)])
     assert_close(found, stock_logits("llama", tokens)[28:])
 
@@ -81,8 +81,8 @@ def test_a_text_read_and_continued_is_the_stock_models_text() -> None:
 def test_trees_of_different_sizes_stand_in_their_own_lines() -> None:
     trial = trial_of()
     first, second = trial.random_tokens(10), trial.random_tokens(21)
-    trial.read(0, first[:-1], chunk=100)
-    trial.read(1, second[:-1], chunk=4)
+    trial.prefill(0, first[:-1], chunk=100)
+    trial.prefill(1, second[:-1], chunk=4)
     tree = two_trees([7, 8], [9, 0])
     roots = [ExtendRows(0, 9, first[-1:], completes=True), ExtendRows(1, 20, second[-1:], completes=True)]
     logits = trial.verify(roots, tree)
@@ -100,7 +100,7 @@ def two_trees(first: list[int], second: list[int]) -> DraftTree:
 
 def test_verifying_again_and_again_does_not_use_slots_up() -> None:
     trial = trial_of()
-    trial.read(0, trial.random_tokens(40), chunk=40)
+    trial.prefill(0, trial.random_tokens(40), chunk=40)
     root = ExtendRows(0, 40, [3], completes=True)
     first = trial.verify([root], tree_of([5, 6], [-1, -1]))
     for _ in range(300):

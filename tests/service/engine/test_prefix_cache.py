@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.kv_pool import SlotPool
-from service.engine.prefix_cache import Lease, PrefixCache
+from service.engine.prefix_cache import PrefixCache, PrefixLease
 
 CPU = torch.device("cpu")
 HELLO = [7, 1, 2, 3, 4, 5, 6]
@@ -18,7 +18,7 @@ def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def kept(cache: PrefixCache, tokens: list[int], first_slot: int, namespace: str = "") -> Lease:
+def kept(cache: PrefixCache, tokens: list[int], first_slot: int, namespace: str = "") -> PrefixLease:
     """Let a text come and go; its positions lie in slots from `first_slot` on. Returns the lease it had."""
     lease = cache.acquire(namespace, tokens)
     own = torch.arange(first_slot + lease.length, first_slot + len(tokens) - 1)
@@ -54,29 +54,6 @@ def test_a_position_whose_next_token_differs_is_read_again() -> None:
     assert found(cache, HELLO) == [10, 11, 12, 13, 14, 15]
 
 
-def test_another_first_token_is_another_text() -> None:
-    cache = PrefixCache(CPU)
-    kept(cache, HELLO, 10)
-    assert found(cache, [8, *HELLO[1:]]) == []
-
-
-def test_what_is_known_already_is_freed() -> None:
-    cache = PrefixCache(CPU)
-    first, second = cache.acquire("", HELLO), cache.acquire("", HELLO)
-    assert cache.release(first, HELLO, slots(10, 11, 12, 13, 14, 15)).tolist() == []
-    longer = [*HELLO, 30]
-    assert cache.release(second, longer, slots(20, 21, 22, 23, 24, 25, 26)).tolist() == [20, 21, 22, 23, 24, 25]
-    assert found(cache, longer) == [10, 11, 12, 13, 14, 15, 26]
-
-
-def test_positions_behind_the_text_are_freed() -> None:
-    """A stop cuts a text off behind which more was verified."""
-    cache = PrefixCache(CPU)
-    lease = cache.acquire("", HELLO[:3])
-    assert cache.release(lease, HELLO[:3], slots(10, 11, 12, 13)).tolist() == [12, 13]
-    assert found(cache, HELLO) == [10, 11]
-
-
 def test_what_a_running_one_has_read_is_shared() -> None:
     cache = PrefixCache(CPU)
     lease = cache.acquire("", HELLO)
@@ -90,15 +67,6 @@ def test_what_a_running_one_has_read_is_shared() -> None:
     assert cache.num_evictable == 6
 
 
-def test_what_another_has_shared_before_is_not_shared_twice() -> None:
-    cache = PrefixCache(CPU)
-    first, second = cache.acquire("", HELLO), cache.acquire("", HELLO)
-    cache.publish(first, HELLO, slots(10, 11, 12, 13, 14, 15))
-    cache.publish(second, HELLO, slots(20, 21, 22, 23, 24, 25))
-    assert (first.length, second.length) == (6, 0)
-    assert cache.release(second, HELLO, slots(20, 21, 22, 23, 24, 25)).tolist() == [20, 21, 22, 23, 24, 25]
-
-
 def test_leased_slots_are_not_evicted() -> None:
     cache = PrefixCache(CPU)
     kept(cache, HELLO, 10)
@@ -107,10 +75,10 @@ def test_leased_slots_are_not_evicted() -> None:
     assert sorted(cache.evict(100).tolist()) == [13, 14, 15]
     assert cache.leased("", HELLO) == 3
     assert cache.held_only_by([lease]) == 3
-    assert (cache.leased("", HELLO, besides=[lease]), cache.held_only_by([])) == (0, 0)
+    assert (cache.leased("", HELLO, excluding=[lease]), cache.held_only_by([])) == (0, 0)
     other = cache.acquire("", HELLO[:3])
     assert (cache.held_only_by([lease]), cache.held_only_by([other]), cache.held_only_by([lease, other])) == (1, 0, 3)
-    assert (cache.leased("", HELLO, besides=[lease]), cache.leased("", HELLO, besides=[lease, other])) == (2, 0)
+    assert (cache.leased("", HELLO, excluding=[lease]), cache.leased("", HELLO, excluding=[lease, other])) == (2, 0)
     for held in (lease, other):
         cache.release(held, HELLO[:3], slots())
     assert sorted(cache.evict(100).tolist()) == [10, 11, 12]
@@ -150,22 +118,12 @@ def test_waiting_pays_for_much_that_is_about_to_be_read() -> None:
     cache = PrefixCache(CPU)
     text = list(range(200))
     ask = [*range(150), 500, 501]
-    assert cache.worth_waiting("a", ask, "a", text)
-    assert not cache.worth_waiting("a", ask, "b", text)
-    assert not cache.worth_waiting("a", ask[100:], "a", text)
-    assert not cache.worth_waiting("a", [*range(20), 500], "a", text)
+    assert cache.pays_to_wait("a", ask, "a", text)
+    assert not cache.pays_to_wait("a", ask, "b", text)
+    assert not cache.pays_to_wait("a", ask[100:], "a", text)
+    assert not cache.pays_to_wait("a", [*range(20), 500], "a", text)
     kept(cache, text[:120], 1000, "a")
-    assert not cache.worth_waiting("a", ask, "a", text)
-
-
-def test_leaves_do_not_pile_up() -> None:
-    cache = PrefixCache(CPU)
-    kept(cache, HELLO, 10)
-    for _ in range(50):
-        found(cache, HELLO)
-    assert len(cache._leaves) == 1
-    assert sorted(cache.evict(6).tolist()) == [10, 11, 12, 13, 14, 15]
-    assert not cache._leaves
+    assert not cache.pays_to_wait("a", ask, "a", text)
 
 
 def test_the_null_cache_keeps_nothing() -> None:
@@ -176,14 +134,14 @@ def test_the_null_cache_keeps_nothing() -> None:
     assert cache.release(lease, HELLO, slots(1, 2, 3)).tolist() == [1, 2, 3]
     assert (cache.known("", HELLO), cache.leased("", HELLO), cache.held_only_by([lease])) == (0, 0, 0)
     assert cache.evict(3).tolist() == cache.held().tolist() == []
-    assert not cache.worth_waiting("", list(range(200)), "", list(range(200)))
+    assert not cache.pays_to_wait("", list(range(200)), "", list(range(200)))
 
 
 @dataclass
 class Running:
     """A text in the making: which slot holds which of its positions."""
 
-    lease: Lease
+    lease: PrefixLease
     tokens: list[int]
     own: list[int]  # behind the lease
 

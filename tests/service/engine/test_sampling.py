@@ -253,11 +253,6 @@ def test_a_bad_row_is_flagged_and_disturbs_nobody(changes: SamplingParams) -> No
         assert choice.tokens.tolist() == [expected[0], 0, *expected[1:]]
 
 
-def test_forbidding_every_token_is_a_bad_row() -> None:
-    nothing = _params(logit_bias=tuple((token, -INF) for token in range(VOCAB)))
-    assert _choose([Row([0.0] * VOCAB, nothing, [1], [], [])]).bad_rows.tolist() == [True]
-
-
 def test_min_tokens_counts_the_path_and_forgets_ids_beyond_the_vocabulary() -> None:
     wait = _params(temperature=0.0, min_tokens=3, stop_token_ids=frozenset({5, VOCAB + 7}))
     logits = [0.0] * VOCAB
@@ -265,11 +260,6 @@ def test_min_tokens_counts_the_path_and_forgets_ids_beyond_the_vocabulary() -> N
     texts: list[tuple[list[int], list[int]]] = [([], []), ([1], [1]), ([1, 1], [1]), ([1, 1, 1], [])]
     batch = [Row(logits, wait, [1], generated, path) for generated, path in texts]
     assert _choose(batch).tokens.tolist() == [7, 7, 2, 2]
-
-
-def test_ignore_eos_masks_nothing() -> None:
-    row = Row([0.0, 0.0, 9.0] + [0.0] * 9, _params(temperature=0.0, ignore_eos=True), [1], [], [])
-    assert _choose([row]).tokens.tolist() == [2]
 
 
 def test_logits_are_left_as_they_are() -> None:

@@ -10,7 +10,7 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import SamplingParams, Scope
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Batch, Forecast, Scheduler, cheapest
+from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
 from service.engine.sequence import Sequence, TextStream
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
@@ -39,7 +39,7 @@ class Room:
             self.scheduler.add(sequence)
         return added
 
-    def step(self) -> Batch:
+    def step(self) -> StepBatch:
         batch = self.scheduler.schedule()
         for item in batch.items:
             self.table.slots[item.sequence.table_row, item.start : item.start + item.num_rows] = self.slots.allocate(
@@ -50,7 +50,7 @@ class Room:
         assert self.conserved()
         return batch
 
-    def steps(self, count: int) -> list[Batch]:
+    def steps(self, count: int) -> list[StepBatch]:
         return [self.step() for _ in range(count)]
 
     def conserved(self) -> bool:
@@ -73,7 +73,7 @@ def sequence_of(
     )
 
 
-def shares(batch: Batch) -> list[tuple[Sequence, int]]:
+def shares(batch: StepBatch) -> list[tuple[Sequence, int]]:
     return [(item.sequence, item.num_rows) for item in batch.items]
 
 
@@ -110,9 +110,9 @@ def test_drafting_sequences_stand_first() -> None:
     room.scheduler.running = []
     for _ in range(6):
         batch = room.step()
-        drafts = [item.drafts for item in batch.items]
+        drafts = [item.decodes for item in batch.items]
         assert drafts == sorted(drafts, reverse=True)
-        assert batch.drafting == [item.sequence for item in batch.items][: sum(drafts)]
+        assert batch.decoding == [item.sequence for item in batch.items][: sum(drafts)]
         assert batch.num_extend_rows == sum(item.num_rows for item in batch.items)
     assert batch.completing == [a, b, c]
 
@@ -121,7 +121,7 @@ def test_a_prompt_of_one_token_takes_part_in_the_step_that_starts_it() -> None:
     room = Room()
     one, other = room.add(1, 1)
     batch = room.step()
-    assert batch.started == [one, other] == batch.drafting
+    assert batch.started == [one, other] == batch.decoding
     assert shares(batch) == [(one, 1), (other, 1)]
 
 
@@ -226,11 +226,11 @@ def test_texts_that_nobody_runs_can_be_forgotten() -> None:
     removed(room, started(room, 90))
     (one,) = room.add(60)
     room.step()
-    room.scheduler.forget_texts()
+    room.scheduler.forget_prefixes()
     assert room.slots.num_free == room.slots.capacity - one.num_computed
     room.step()
     removed(room, [one])
-    room.scheduler.forget_texts()
+    room.scheduler.forget_prefixes()
     assert room.slots.num_free == room.slots.capacity
 
 
@@ -281,7 +281,7 @@ def test_every_running_sequence_decodes_in_every_step() -> None:
     mine = room.add(*[3] * 31, client="much")
     (yours,) = room.add(3, client="little")
     room.steps(4)
-    assert [len(batch.drafting) for batch in room.steps(40)] == [32] * 40
+    assert [len(batch.decoding) for batch in room.steps(40)] == [32] * 40
     assert len({one.num_computed for one in (*mine, yours)}) == 1
 
 
@@ -292,7 +292,7 @@ def test_a_long_prompt_is_read_as_fast_beside_another_client_as_beside_the_same(
         room.add(3, client=client)
         room.steps(5)
         (long,) = room.add(1900, client="same")
-        steps[client] = next(number for number, _ in enumerate(room.steps(40)) if not long.is_reading)
+        steps[client] = next(number for number, _ in enumerate(room.steps(40)) if not long.is_prefilling)
     assert steps["other"] == steps["same"] <= 8
 
 
@@ -313,15 +313,6 @@ def test_the_chunk_goes_to_whoever_is_served_less() -> None:
     room.steps(3)
     (yours,) = room.add(12, client="little")
     assert [shares(room.step()) for _ in range(2)] == [[(yours, 10)], [(mine, 10)]]
-
-
-def test_preemptions_are_counted_once() -> None:
-    room = Room()
-    (sequence,) = room.add(3)
-    room.step()
-    room.scheduler.preempt(sequence)
-    assert [room.scheduler.take_preemptions() for _ in range(2)] == [1, 0]
-    assert room.slots.num_free == room.slots.capacity
 
 
 def removed(room: Room, sequences: Items[Sequence]) -> None:
@@ -366,7 +357,7 @@ def test_what_is_still_to_be_read_is_claimed_too() -> None:
 def test_it_learns_how_long_answers_are(length: int) -> None:
     forecast = Forecast()
     for _ in range(200):
-        forecast.ended(written(length))
+        forecast.observe(written(length))
     assert to_write(forecast, written(0)) == length
     assert to_write(forecast, written(length // 2)) == length - length // 2
     assert to_write(forecast, written(length * 2, max_tokens=800)) == length // 4, "who outlasts the others goes on"
@@ -378,7 +369,7 @@ NOTHING_KEPT = PrefixCache(CPU, keep=False)
 
 def running(number: int, computed: int, *, priority: int = 0, preemptions: int = 0) -> Sequence:
     sequence = sequence_of(max(1, computed), priority=priority)
-    sequence.number, sequence.num_computed, sequence.preemptions = number, computed, preemptions
+    sequence.arrival, sequence.num_computed, sequence.preemptions = number, computed, preemptions
     return sequence
 
 

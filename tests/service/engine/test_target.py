@@ -12,11 +12,11 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels import ops
+from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT
-from service.engine.commit import lay_out
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
-from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, slot_attention
-from service.engine.rows import ExtendRows
+from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, replace_linears, slot_attention
+from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError
 from tests.service.engine.harness import tiny_target
@@ -36,6 +36,7 @@ class Texts:
         self.target = target
         self.slots = SlotPool(target.pool.num_slots, target.device)
         self.table = SlotTable(lines, LENGTH + 20, target.device)
+        self.layout = RowLayout(self.slots, self.table)
 
     def extend(self, line: int, tokens: Sequence[int], chunk: int) -> Tensor:
         """Logits after the last token of each chunk. # -> [chunks, vocab]"""
@@ -43,7 +44,7 @@ class Texts:
         return torch.cat([self.run([ExtendRows(line, at, tokens[at : at + chunk], completes=True)]) for at in starts])
 
     def run(self, extends: list[ExtendRows], tree: DraftTree | None = None) -> Tensor:
-        rows = lay_out(extends, tree or DraftTree.empty(len(extends)), self.slots, self.table)
+        rows = self.layout(extends, tree or DraftTree.empty(len(extends)))
         return self.target.forward(rows, self.table).logits
 
 
@@ -105,7 +106,7 @@ def test_tapped_features_are_layer_outputs(family: str, tmp_path: Path) -> None:
     taps = (2, 1, 0)
     texts = Texts(tiny_target(loaded_tiny(family, seed=1), tap_layers=taps))
     tokens = prompt(7, 61)
-    rows = lay_out([ExtendRows(0, 0, tokens, completes=True)], DraftTree.empty(1), texts.slots, texts.table)
+    rows = texts.layout([ExtendRows(0, 0, tokens, completes=True)], DraftTree.empty(1))
     features = texts.target.forward(rows, texts.table).features
     assert features is not None
     assert_close(features, torch.cat([stock_layer_outputs(family, tokens)[tap] for tap in taps], dim=-1))
@@ -170,7 +171,7 @@ def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, int,
 
 def test_without_taps_there_are_no_features() -> None:
     texts = Texts(tiny_target(loaded_tiny("llama")))
-    rows = lay_out([ExtendRows(0, 0, [1, 2], completes=True)], DraftTree.empty(1), texts.slots, texts.table)
+    rows = texts.layout([ExtendRows(0, 0, [1, 2], completes=True)], DraftTree.empty(1))
     assert texts.target.forward(rows, texts.table).features is None
 
 
@@ -241,3 +242,16 @@ def test_attention_that_looks_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def bound(model: PreTrainedModel) -> Target:
     """As a target, which takes it over."""
     return Target(model, KVPool(loaded_tiny("llama").kv_shape, 50, torch.device("cpu")))
+
+
+def test_a_tied_embedding_keeps_its_weight_and_a_subclass_of_linear_is_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    tied = nn.ModuleDict({"embedding": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False), "own": Special(8, 8)})
+    table = tied["head"].weight = tied["embedding"].weight
+    x = torch.randn(3, 8)
+    before = tied["head"](x)
+    assert replace_linears(tied, ops.on(torch.device("cpu"))) == 1
+    assert tied["embedding"].weight is table
+    torch.testing.assert_close(tied["head"](x), before)

@@ -10,8 +10,7 @@ from drafters.calibration import SurvivalCalibration
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels.graph_runner import Capture
 from kernels.settle import accept
-from service.engine.tree_pruning import TreePruning
-from service.engine.tree_width import FixedWidth
+from service.engine.tree_pruning import TreePruning, TreeWidth
 from tests.drafters.trees import assert_valid_tree
 from tests.kernels.tensor_program import kernels, record
 
@@ -51,7 +50,7 @@ class Steps:
     """A way of pruning, with a calibration of its own."""
 
     def __init__(self, capture: Capture | None, *, is_priced: bool = True) -> None:
-        self.calibration, self.is_priced, width = SurvivalCalibration(), is_priced, FixedWidth(WIDTH)
+        self.calibration, self.is_priced, width = SurvivalCalibration(), is_priced, TreeWidth(WIDTH, captured=True)
         self.pruning = TreePruning(self.calibration, capture=capture, max_batch=BATCH, width=width, is_priced=is_priced)
 
     def step(self, seed: int) -> tuple[DraftTree, list[list[int]]]:

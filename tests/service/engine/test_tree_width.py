@@ -9,13 +9,13 @@ from drafters.protocol import DraftingSizes
 from drafters.random_tree import RandomTreeDrafter
 from drafters.regret import RegretLedger
 from kernels.survival import allocate_width
-from service.engine.budget import CostBudget, FixedBudget, Load
-from service.engine.costs.model import FREE
+from service.engine.budget import CostBudget, FixedBudget
+from service.engine.costs import FREE
 from service.engine.engine import EngineLimits
 from service.engine.requests import SamplingParams
-from service.engine.tree_width import ExactWidth, FixedWidth, widths_up_to
+from service.engine.tree_pruning import TreeWidth, tree_widths_up_to
 from tests.kernels.tensor_program import kernels, record
-from tests.service.engine.harness import generate, greedy, request, sampled, tiny_engine
+from tests.service.engine.harness import generate, greedy, load_of, request, sampled, tiny_engine
 from tests.service.engine.test_budget import candidates_of, table
 from tests.tiny_models import VOCAB_SIZE, random_prompts
 
@@ -25,39 +25,33 @@ SIZES = EngineLimits(max_model_len=120, max_sequences=4, prefill_chunk=16, max_b
 
 
 def test_with_the_root_widths_are_powers_of_two_up_to_the_most_nodes() -> None:
-    assert widths_up_to(48) == (7, 15, 31, 48)
-    assert widths_up_to(7) == (7,)
-    assert widths_up_to(0) == ()
-
-
-def test_exact_widths_are_the_trees() -> None:
-    sizes = torch.tensor([[9, 3, 9], [0, 0, 9], [20, 20, 20]])
-    assert ExactWidth().lay_out(candidates_of([[0.5] * 4] * 3), free=2) == 4
-    assert ExactWidth().rows(sizes, 20) == [3, 0, 20]
+    assert tree_widths_up_to(48) == (7, 15, 31, 48)
+    assert tree_widths_up_to(7) == (7,)
+    assert tree_widths_up_to(0) == ()
 
 
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
-    width, candidates = FixedWidth(48), candidates_of([[0.5], [0.5]])
-    assert width.lay_out(candidates, free=1000) == 48
+    width, candidates = TreeWidth(48, captured=True), candidates_of([[0.5], [0.5]])
+    assert width.choose(candidates, free_slots=1000) == 48
     for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31)):
         width.learn([0, wanted])
-        assert width.lay_out(candidates, free=1000) == given
-        assert width.rows(torch.zeros(2, 3), given) == [given, given]
+        assert width.choose(candidates, free_slots=1000) == given
+        assert width.node_rows(torch.zeros(2, 3), given) == [given, given]
 
 
 def test_after_a_step_that_wanted_no_nodes_there_is_room_for_some() -> None:
-    width = FixedWidth(48)
+    width = TreeWidth(48, captured=True)
     width.learn([0, 0])
-    assert width.lay_out(candidates_of([[0.5], [0.5]]), free=1000) == 7
+    assert width.choose(candidates_of([[0.5], [0.5]]), free_slots=1000) == 7
 
 
 def test_a_fixed_width_fits_into_the_free_slots() -> None:
-    assert FixedWidth(48).lay_out(candidates_of([[0.5], [0.5]]), free=40) == 15
+    assert TreeWidth(48, captured=True).choose(candidates_of([[0.5], [0.5]]), free_slots=40) == 15
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(14, True), (13, False)])
 def test_no_drafter_is_asked_without_room_for_the_smallest_trees(free: int, has_room: bool) -> None:
-    assert Load(2, 1.0, free, num_drafting=2, widths=FixedWidth(48).choices).has_room == has_room
+    assert load_of(2, free_slots=free, tree_widths=TreeWidth(48, captured=True).choices).has_room == has_room
 
 
 @pytest.mark.parametrize("params", [greedy(24), sampled(3, 24)], ids=["greedy", "sampled"])
@@ -117,11 +111,12 @@ def test_one_sequence_does_not_widen_the_rows_of_all() -> None:
     batch = 16
     survival = [[0.9] * 31] + [[0.2] * 31] * (batch - 1)
     costs = table([1.0, 16.0, 128.0, 512.0], [1.0, 1.0, 1.3, 6.0])
-    width = FixedWidth(31)
-    load = Load(batch, 50.0, 10_000, num_drafting=batch, num_sequences=batch, widths=width.choices)
+    width = TreeWidth(31, captured=True)
+    load = load_of(batch, context=50.0, free_slots=10_000, tree_widths=width.choices)
     policy = CostBudget(costs, FREE, RegretLedger())
     candidates, limits, ones = candidates_of(survival), torch.full((batch,), 31), torch.ones(batch)
-    seconds = torch.tensor(policy.price(load, 31 * batch), dtype=torch.float32)
+    seconds = torch.tensor(policy.step_seconds(load, 31 * batch), dtype=torch.float32)
+    assert width.on_device is not None
     width.learn(allocate_width(candidates, limits, seconds, ones, width.on_device).tolist())
-    assert width.lay_out(candidates, load.max_nodes) == 7
+    assert width.choose(candidates, load.free_slots) == 7
     assert batch * 8 == 128, "the rows that were priced are those that run"

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
+from kernels.rows import ExtendRows, ForwardRows
 from kernels.sample import gumbel_noise_of
 from kernels.settle import Verified
-from service.engine.kv_pool import SlotTable
+from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.requests import SamplingParams
-from service.engine.rows import ExtendRows, ForwardRows, flatten
+from service.engine.rows import RowLayout
 from service.engine.sequence import Sequence
 from service.engine.verify import VerifyStage
 from tests.service.engine.harness import greedy
@@ -18,7 +19,7 @@ from tests.service.engine.test_target import tree_of
 
 torch.set_num_threads(1)
 
-VOCAB = 320
+VOCAB, CPU = 320, torch.device("cpu")
 PARENTS = [-1, -1, 1, 1, 3]
 DRAFTED = [11, 12, 13, 14, 15]
 ON_PATH = {-1: 12, 1: 14, 3: 15, 4: 99}  # what the target chooses after the root (-1) and after some nodes
@@ -32,13 +33,12 @@ def forward(others: int = 1) -> tuple[list[Sequence], ForwardRows, DraftTree]:
     tree = tree_of(DRAFTED, PARENTS)
     padding = DraftTree(*(value.new_zeros(others, *value.shape[1:]) for value in tree))
     both = DraftTree.concatenated([tree, padding])
-    slots, table = 1 + torch.arange(6 + 3 * others), torch.zeros(16, 40, dtype=torch.int64)
-    rows = flatten(extends, both, slots, table, both.num_nodes.tolist())
+    rows = RowLayout(SlotPool(100, CPU), SlotTable(16, 40, CPU))(extends, both)
     return [line for line, extend in zip(lines, extends, strict=True) if extend.completes], rows, both
 
 
 def stage() -> VerifyStage:
-    return VerifyStage(SlotTable(16, 40, torch.device("cpu")))
+    return VerifyStage(SlotTable(16, 40, CPU))
 
 
 def logits_for(rows: ForwardRows, choices: dict[int, int]) -> Tensor:
@@ -81,8 +81,7 @@ def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verif
     lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
     extends = [ExtendRows(2, 7, [2], completes=True)]
     extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
-    slots, table = 1 + torch.arange(1 + 3 * others), torch.zeros(16, 40, dtype=torch.int64)
-    rows = flatten(extends, DraftTree.empty(1 + others), slots, table, [0] * (1 + others))
+    rows = RowLayout(SlotPool(100, CPU), SlotTable(16, 40, CPU))(extends, DraftTree.empty(1 + others))
     logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
     logits[list(bad)] = torch.nan
     completing = [line for line, extend in zip(lines, extends, strict=True) if extend.completes]

@@ -13,7 +13,7 @@ from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import DraftContext, MemorySizes
 from drafters.registry import memory_of
 from drafters.tree import DraftTree
-from service.engine.engine import StepReport
+from service.engine.engine import EngineOutput
 from service.engine.requests import Scope, SequenceOutput
 from service.engine.stats import LoadStats, StepStats
 from service.engine.thread import EngineThread
@@ -75,7 +75,7 @@ class Server:
     def forget(self, scope: str | None) -> None:
         self.thread.between_steps(lambda: self.memory.forget(scope), threading.Event())
 
-    def _observe(self, report: StepReport, load: LoadStats) -> None:
+    def _observe(self, report: EngineOutput, load: LoadStats) -> None:
         self.steps += [report.stats] if report.stats is not None else []
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:

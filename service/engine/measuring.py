@@ -1,21 +1,18 @@
-"""Measures at start-up what steps will cost, with the forwards and drafts that serving makes, and keeps it on disk.
+"""Measures at start-up what steps will cost, with the forwards and drafts that serving makes.
 
-One file per machine, model, threads and version. A file that is not exactly what was asked for is refused and measured
-again; a broken one is never half believed, because files are written beside their place and then renamed.
+Costs are kept on disk, one file per machine, model, threads and version; any other file is measured again.
 """
 
-import hashlib
-import json
 import logging
 import os
 import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +20,28 @@ import torch
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from kernels.cpu import library
+from kernels.rows import ExtendRows, ForwardRows
 from service.engine.captured import ROWS as CAPTURED_ROWS
-from service.engine.costs.model import Costs, CostTable, DraftCosts, FloatArray, along, rising
+from service.engine.costs import (
+    CostKey,
+    Costs,
+    CostTable,
+    DraftCosts,
+    FloatArray,
+    along,
+    cost_file,
+    read_costs,
+    rising,
+    write_costs,
+)
+from service.engine.engine import EngineLimits
 from service.engine.numerics import Trial
-from service.engine.rows import ExtendRows, ForwardRows
 from service.engine.target import Target
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Hears how many points are done, of how many."""
-CostKey = Mapping[str, str | int]
-"""Everything that measured seconds depend on."""
+"""Called with the number of points that are done, and of all."""
 
 SEQUENCES = (1, 8, 32)
 CONTEXTS = (128, 1024)
@@ -42,53 +49,60 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192)
 
 _REPEATS = 3
 _ENOUGH_SECONDS = 0.25
-"""A point that has been timed for so long is not timed again: large models would take minutes."""
-_CLEARLY = 1.25  # times as long as a step takes now: more than the machine's clocks explain
+"""A point timed for this long is not timed again: large models would take minutes."""
+_CLEARLY = 1.25  # ratio of seconds that clock speeds do not explain
 _LEVEL = 8  # nodes on a level of a measured tree
-_DRAFT_TOKENS = 64  # of the text that is drafted for
+_DRAFT_TOKENS = 64  # length of the text that is drafted for
 _CPU_INFO = Path("/proc/cpuinfo")
 _FORMAT = 2
+
+
+class MeasuredFor(NamedTuple):
+    """What must not share measurements: the model's weights and their type, the drafter, the server's version."""
+
+    model: str
+    drafter: str
+    version: str
 
 
 def costs_at_start(
     target: Target,
     make_drafter: Callable[[], Drafter],
+    limits: EngineLimits,
+    measured_for: MeasuredFor,
     *,
     folder: Path,
-    model: str,
-    drafter: str,
-    version: str,
-    max_sequences: int,
-    max_model_len: int,
-    max_budget: int,
     progress: Progress = lambda done, total: None,
 ) -> Costs:
-    """What verifying and drafting cost on this machine, from `folder` if the very same was measured before.
+    """What verifying and drafting cost on this machine, from `folder` if it was measured before under the same key.
 
-    `make_drafter` builds a drafter to be thrown away; `model`, `drafter` and `version` tell apart what must not share
-    measurements.
+    `make_drafter` builds a drafter that is thrown away after the measurement.
     """
-
+    sizes = {
+        "max_sequences": limits.max_sequences,
+        "max_model_len": limits.max_model_len,
+        "max_budget": limits.max_budget,
+    }
     key: CostKey = {
         "machine": this_machine(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
-        "model": model,  # fingerprint of the weights, and their type in memory
-        "drafter": drafter,
+        "model": measured_for.model,
+        "drafter": measured_for.drafter,
         "threads": torch.get_num_threads(),
-        "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {max_sequences} {max_model_len} {max_budget} "
+        "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {' '.join(map(str, sizes.values()))} "
         f"{target.pool.num_slots}",
-        "version": f"{version} {torch.__version__}",
+        "version": f"{measured_for.version} {torch.__version__}",
         "format": _FORMAT,
     }
-    costs = read(folder, key)
+    costs = read_costs(folder, key)
     if costs is not None and _is_faster_now(target, costs):
         logger.warning("steps are faster than the costs in %s say: measuring again", cost_file(folder, key))
         costs = None
     if costs is None:
-        sizes = {"max_sequences": max_sequences, "max_model_len": max_model_len, "max_budget": max_budget}
         verify = measure_costs(target, **sizes, progress=progress)
-        costs = Costs(verify, measure_drafts(make_drafter(), target, batches=sequence_points(max_sequences)))
-        write(folder, key, costs)
+        drafts = measure_drafts(make_drafter(), target, batches=sequence_points(limits.max_sequences))
+        costs = Costs(verify, drafts)
+        write_costs(folder, key, costs)
     return replace(costs, gains_file=cost_file(folder, key, "gains"))
 
 
@@ -98,7 +112,7 @@ def sequence_points(max_sequences: int) -> list[int]:
 
 
 def row_points(target: Target) -> tuple[int, ...]:
-    """Numbers of rows to measure: where forwards are captured, the shapes that run."""
+    """Numbers of rows to measure; where forwards are captured, those of their shapes."""
     return ROWS if target.capture is None else CAPTURED_ROWS
 
 
@@ -110,20 +124,21 @@ def measure_costs(
     max_budget: int,
     progress: Progress = lambda done, total: None,
 ) -> CostTable:
-    """Seconds of a verify by sequences, context length and rows, on this machine with this model."""
+    """Seconds of one verify by sequences, context length and rows, on this machine with this model."""
     sequences = sequence_points(max_sequences)
     rows = row_points(target)
     room = (target.pool.num_slots - 1 - rows[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
     longest = max(1, min(max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
-    run = partial(run_point, made_up_texts(target, lines=sequences[-1], length=contexts[-1]))
+    run = partial(run_point, dummy_texts(target, sequences=sequences[-1], length=contexts[-1]))
     return measure_grid(run, sequences, contexts, rows, most_rows=lambda n: n * (1 + max_budget), progress=progress)
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:
-    """Whether a step takes clearly less than it did then: what was measured beside other work would hold for ever."""
+    """Whether a step takes clearly less than the kept costs say: measured under other load, they would stay for
+    ever."""
     sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
-    trial = made_up_texts(target, lines=sequences, length=context)
+    trial = dummy_texts(target, sequences=sequences, length=context)
     now = _best_seconds(partial(run_point, trial, Point(sequences, context, sequences)))
     then = costs.verify.verify_seconds(np.array([float(sequences)]), context, sequences)
     return bool(then[0] > _CLEARLY * now)
@@ -137,22 +152,22 @@ class Point(NamedTuple):
     rows: int
 
 
-def made_up_texts(target: Target, *, lines: int, length: int) -> Trial:
-    """Lines of text of the same length that were never read: what a key says changes no time."""
-    trial = Trial(target, lines=lines, max_length=length + MAX_DEPTH + 1)
-    for line in range(lines):
-        trial.place([ExtendRows(line, 0, [0] * length, completes=False)])
+def dummy_texts(target: Target, *, sequences: int, length: int) -> Trial:
+    """Sequences whose slots hold no computed keys, for timing: the values of keys change no time."""
+    trial = Trial(target, sequences=sequences, max_length=length + MAX_DEPTH + 1)
+    for row in range(sequences):
+        trial.place([ExtendRows(row, 0, [0] * length, completes=False)])
     return trial
 
 
 def place_point(trial: Trial, point: Point) -> ForwardRows:
-    """The rows of a forward behind made-up texts."""
-    extends = [ExtendRows(line, point.context, [0], completes=True) for line in range(point.sequences)]
+    """Lay out the rows of a point after dummy texts."""
+    extends = [ExtendRows(row, point.context, [0], completes=True) for row in range(point.sequences)]
     return trial.place(extends, trees_for(point, trial.target.device))
 
 
 def run_point(trial: Trial, point: Point) -> None:
-    """One forward, until its logits can be read."""
+    """Run one forward and wait until its logits can be read."""
     rows = place_point(trial, point)
     logits = trial.target.forward(rows, trial.table).logits
     logits[0, 0].item()  # planned transfer: waits for the device, before serving
@@ -160,8 +175,8 @@ def run_point(trial: Trial, point: Point) -> None:
 
 
 def trees_for(point: Point, device: torch.device) -> DraftTree:
-    """Trees for every sequence that make up the point's rows together, eight nodes to a level, all of a level below
-    the first of the one above."""
+    """Trees that have the point's rows together, eight nodes to a level, each level below the first node of the one
+    above."""
     nodes = point.rows - point.sequences
     each, over = divmod(nodes, point.sequences)
     index = torch.arange(each + (over > 0))
@@ -184,9 +199,9 @@ def measure_grid(
     most_rows: Callable[[int], int],
     progress: Progress = lambda done, total: None,
 ) -> CostTable:
-    """Time `run` where so many sequences can have so many rows: at least one each, at most `most_rows(sequences)`.
+    """Time `run` at every point that can occur: at least one row per sequence, at most `most_rows(sequences)`.
 
-    The longest context is timed at the fewest and the most rows only, for what a context adds is linear in rows.
+    Contexts after the first are timed at the fewest and the most rows only: what they add is linear in rows.
     """
     timed = {count: [r for r in rows if count <= r <= most_rows(count)] or [count] for count in sequences}
     points = [
@@ -208,8 +223,8 @@ def measure_grid(
 
 
 def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence[int]) -> FloatArray:
-    """Seconds at every row point: as measured at the first context plus what this one adds at some points; rows that
-    so many sequences cannot have count as the nearest that they can. # -> [row points]"""
+    """Seconds at every row point: those of the first context, plus what this context adds, interpolated. Numbers of
+    rows that cannot occur take the nearest that can. # -> [row points]"""
     timed, seconds = (np.array(list(values), dtype=np.float64) for values in (first.keys(), first.values()))
     more = np.interp(timed, list(here), [here[number] - first[number] for number in here])
     curve = np.maximum(rising(seconds + more), min(here.values()))  # or noise would end, or be extended, below zero
@@ -217,7 +232,7 @@ def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence
 
 
 def _best_seconds(run: Callable[[], None]) -> float:
-    """The fastest of a few runs: whatever else the machine does, and a first call's allocations, can only add."""
+    """Seconds of the fastest of a few runs: other work and first allocations only add."""
     seconds: list[float] = []
     while not seconds or (len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS):
         start = time.perf_counter()
@@ -227,7 +242,7 @@ def _best_seconds(run: Callable[[], None]) -> float:
 
 
 def measure_drafts(drafter: Drafter, target: Target, *, batches: Sequence[int]) -> DraftCosts:
-    """Time trees of a drafter that reads the same made-up text for every sequence."""
+    """Time how long the drafter takes for the trees of each batch, after the same random text for every sequence."""
     device = target.device
     text = torch.randint(target.vocab_size, (_DRAFT_TOKENS,), generator=torch.Generator().manual_seed(0))
     drafter.start([DraftContext(row, text.tolist()) for row in range(max(batches))])
@@ -254,66 +269,12 @@ def _draft_seconds(drafter: Drafter, batch: int, device: torch.device) -> float:
 
 
 def this_machine() -> str:
-    """Processor, the instructions its products may use, and number of cores."""
+    """Processor, instruction set of the kernels, and number of cores."""
     return f"{processor_name()} {library.variant()} x {os.cpu_count()}"
 
 
 def processor_name() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if "model name" in line)
     return next(models, platform.processor() or platform.machine())
-
-
-def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
-    """Where costs of this key are kept, or something else that was measured under the same conditions."""
-    text = json.dumps(key, sort_keys=True)
-    return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def read(folder: Path, key: CostKey) -> Costs | None:
-    """The costs of this key, None (with one line in the log) if what is there is not a whole file of this very key."""
-    file = cost_file(folder, key)
-    try:
-        content = json.loads(file.read_text())
-        if content["key"] != key:
-            raise ValueError("they belong to something else")
-        verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
-        return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("costs in %s cannot be read (%s): measuring again", file, error)
-        return None
-
-
-def write(folder: Path, key: CostKey, costs: Costs) -> None:
-    """Put the costs there, all or nothing. A folder that cannot be written costs the next start a few seconds."""
-    tables = {"verify": asdict(costs.verify), "drafts": asdict(costs.drafts)}
-    # planned transfer: numpy, on the host
-    lists = {name: {axis: values.tolist() for axis, values in table.items()} for name, table in tables.items()}
-    write_whole(cost_file(folder, key), {"key": key, **lists})
-
-
-def write_whole(file: Path, content: object) -> None:
-    """Write JSON, all or nothing; where that is not possible, say so in the log and go on."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("w") as handle:
-            json.dump(content, handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-        beside.replace(file)
-    except OSError as error:
-        logger.warning("what was measured cannot be kept in %s: %s", file, error)
-
-
-def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:
-    """A table's axes and its seconds, which must fit them. Raises ValueError, KeyError, TypeError."""
-    table = {name: np.asarray(content[name], dtype=np.float64) for name in (*names, "seconds")}
-    if table["seconds"].shape != tuple(table[name].size for name in names):
-        raise ValueError(f"a table of {table['seconds'].shape} numbers does not fit its axes")
-    if not all(values.size and np.isfinite(values).all() for values in table.values()):
-        raise ValueError("numbers are missing")
-    return table

@@ -1,122 +1,133 @@
-"""For which texts the drafter is asked: kinds that gain and kinds that lose in one batch, and what is kept."""
+"""Which sequences draft: classes that gain and classes that lose in one batch, and what is kept between starts."""
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from drafters.regret import TRIAL_STEPS, RegretLedger
+from drafters.regret import CAP_STEPS, TRIAL_STEPS, RegretLedger
 from kernels.graph_runner import Capture, rerun
-from service.engine.budget import CostBudget, Load
-from service.engine.costs.gains_file import keep_gains, restore_gains
-from service.engine.costs.model import FREE
-from service.engine.gains import DraftGains, TextGain, kind_of
+from service.engine.budget import CostBudget, keep_gains, restore_gains
+from service.engine.costs import FREE
+from service.engine.draft_gate import DRAFTING, DraftGate, SequenceGain, traffic_class
 from service.engine.requests import SamplingParams
-from tests.service.engine.harness import generate, greedy, request, tiny_engine
+from tests.service.engine.harness import generate, greedy, load_of, request, tiny_engine
 from tests.service.engine.test_budget import table
 from tests.tiny_models import random_prompts
 
 DAY = 86_400.0
-KINDS = ("greedy", "cool", "warm")
+CLASSES = ("greedy", "cool", "warm")
 
 
-def taught(gains: DraftGains, steps: int, true_gain: dict[str, float], texts: Sequence[TextGain], seed: int = 0) -> int:
+def gate_of(affordable_steps: float = 2.0) -> DraftGate:
+    """A gate whose ledger covers so many steps of each class: by default a step, but no trial."""
+    ledger = RegretLedger()
+    for traffic in CLASSES:
+        ledger.open(f"{DRAFTING} {traffic}", CAP_STEPS, balance=affordable_steps)
+    return DraftGate(ledger, 1.0)
+
+
+def taught(
+    gate: DraftGate, steps: int, true_gain: dict[str, float], texts: Sequence[SequenceGain], seed: int = 0
+) -> int:
     """So many steps of these texts, whose gains have a deviation of 1; in how many texts' steps they were asked."""
     rng, asked_steps = random.Random(seed), 0
     for step in range(steps):
-        asks = gains.asks(texts, len(texts), begins=step % 100 == 0, affordable=KINDS)
+        asks = gate.select(texts, len(texts), starts=step % 100 == 0, step_seconds=1.0)
         asked = [text for text, is_asked in zip(texts, asks, strict=True) if is_asked]
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
-            seen = [rng.gauss(true_gain[text.kind], 1.0) for text in asked]
-            gains.observe(asked, seen, seen, len(texts), all_asked=not others)
-        gains.elapse(others, len(texts))
+            seen = [rng.gauss(true_gain[text.traffic], 1.0) for text in asked]
+            gate.observe(asked, seen, seen, len(texts), all_drafted=not others)
+        gate.skip(others, len(texts))
         asked_steps += len(asked)
     return asked_steps
 
 
 def test_kinds_are_temperature_and_grammar() -> None:
-    heats = {heat: kind_of(heat, has_grammar=False) for heat in (0.0, 0.2, 0.8, 0.81, 1.5)}
+    heats = {heat: traffic_class(heat, has_grammar=False) for heat in (0.0, 0.2, 0.8, 0.81, 1.5)}
     assert heats == {0.0: "greedy", 0.2: "cool", 0.8: "cool", 0.81: "warm", 1.5: "warm"}
-    assert kind_of(0.0, has_grammar=True) == "greedy+grammar"
+    assert traffic_class(0.0, has_grammar=True) == "greedy+grammar"
 
 
-def test_of_one_batch_texts_that_gain_draft_and_texts_that_lose_do_not() -> None:
-    gains, truth = DraftGains(), {"greedy": 0.5, "warm": -0.3}
-    greedy_texts, warm = [TextGain("greedy") for _ in range(4)], [TextGain("warm") for _ in range(4)]
-    taught(gains, 200, truth, [*greedy_texts, *warm])
-    assert taught(gains, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
-    assert gains.asks([*greedy_texts, *warm], 8, begins=False, affordable=KINDS) == [True] * 4 + [False] * 4
+def test_sequences_of_a_gaining_class_draft_and_those_of_a_losing_class_do_not() -> None:
+    gate, truth = gate_of(), {"greedy": 0.5, "warm": -0.3}
+    greedy_texts, warm = [SequenceGain("greedy") for _ in range(4)], [SequenceGain("warm") for _ in range(4)]
+    taught(gate, 200, truth, [*greedy_texts, *warm])
+    assert taught(gate, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
+    assert gate.select([*greedy_texts, *warm], 8, starts=False, step_seconds=1.0) == [True] * 4 + [False] * 4
 
 
 def test_alternating_texts_each_keep_what_they_have_alone() -> None:
     """One at a time, gaining 0.5 and losing 0.2 by turns: one mean of both would draft for all."""
     asked = {"greedy": 0, "warm": 0}
     for seed in range(8):
-        gains, truth = DraftGains(), {"greedy": 0.5, "warm": -0.2}
+        gate, truth = gate_of(), {"greedy": 0.5, "warm": -0.2}
         for text in range(60):
             kind = ("greedy", "warm")[text % 2]
-            asked[kind] += taught(gains, 100, truth, [TextGain(kind)], seed=1000 * seed + text)
+            asked[kind] += taught(gate, 100, truth, [SequenceGain(kind)], seed=1000 * seed + text)
     assert asked["greedy"] >= 0.98 * 8 * 3000
     assert asked["warm"] <= 0.2 * 8 * 3000
 
 
 def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
-    gains = DraftGains()
-    good, bad = [TextGain("greedy") for _ in range(7)], TextGain("greedy")
+    gate = gate_of()
+    good, bad = [SequenceGain("greedy") for _ in range(7)], SequenceGain("greedy")
     rng = random.Random(0)
     for _ in range(150):
         texts = [*good, bad]
         asked = [
-            text for text, asks in zip(texts, gains.asks(texts, 8, begins=False, affordable=KINDS), strict=True) if asks
+            text
+            for text, asks in zip(texts, gate.select(texts, 8, starts=False, step_seconds=1.0), strict=True)
+            if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
-        gains.observe(asked, seen, seen, 8, all_asked=len(asked) == 8)
-    assert gains.asks([*good, bad], 8, begins=False, affordable=KINDS) == [True] * 7 + [False]
+        gate.observe(asked, seen, seen, 8, all_drafted=len(asked) == 8)
+    assert gate.select([*good, bad], 8, starts=False, step_seconds=1.0) == [True] * 7 + [False]
 
 
 def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
-    gains, lucky = DraftGains(), TextGain("warm")
+    gate, lucky = gate_of(), SequenceGain("warm")
     rng = random.Random(0)
     for _ in range(120):
-        gains.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_asked=True)
+        gate.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
     for _ in range(400):
-        gains.of(1, "warm").observe(-0.5)
-    assert gains.asks([lucky, TextGain("warm")], 1, begins=False, affordable=KINDS) == [True, False]
+        gate.gain(1, "warm").observe(-0.5)
+    assert gate.select([lucky, SequenceGain("warm")], 1, starts=False, step_seconds=1.0) == [True, False]
 
 
-def test_a_text_of_a_kind_that_loses_is_tried_and_stays_where_it_gains() -> None:
-    """Texts that lose taught what their kind gains; others begin, and the ledger covers a trial."""
-    found = dict[float, int]()
-    for true_gain in (0.8, -0.5):
-        gains, rng, text = DraftGains(), random.Random(1), TextGain("greedy")
-        for _ in range(60):
-            gains.of(1, "greedy").observe(rng.gauss(-0.5, 1.0))
-        assert not gains.of(1, "greedy").may_gain
-        assert gains.asks([text], 1, begins=True, affordable=KINDS) == [False]
-        assert gains.asks([text], 1, begins=True, affordable=KINDS, trials=KINDS) == [True]
-        found[true_gain] = 0
-        for _ in range(100):
-            if gains.asks([text], 1, begins=False, affordable=KINDS, trials=KINDS) == [True]:
-                seen = [rng.gauss(true_gain, 1.0)]
-                gains.observe([text], seen, seen, 1, all_asked=True)
-                found[true_gain] += 1
-    assert found[0.8] == 100
-    assert TRIAL_STEPS <= found[-0.5] <= 2 * TRIAL_STEPS
+@pytest.mark.parametrize(("true_gain", "drafted"), [(0.8, {100}), (-0.5, range(TRIAL_STEPS, 2 * TRIAL_STEPS + 1))])
+def test_a_sequence_of_a_losing_class_is_tried_and_stays_where_it_gains(
+    true_gain: float, drafted: Collection[int]
+) -> None:
+    """Other sequences have taught that the class loses; a new one starts, and the ledger covers a trial."""
+    gate, rng, one = gate_of(TRIAL_STEPS), random.Random(1), SequenceGain("greedy")
+    for _ in range(60):
+        gate.gain(1, "greedy").observe(rng.gauss(-0.5, 1.0))
+    assert not gate.gain(1, "greedy").may_gain
+    assert gate.select([one], 1, starts=True, step_seconds=1.1) == [False], "the ledger covers no trial"
+    assert gate.select([one], 1, starts=True, step_seconds=1.0) == [True]
+    steps = 0
+    for _ in range(100):
+        if gate.select([one], 1, starts=False, step_seconds=1.0) == [True]:
+            seen = [rng.gauss(true_gain, 1.0)]
+            gate.observe([one], seen, seen, 1, all_drafted=True)
+            steps += 1
+    assert steps in drafted
 
 
-def test_a_kind_that_is_sure_to_lose_a_step_is_not_tried() -> None:
-    gains = DraftGains()
+def test_a_class_that_surely_loses_a_step_is_not_tried() -> None:
+    gate = gate_of(CAP_STEPS)
     for _ in range(300):
-        gains.of(1, "greedy").observe(-1.3)
-    assert gains.asks([TextGain("greedy")], 1, begins=True, affordable=KINDS, trials=KINDS) == [False]
+        gate.gain(1, "greedy").observe(-1.3)
+    assert gate.select([SequenceGain("greedy")], 1, starts=True, step_seconds=1.0) == [False]
 
 
-def test_nothing_is_asked_that_the_ledger_does_not_cover() -> None:
-    assert DraftGains().asks([TextGain("greedy")], 1, begins=True, affordable=()) == [False]
+def test_no_sequence_drafts_where_the_ledger_does_not_cover_a_step() -> None:
+    assert gate_of(0.9).select([SequenceGain("greedy")], 1, starts=True, step_seconds=1.0) == [False]
 
 
 def budget() -> CostBudget:
@@ -125,7 +136,7 @@ def budget() -> CostBudget:
 
 def known() -> CostBudget:
     policy = budget()
-    taught(policy.gains, 500, {"greedy": 0.5, "warm": -0.3}, [TextGain("greedy"), TextGain("warm")])
+    taught(policy.gate, 500, {"greedy": 0.5, "warm": -0.3}, [SequenceGain("greedy"), SequenceGain("warm")])
     return policy
 
 
@@ -137,11 +148,11 @@ def test_what_was_known_at_the_last_stop_is_known_at_the_start_less_sure_by_its_
     keep_gains(before, file)
     restore_gains(after, file, now=json.loads(file.read_text())["saved"] + age)
     for kind in ("greedy", "warm"):
-        old, new = before.gains.of(2, kind), after.gains.of(2, kind)
+        old, new = before.gate.gain(2, kind), after.gate.gain(2, kind)
         assert new.mean == old.mean
         assert {"as it was": new.sd == old.sd, "between": old.sd < new.sd < 1.0, "as at first": new.sd == 1.0}[sd]
-    asks = after.gains.asks([TextGain("greedy"), TextGain("warm")], 2, begins=True, affordable=KINDS)
-    assert asks == [True, age > 0.0], "what is not sure is tried again"
+    promises = [after.gate.gain(2, traffic).may_gain for traffic in ("greedy", "warm")]
+    assert promises == [True, age > 0.0], "what is not sure is tried again"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,7 @@ def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog
     file.write_text(content)
     restore_gains(policy, file)
     assert "drafting is learnt anew" in caplog.text
-    assert policy.gains.of(2, "warm").mean == 0.0
+    assert policy.gate.gain(2, "warm").mean == 0.0
 
 
 def test_where_nothing_was_kept_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,18 +177,18 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     policy, size = budget(), 2  # of two or three sequences
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
     policy.restore({"gains": known, "plain": [[size, [1.0, 0.0025, 0.01, 100]]]}, 0.0)
-    texts = TextGain("greedy"), TextGain("warm")
-    load = Load(2, 1.0, 100, num_drafting=2, num_sequences=2, texts=texts, asked=1)
+    texts = SequenceGain("greedy"), SequenceGain("warm")
+    load = load_of(decoding=texts, num_drafting=1)
     assert policy.refusal(load) is None
-    assert policy.refusal(replace(load, asked=2)) == "reference"
-    assert policy.refusal(replace(load, asked=0)) == "suspended"
+    assert policy.refusal(replace(load, num_drafting=2)) == "reference"
+    assert policy.refusal(replace(load, num_drafting=0)) == "suspended"
 
 
 class OnlyGreedy(CostBudget):
     """Asks the drafter for texts at temperature 0 alone."""
 
-    def asks(self, texts: Sequence[TextGain], num_sequences: int, *, begins: bool) -> list[bool]:
-        return [text.kind == "greedy" for text in texts]
+    def select(self, texts: Sequence[SequenceGain], num_sequences: int, *, starts: bool) -> list[bool]:
+        return [text.traffic == "greedy" for text in texts]
 
 
 @pytest.mark.parametrize("capture", [None, rerun], ids=["eager", "captured"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from service.engine.costs.model import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
+from service.engine.costs import FREE, CostTable, DraftCosts, OnlineCosts, OnlineDraftCosts
 
 TABLE = CostTable(
     sequences=np.array([1.0]),
@@ -59,10 +59,6 @@ def test_more_sequences_cost_more() -> None:
 
 def seconds(costs: OnlineCosts, rows: float) -> float:
     return float(costs.verify_seconds(np.array([rows]), 1.0, 1)[0])
-
-
-def test_what_nothing_corrected_is_the_table() -> None:
-    assert seconds(OnlineCosts(ONE_CONTEXT), 2.0) == 1.5
 
 
 def test_a_slower_machine_is_noticed_everywhere_and_first_where_it_is_seen() -> None:

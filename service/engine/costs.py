@@ -1,0 +1,315 @@
+"""What verifying and drafting cost: tables measured at start-up and kept on disk, and their correction while serving.
+
+Tables live on the host, in numpy: a prediction takes a few microseconds there, and a dozen launches on a device.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+FloatArray = npt.NDArray[np.float64]
+Value = TypeVar("Value", float, FloatArray)
+CostKey = Mapping[str, str | int]
+"""Everything that measured seconds depend on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Seconds of one forward on a grid; between its points cost is interpolated, beyond them extended linearly."""
+
+    sequences: FloatArray  # [sequence points], rising
+    contexts: FloatArray  # [context points], rising
+    rows: FloatArray  # [row points], rising
+    seconds: FloatArray  # [sequence points, context points, row points]
+
+    def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
+        """Predicted seconds of forwards of `rows` at a mean context length per sequence. # [n] -> [n]"""
+        return along(self.rows, self.curve(context, sequences), rows)
+
+    def curve(self, context: float, sequences: int) -> FloatArray:
+        """Seconds at the row points. # -> [row points]"""
+        return self.at_context(context, self.by_context(sequences))
+
+    def by_context(self, sequences: int) -> FloatArray:
+        """Seconds for this number of sequences. # -> [context points, row points]"""
+        # Extended beyond the last point, a curve could fall, even below zero.
+        by_context: FloatArray = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
+        return by_context
+
+    def at_context(self, context: float, by_context: FloatArray) -> FloatArray:
+        """`by_context`, interpolated at one context. # -> [row points]"""
+        curve: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
+        return curve
+
+
+def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
+    """Lower each value to the least of those after it: noise only adds, so fewer rows take no longer than more did."""
+    backwards = (*(slice(None),) * axis, slice(None, None, -1))
+    made: FloatArray = np.minimum.accumulate(seconds[backwards], axis=axis)[backwards]
+    return made
+
+
+def along(points: FloatArray, curve: FloatArray, values: FloatArray) -> FloatArray:
+    """Interpolate the curve at rising values, and extend it linearly. # points, curve [points], values [n] -> [n]"""
+    inside: FloatArray = np.interp(values, points, curve)
+    if points.shape[0] == 1 or values[-1] <= points[-1]:
+        return inside
+    slope = float((curve[-1] - curve[-2]) / (points[-1] - points[-2]))
+    beyond: FloatArray = np.maximum(0.0, values - points[-1])
+    return inside + slope * beyond
+
+
+def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray:
+    """Interpolate values along their first axis. # values [points, ...] -> [...]"""
+    if points.shape[0] == 1:
+        only: FloatArray = values[0]
+        return only
+    above, share = _place(points, value)
+    between: FloatArray = values[above - 1] * (1 - share) + values[above] * share
+    return between
+
+
+def _place(points: FloatArray | list[float], value: float) -> tuple[int, float]:
+    """Index of the point above, and the share of the way to it from the one before; beyond the last point above 1."""
+    above = min(max(bisect_left(points, value), 1), len(points) - 1)
+    return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """Seconds of drafting one tree for each sequence of a batch."""
+
+    batches: FloatArray  # [batch points], rising
+    seconds: FloatArray  # [batch points]
+
+    def draft_seconds(self, batch: int) -> float:
+        """Interpolated seconds for a batch."""
+        return float(np.interp(batch, self.batches, self.seconds))
+
+
+FREE = DraftCosts(batches=np.ones(1), seconds=np.zeros(1))
+"""Draft costs of a drafter that was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured at start-up."""
+
+    verify: CostTable
+    drafts: DraftCosts
+    gains_file: Path | None = None  # where what drafting gained is kept from one start to the next
+
+
+_PER_OCTAVE = 2
+_POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
+_DEVIATION = 0.2  # standard deviation of a correction, as a logarithm
+_OCTAVES = 2.0  # distance at which corrections correlate by e^-1
+_NOISE = 0.5  # standard deviation of one forward's logarithm, drift of the machine included
+_FORGETTING = 0.01  # share of the learnt certainty, per forward
+_PRIOR = _DEVIATION**2 * np.exp(-np.abs(_POINTS[:, None] - _POINTS) / _OCTAVES)
+_DRIFT_RATE = 0.1  # share of an error that goes to the drift, where the curve is known
+_MOST_SURPRISE = 0.5  # natural logarithm: one hiccup does not move a prediction by more than a tenth
+
+
+class OnlineCosts:
+    """A cost table corrected while serving, by rows and by the size of the batch in powers of two:
+
+        log seconds = log table(rows, context, sequences) + drift + curve[sequences](rows)
+
+    The drift of the machine follows every forward quickly and is common to all; curves follow slowly, each by batches
+    of its size alone (docs/decisions/0050).
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self._table, self._rows = table, table.rows.tolist()  # planned transfer: numpy, on the host
+        self._by_context = cache(table.by_context)
+        self._curve = lru_cache(maxsize=2)(self._find_curve)  # a step needs the same one several times
+        self._drift = 0.0
+        self._corrections: dict[int, _CurveCorrection] = {}
+        self._newest = _CurveCorrection(np.zeros_like(_POINTS))
+        self._known: dict[tuple[int, float, int], float] = {}  # predictions, until more is learnt
+
+    def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
+        """Corrected seconds of forwards of rising numbers of rows, from 1 on. # [n] -> [n]"""
+        table = along(self._table.rows, self._curve(context, sequences), rows)
+        # Fewer rows cannot take longer than more were seen to take, even if they have not run lately.
+        return rising(table * np.exp(self._drift + self._correction(sequences).at(rows)))
+
+    def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
+        """Corrected seconds of one forward."""
+        key = rows, context, sequences
+        found = self._known.get(key)
+        if found is None:
+            curve = self._curve(context, sequences)
+            above, share = _place(self._rows, rows) if len(curve) > 1 else (0, 1.0)
+            table = float(curve[above - 1]) * (1.0 - share) + float(curve[above]) * share
+            found = self._known[key] = table * math.exp(self._drift + self._correction(sequences).at_one(rows))
+        return found
+
+    def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
+        """Correct the table by a forward's seconds; returns those that had been predicted."""
+        predicted = self.forward_seconds(rows, context, sequences)
+        self._known.clear()
+        if seconds <= 0.0 or predicted <= 0.0:
+            return predicted
+        surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
+        # A new size of batch begins with the newest correction.
+        self._newest = self._corrections.setdefault(sequences.bit_length(), self._correction(sequences))
+        self._drift += _DRIFT_RATE * surprise * self._newest.correct(rows, surprise)
+        return predicted
+
+    def _find_curve(self, context: float, sequences: int) -> FloatArray:
+        return self._table.at_context(context, self._by_context(sequences))
+
+    def _correction(self, sequences: int) -> "_CurveCorrection":
+        return self._corrections.get(sequences.bit_length()) or _CurveCorrection(self._newest.logs)
+
+
+class _CurveCorrection:
+    """Logarithm of the factor on the table's predictions, and how sure it is: a Gaussian process over the logarithm of
+    rows (Rasmussen, Williams, "Gaussian processes for machine learning", 2006, section 2.2).
+
+    Legend: points = numbers of rows at which it is kept; between them it is interpolated.
+    """
+
+    def __init__(self, logs: FloatArray) -> None:
+        self.logs = logs.copy()  # [points]
+        self._learnt = np.zeros_like(_PRIOR)  # [points, points], covariance that observations have taken from the prior
+
+    def at(self, rows: FloatArray) -> FloatArray:
+        """# [n] -> [n]"""
+        logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
+        return logs
+
+    def at_one(self, rows: int) -> float:
+        near = _near(rows)
+        return near.mean(float(self.logs[near.point]), float(self.logs[near.point + 1]))
+
+    def correct(self, rows: int, surprise: float) -> float:
+        """Learn from a prediction that was off by `surprise`; returns how sure the curve already was there, 0 to 1."""
+        near = _near(rows)
+        shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
+        variance = near.mean(float(shared[near.point]), float(shared[near.point + 1]))
+        gain = shared * (1.0 / (variance + _NOISE**2))
+        self._learnt += np.multiply.outer(gain, shared)
+        self._learnt *= 1.0 - _FORGETTING
+        gain *= surprise
+        self.logs += gain
+        return 1.0 - variance / near.variance
+
+
+class _Near(NamedTuple):
+    """Where a number of rows lies between two points."""
+
+    point: int  # index of the point before
+    share: float  # of the way to the next one
+    prior: FloatArray  # [points] prior covariance with this place
+    variance: float  # prior, of this place
+
+    def mean(self, before: Value, after: Value) -> Value:
+        """Interpolate between the values at two points."""
+        return before * (1.0 - self.share) + after * self.share
+
+
+@lru_cache(maxsize=4096)
+def _near(rows: int) -> _Near:
+    place = min(math.log2(max(rows, 1)), float(_POINTS[-1]))  # more rows count as the last point
+    above, share = _place(_POINTS, place)
+    weights = np.zeros_like(_POINTS)
+    weights[above - 1 : above + 1] = 1.0 - share, share
+    prior = _PRIOR @ weights
+    return _Near(above - 1, share, prior, float(weights @ prior))
+
+
+_DRAFT_RATE = 0.1
+_MOST_TIMES = 4.0  # the expected seconds: one hiccup must not pass for the price of drafting
+
+
+class OnlineDraftCosts:
+    """Drafting seconds as they are now, by powers of two of the batch; starts from the measured ones."""
+
+    def __init__(self, costs: DraftCosts) -> None:
+        self._costs = costs
+        self._seconds: dict[int, float] = {}
+
+    def draft_seconds(self, batch: int) -> float:
+        """Current seconds for a batch."""
+        known = self._seconds.get(batch.bit_length())
+        return self._costs.draft_seconds(batch) if known is None else known
+
+    def learn(self, batch: int, seconds: float) -> float:
+        """Take in what drafting took; returns it without what a hiccup added."""
+        expected = self.draft_seconds(batch)
+        likely = min(seconds, _MOST_TIMES * expected) if expected > 0 else seconds
+        self._seconds[batch.bit_length()] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
+        return likely
+
+
+def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
+    """The file that holds costs of this key, or something else that was measured under the same conditions."""
+    text = json.dumps(key, sort_keys=True)
+    return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_costs(folder: Path, key: CostKey) -> Costs | None:
+    """The saved costs of this key; None without a file, or, with a warning, for one that is damaged or of another
+    key."""
+    file = cost_file(folder, key)
+    try:
+        content = json.loads(file.read_text())
+        if content["key"] != key:
+            raise ValueError("they belong to something else")
+        verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
+        return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("costs in %s cannot be read (%s): measuring again", file, error)
+        return None
+
+
+def write_costs(folder: Path, key: CostKey, costs: Costs) -> None:
+    """Save the costs. Where the folder cannot be written, the next start measures again."""
+    lists = {"verify": _as_lists(costs.verify), "drafts": _as_lists(costs.drafts)}
+    write_whole(cost_file(folder, key), {"key": key, **lists})
+
+
+def _as_lists(table: CostTable | DraftCosts) -> dict[str, list[Any]]:
+    return {axis: values.tolist() for axis, values in asdict(table).items()}  # planned transfer: numpy, on the host
+
+
+def write_whole(file: Path, content: object) -> None:
+    """Write JSON atomically; on failure log a warning and go on."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w") as handle:
+            json.dump(content, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("what was measured cannot be kept in %s: %s", file, error)
+
+
+def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:
+    """A table's axes and seconds as arrays. Raises ValueError, KeyError or TypeError where they do not fit."""
+    table = {name: np.asarray(content[name], dtype=np.float64) for name in (*names, "seconds")}
+    if table["seconds"].shape != tuple(table[name].size for name in names):
+        raise ValueError(f"a table of {table['seconds'].shape} numbers does not fit its axes")
+    if not all(values.size and np.isfinite(values).all() for values in table.values()):
+        raise ValueError("numbers are missing")
+    return table

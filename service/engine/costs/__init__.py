@@ -1,1 +1,0 @@
-"""What steps cost on this machine: predicted, corrected while serving, measured at start-up."""
