@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from adaptation.checkpoint import LearnerCheckpoint
+from adaptation.losses import Rows
 from adaptation.policy import State
-from adaptation.vocabulary import Rows, TokenCounts
+from adaptation.traffic import TokenCounts
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.regret import SHARE
 from drafters.specblock.checkpoint import weights_of, write_weights
@@ -37,7 +38,6 @@ class Bootstrap:
         weights: DrafterWeights,
         embed: Embed,
         rows: Rows,
-        counts: TokenCounts,
         checkpoint: LearnerCheckpoint,
         *,
         makes: bool,
@@ -45,10 +45,11 @@ class Bootstrap:
         seed: int,
     ) -> None:
         """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the output
-        rows of the target for tokens; `counts`: what is said, by which the draft vocabulary is chosen; `given`: weights
+        rows of the target for tokens; `given`: weights
         of another target's drafter, to be judged first."""
         self.makes = makes
-        self._weights, self._embed, self._rows, self._counts = weights, embed, rows, counts
+        self._weights, self._embed, self._rows = weights, embed, rows
+        self.counts = TokenCounts(weights.anchor.config.target_vocab_size)  # the draft vocabulary is the most frequent
         self._checkpoint, self._seed = checkpoint, seed
         self._kept_at = self._keeping_seconds = 0.0
         self._given = given if makes else None
@@ -79,6 +80,7 @@ class Bootstrap:
             raise ValueError("features of a text are not finite")
         assert self._sums is not None, "nothing is collected any more"
         self._sums.add(example, self._embed)
+        self.counts.observe(example.tokens[example.prompt :].tolist())
 
     @torch.no_grad()
     def solve(self) -> dict[str, Tensor]:
@@ -87,7 +89,7 @@ class Bootstrap:
         if self._given is not None:
             return {name: value.float() if value.is_floating_point() else value for name, value in self._given.items()}
         model = copy.deepcopy(self._weights.anchor)
-        model.set_vocabulary(self._counts.likeliest(model.config.draft_vocab_size).to(model.d2t.device))
+        model.set_vocabulary(self.counts.most_frequent(model.config.draft_vocab_size).to(model.d2t.device))
         model.lm_head.weight.copy_(self._rows(model.d2t))
         self._sums.solve(model.input_layer, torch.Generator().manual_seed(self._seed))
         return weights_of(model)

@@ -122,7 +122,6 @@ class Tuning:
     warm_up_steps: int = 8  # over which the learning rate rises, as Adam's first moments are noise; at most one update
     update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
     replay_texts: int = 256  # latest ones learnt from, some of which each full update sees again; idle time needs many
-    exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary
     kept_refusals: int = 8  # in a row, that leave the training copy as it is: small updates add up
     validation_share: float = 0.25  # of queries: never learnt from
     validation_texts: int = 24  # most recent ones that are kept

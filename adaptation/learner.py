@@ -28,7 +28,7 @@ from adaptation.evaluator import OfflineEvaluator, Replay, memory_alone, replay_
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Quota, RecordingSampler
 from adaptation.gate import Gate, GateDecision
 from adaptation.idle import IdleTime
-from adaptation.losses import TextDivergence
+from adaptation.losses import Rows, TextDivergence, untrained_rows
 from adaptation.monitor import RollbackMonitor
 from adaptation.policy import Arm, Judgement, Policy
 from adaptation.process import TrainingTime, training_process
@@ -36,7 +36,6 @@ from adaptation.records import AdaptationError, AdaptationStatus, Damaged, Emit,
 from adaptation.samples import SampleBuffers, TrainingSample, ValidationSet
 from adaptation.traffic import TrafficMonitor
 from adaptation.trainer import RATE, Pace, Rules, Trainer, UpdateReport, bf16_is_faster
-from adaptation.vocabulary import DraftVocabulary, Rows, TokenCounts, untrained_rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
 from drafters.feedback import Query, QueryFeedback
@@ -95,16 +94,14 @@ class Learner:
         self._buffers, self._validation = self._feedback.buffers, self._feedback.validation
         # Replicas record every query: none of them knows what the others' queries promise.
         self.sampler = RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0)
-        vocab, can_exchange = drafter.config.target_vocab_size, drafter.target_head is not None
-        self._vocabulary = DraftVocabulary(TokenCounts(vocab), least_count=tuning.exchange_count if can_exchange else 0)
         self._checkpoint = LearnerCheckpoint(folder)
-        makes, counts = not drafter.made and config.policy != "never", self._vocabulary.counts
+        makes = not drafter.made and config.policy != "never"
         self._bootstrap = Bootstrap(
-            weights, drafter.embed, rows, counts, self._checkpoint, makes=makes, given=drafter.given, seed=seed
+            weights, drafter.embed, rows, self._checkpoint, makes=makes, given=drafter.given, seed=seed
         )
         self._evaluator = _evaluator_of(weights, drafter, rows, self.time.paced(replay), tuning)
         self._monitor = RollbackMonitor(tuning)
-        self._traffic = TrafficMonitor(vocab)
+        self._traffic = TrafficMonitor(drafter.config.target_vocab_size)
         self._pace = Pace()
         self._policy_name = config.policy
         self._emit = emit
@@ -135,8 +132,6 @@ class Learner:
             self._evaluator.probe(filtered.text)
         elif filtered.text is not None and self._bootstrap.collects and not self.paused:
             self._collect(filtered.text.example)
-        if filtered.admission.admitted and not filtered.validates:
-            self._vocabulary.observe(feedback.query.tokens[feedback.prompt :])
         if feedback.query.store and self._traffic.observe(feedback.query.answer):
             self._traffic_changed()
             self._tell("changed", "other_words")
@@ -216,9 +211,9 @@ class Learner:
         at every publish. A process that is killed goes on from what it served, with optimizers that remember nothing.
         """
         weights = self.weights
-        parts = {"policy": self._policy.state(), "tokens": self._vocabulary.counts.state(), **self._monitor.state()}
+        parts = {"policy": self._policy.state(), **self._monitor.state()}
         if self._bootstrap.makes:
-            parts["bootstrap"] = self._bootstrap.state()
+            parts |= {"bootstrap": self._bootstrap.state(), "tokens": self._bootstrap.counts.state()}
         newest, origin, condemned = weights.newest, weights.latest.origin, weights.condemned
         save = partial(self._checkpoint.save, newest=newest, origin=origin, condemned=condemned, parts=parts)
         self._storing(lambda: save(paused=self.paused))
@@ -255,7 +250,6 @@ class Learner:
             paused=self.paused,
             version=weights.version,
             origin=weights.origin,
-            exchanged_tokens=weights.num_exchanged,
             newest=weights.newest,
             condemned=tuple(sorted(weights.condemned)),
             snapshots=tuple(weights.snapshots.versions),
@@ -395,10 +389,9 @@ class Learner:
 
     def _train(self, arm: Arm, samples: list[TrainingSample], interrupted: Callable[[], bool]) -> UpdateReport:
         with self.time.spent():
-            wanted = self._vocabulary.wanted(self._trainer.vocabulary)
             share = self._pace.share(arm)
             stops = partial(self.time.wait, interrupted) if self.process is None else interrupted
-            report = self._update(arm, samples, stops, vocabulary=wanted, rate_share=share)
+            report = self._update(arm, samples, stops, rate_share=share)
         self.num_updates[arm] += report.applied
         return report
 
@@ -507,7 +500,7 @@ class Learner:
                 elif name == "bootstrap":
                     self._bootstrap.restore(state)
                 elif name == "tokens":
-                    self._vocabulary.counts.restore(state)
+                    self._bootstrap.counts.restore(state)
                 else:
                     self._monitor.restore(name, state)
             except ValueError as error:
@@ -593,7 +586,6 @@ def _numbers(report: UpdateReport, decision: GateDecision) -> dict[str, float]:
         "head": float(report.arm == "head"),
         "seconds": report.seconds,
         "moved": report.moved,
-        "exchanged": float(report.exchanged),
         **_scores(decision),
     }
 

@@ -2,16 +2,39 @@
 the rank head's loss. Legend: rows = positions, vocab = the drafter's.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from adaptation.vocabulary import Rows
 from drafters.feedback import DraftLabels
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of
+
+Rows = Callable[[Tensor], Tensor]
+"""Untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
+
+
+def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
+    """Return a function that gives the anchor's output rows for tokens it knows, and the target's own for others.
+
+    A drafter predicts the target's hidden state, so the target's rows fit it. Weights that an operator or another
+    replica brings may have another vocabulary than the anchor.
+    target_head [target_vocab, hidden]; None: the vocabulary is always the anchor's
+    """
+
+    def rows(vocabulary: Tensor) -> Tensor:
+        if torch.equal(vocabulary, anchor.d2t):
+            return anchor.lm_head.weight.detach()
+        assert target_head is not None, "there are no rows for other tokens"
+        known = anchor.t2d[vocabulary]
+        found = target_head[vocabulary.to(target_head.device)].to(anchor.lm_head.weight)
+        return torch.where((known >= 0)[:, None], anchor.lm_head.weight.detach()[known.clamp(min=0)], found)
+
+    return rows
 
 
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.evaluator import Replay, replay_of
+from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
 from adaptation.trainer import Rules, Trainer, UpdateReport
-from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.regret import GainPosterior
 from drafters.specblock.model import SpecBlock, SpecBlockConfig

@@ -109,7 +109,6 @@ class AdaptationStatus:
     paused: bool
     version: int  # of the drafter that serves
     origin: int  # the version that first had its weights; 0: as trained before deployment
-    exchanged_tokens: int  # that it can propose, and could not as deployed
     newest: int  # the highest version there was, staged or served
     condemned: tuple[int, ...]  # versions that are never gone back to
     snapshots: tuple[int, ...]  # versions that are kept

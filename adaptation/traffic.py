@@ -1,13 +1,16 @@
-"""Has the traffic changed? By the words of answers, which are known of every query, whatever drafts it and whether or
-not it is recorded. Other weights say the same words."""
+"""Detects changes of traffic from the tokens of answers, which are known for every query, drafted or not, recorded or
+not, and do not depend on the drafter's weights.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
 from torch import Tensor
 
-from adaptation.vocabulary import TokenCounts
+from adaptation.policy import State
 
 _SLACK = 0.5  # of an unusual score that is forgiven, in standard deviations (k)
 _THRESHOLD = 8.0  # sum of unusual scores after which traffic counts as changed, in standard deviations (h)
@@ -20,6 +23,63 @@ _RECENT = 512  # tokens said after which one is half forgotten
 _MEMORY = 32  # queries; the same words surprise less and less, as they come to be known
 _UNSEEN = 0.1  # what a token counts that nobody has said yet (Lidstone)
 _PRIOR = 1024  # tokens that what is usual counts for what is recent (Dirichlet)
+
+_HALF_LIFE = 65_536  # tokens
+_MAX_PER_QUERY = 4  # times that one query may count for a token: no single text decides
+_MIN_STORED = 0.5  # smaller counts are not stored
+
+
+@dataclass
+class _StoredCounts:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    tokens: list[NonNegativeInt]
+    counts: list[NonNegativeFloat]
+
+
+_STORED_COUNTS = TypeAdapter(_StoredCounts)
+
+
+class TokenCounts:
+    """How often each token of the target occurred in recent answers, with exponential decay."""
+
+    def __init__(self, vocab: int, *, half_life: int = _HALF_LIFE) -> None:
+        """`half_life`: tokens after which an occurrence counts half."""
+        self._counts = torch.zeros(vocab)
+        self._half_life = half_life
+
+    @property
+    def total(self) -> float:
+        """Sum of all counts."""
+        return float(self._counts.sum())
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of one query."""
+        ids, times = torch.tensor(tokens, dtype=torch.int64).unique(return_counts=True)
+        self._counts *= 0.5 ** (len(tokens) / self._half_life)
+        self._counts[ids] += times.clamp(max=_MAX_PER_QUERY)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Counts of these tokens. # tokens [n] int64 -> [n]"""
+        return self._counts[tokens.cpu()]
+
+    def most_frequent(self, size: int) -> Tensor:
+        """The most frequent tokens; among equals the lowest ids, which tokenizers give to frequent tokens.
+        # -> [size] int64, ascending"""
+        return self._counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    def state(self) -> State:
+        """The counts as plain values."""
+        kept = (self._counts >= _MIN_STORED).nonzero()[:, 0]
+        return {"tokens": kept.tolist(), "counts": self._counts[kept].tolist()}
+
+    def restore(self, state: State) -> None:
+        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
+        stored, counts = _STORED_COUNTS.validate_python(state), torch.zeros_like(self._counts)
+        if len(stored.tokens) != len(stored.counts) or max(stored.tokens, default=0) >= counts.shape[0]:
+            raise ValueError("counts of tokens that do not fit this target")
+        counts[torch.tensor(stored.tokens, dtype=torch.int64)] = torch.tensor(stored.counts)
+        self._counts = counts
 
 
 class RisingScores:

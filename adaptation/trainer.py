@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from adaptation.config import Tuning
-from adaptation.losses import TextDivergence, rank_loss
+from adaptation.losses import Rows, TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
-from adaptation.vocabulary import Rows
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
 from drafters.protocol import Noise
@@ -37,7 +36,6 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
-_HEAD = "lm_head.weight"
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
 _RANK_ROWS = 128  # entries per step that train the rank head: drawing noise for each costs as much as its products
 _GRADIENT_NORM = 1.0  # gradients are scaled down to it
@@ -72,7 +70,6 @@ class UpdateReport:
     seconds: float
     losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass takes `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
-    exchanged: int = 0  # tokens of the vocabulary
 
     @property
     def applied(self) -> bool:
@@ -129,13 +126,6 @@ class Adam:
             for kind, value in self._optimizer.state[parameter].items()
         }
         return moments | {f"{name}{RATE}": rate for name, rate in self._relative.items()}
-
-    @torch.no_grad()
-    def forget(self, name: str, rows: Tensor) -> None:
-        """What it knows of some rows of one parameter. # rows [rows] bool"""
-        state = self._optimizer.state[self._parameters[name]]
-        state["exp_avg"][rows] = 0
-        state["exp_avg_sq"][rows] = 0
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -215,11 +205,6 @@ class Trainer:
         }
 
     @property
-    def vocabulary(self) -> Tensor:
-        """[draft_vocab] int64, target ids"""
-        return self._model.d2t
-
-    @property
     def weights(self) -> dict[str, Tensor]:
         """The masters themselves, by name."""
         return {name: value.detach() for name, value in self._trained["full"].items()}
@@ -230,36 +215,28 @@ class Trainer:
         samples: Sequence[TrainingSample],
         interrupted: Callable[[], bool] = lambda: False,
         *,
-        vocabulary: Tensor | None = None,
         rate_share: float = 1.0,
     ) -> UpdateReport:
-        """Learn from these samples, or leave everything as it was. `interrupted` is asked before each step.
-
-        `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change. `rate_share`: of the
-        arm's learning rate."""
+        """Learn from these samples, or leave everything as it was. `interrupted` is called before each step;
+        `rate_share` scales the arm's learning rate."""
         began = time.perf_counter()
-        named = self._model.d2t.clone()
         before, moments = self._copied_weights(arm), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
-            start = before if vocabulary is None else self._renamed(arm, vocabulary, before)
             for terms in self._steps(arm, samples):
                 if interrupted():
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms(), rate_share))
-            moved = self._clip_update(arm, start)
-            for other in set(ARMS) - {arm}:
-                self._optimizers[other].forget(_HEAD, self._model.d2t != named)  # rows of other tokens now
+            moved = self._clip_update(arm, before)
             outcome: Outcome = "applied"
         except BaseException as error:
-            self._undo(arm, before, moments, named)
+            self._undo(arm, before, moments)
             if not isinstance(error, _Discard):
                 raise
             outcome, moved = error.outcome, 0.0
-        exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
-        return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged)
+        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved)
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizers remember: the tensors themselves, by arm and name."""
@@ -396,27 +373,13 @@ class Trainer:
                 new.copy_(old + (new - old) * (self._tuning.update_norm / moved))
         return min(moved, self._tuning.update_norm)
 
-    @torch.no_grad()
-    def _renamed(self, arm: Arm, vocabulary: Tensor, before: list[Tensor]) -> list[Tensor]:
-        """Propose from other tokens; new ones start untrained, and the optimizer knows nothing of them.
-        # -> weights of the arm, as the steps find them"""
-        model = self._model
-        new = model.d2t != vocabulary
-        if not bool(new.any()):
-            return before
-        model.lm_head.weight[new] = self._rows(vocabulary)[new]
-        self._optimizers[arm].forget(_HEAD, new)
-        model.set_vocabulary(vocabulary)
-        return self._copied_weights(arm)
-
     def _copied_weights(self, arm: Arm) -> list[Tensor]:
         return _copies(self._trained[arm].values())
 
     @torch.no_grad()
-    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor], named: Tensor) -> None:
+    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
         """Back to where the update began; an optimizer that was broken already forgets everything."""
         self._model.zero_grad(set_to_none=True)
-        self._model.set_vocabulary(named)
         optimizer = self._optimizers[arm]
         changed = [*self._trained[arm].values(), *optimizer.tensors().values()]
         for value, old in zip(changed, [*before, *moments], strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.records import Damaged, NotRemoved
-from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
+from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
@@ -103,12 +103,6 @@ class DrafterWeights:
     def latest(self) -> Version:
         """What is served, or on its way to be."""
         return self._staged or self._served
-
-    @property
-    def num_exchanged(self) -> int:
-        """Tokens that are proposed now, or soon, and were not as deployed, or as first made."""
-        vocabulary = self.latest.weights[VOCABULARY].cpu()
-        return int(torch.isin(vocabulary, self.anchor.d2t.cpu(), invert=True).sum())
 
     @property
     def pending(self) -> bool:

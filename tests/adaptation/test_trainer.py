@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from adaptation.config import Tuning
+from adaptation.losses import untrained_rows
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample, training_sample
 from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
-from adaptation.vocabulary import untrained_rows
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of
@@ -228,73 +228,6 @@ def test_rates_that_were_not_kept_are_taken_of_what_is_loaded() -> None:
     resumed.load_tensors(kept)
     moved = going.update("full", samples(2)).moved
     assert resumed.update("full", samples(2)).moved == pytest.approx(moved, rel=0.2)
-
-
-def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
-    """Its vocabulary with tokens in the first places that it cannot propose."""
-    vocabulary = model.d2t.clone()
-    vocabulary[:count] = (model.t2d < 0).nonzero()[:count, 0]
-    return vocabulary
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(arm: Arm) -> None:
-    trained, model = trainer(steps=1, rate=1e-9)
-    for each in ARMS:
-        trained.update(each, samples(4))
-    before, wanted = state_of(trained), exchanged(model)
-    assert trained.update(arm, samples(4), vocabulary=wanted).applied
-    after = trained.tensors()
-    assert torch.equal(trained.vocabulary, wanted)
-    assert torch.equal(model.t2d[wanted], torch.arange(wanted.shape[0]))
-    assert int((model.t2d >= 0).sum()) == wanted.shape[0]
-    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-6)
-    assert torch.allclose(model.lm_head.weight[5:], before["weights.lm_head.weight"][5:], atol=1e-6)
-    (other,) = (each for each in ARMS if each != arm)
-    moments = after[f"{other}.lm_head.weight.exp_avg"], before[f"{other}.lm_head.weight.exp_avg"]
-    assert moments[1][:5].any()
-    assert not moments[0][:5].any()
-    assert torch.equal(moments[0][5:], moments[1][5:])
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
-    trained, model = trainer(steps=12)
-    wanted = exchanged(model)
-    taught = samples(4, token=int(wanted[2]))
-    losses = [loss["draft"] for loss in trained.update(arm, taught, vocabulary=wanted).losses]
-    assert losses[-1] < 0.9 * losses[0]
-    went_on = trained.update(arm, taught, vocabulary=wanted)
-    assert went_on.losses[0]["draft"] < losses[0]
-
-
-def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> None:
-    trained, model = trainer(update_norm=1e-7)
-    wanted = exchanged(model)
-    assert trained.update("full", samples(4), vocabulary=wanted).moved == 1e-7
-    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-4)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_a_broken_update_exchanges_no_tokens(arm: Arm) -> None:
-    trained, model = trainer()
-    for each in ARMS:
-        trained.update(each, samples(4))
-    before = state_of(trained)
-    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    assert trained.update(arm, samples(4), vocabulary=exchanged(model)).outcome == "gradient_not_finite"
-    assert same(before, trained.tensors())
-    assert torch.equal(model.t2d[model.d2t], torch.arange(model.d2t.shape[0]))
-
-
-def test_a_resumed_trainer_proposes_from_the_same_tokens() -> None:
-    (going, model), (resumed, other) = trainer(), trainer()
-    going.update("full", samples(4), vocabulary=exchanged(model))
-    resumed.load_tensors(state_of(going))
-    assert torch.equal(other.t2d, model.t2d)
-    going.update("head", samples(2))
-    resumed.update("head", samples(2))
-    assert same(going.tensors(), resumed.tensors())
 
 
 def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:

@@ -9,8 +9,8 @@ import torch
 
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import Tuning
+from adaptation.losses import untrained_rows
 from adaptation.trainer import Rules, Trainer
-from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
@@ -99,7 +99,6 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(served.parameters())
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 3 * serving
-    undo += 4 * count + 3 * 4 * heads  # where tokens are exchanged
     assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
 
 
