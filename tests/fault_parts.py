@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from adaptation.evaluator import Gate
 from adaptation.feedback import FilteredQuery
-from adaptation.gate import Gate
 from adaptation.learner import Learner
 from adaptation.policy import Arm
 from adaptation.records import Event

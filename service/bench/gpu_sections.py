@@ -417,7 +417,7 @@ def _served_beside(assembly: Assembly, plan: Plan, policy: str, *, updates: int)
 
 def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> tuple[list[Run], int]:
     """All requests at least once, and again while updates are wanted and patience lasts."""
-    num_updates, start = adaptive.learner.num_updates, time.monotonic()
+    num_updates, start = adaptive.learner.training.num_updates, time.monotonic()
     before, runs = sum(num_updates.values()), []
     while True:
         runs.append(serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))

@@ -1,21 +1,31 @@
-"""The sub-commands `adaptree drafter ...`: look at drafters, and move them between servers.
+"""The commands `adaptree drafter ...`, which inspect and move drafters, and `adaptree trainer`, which learns for other
+replicas.
 
 Imports nothing heavy before a command runs, so that help answers at once.
 """
 
 import json
+import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Column, Table
 
+from adaptation.config import AdaptationConfig
 from service.config import LoadedConfig, ServiceConfig
+from service.errors import StartupError
 
 if TYPE_CHECKING:
     from service.learning.moving import Learnt
+
+logger = logging.getLogger(__name__)
 
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
 """Adds one option per setting to a command, whose first argument then is the configuration."""
@@ -182,3 +192,50 @@ def _print_learnt(config: ServiceConfig, found: "Sequence[Learnt]") -> None:
         console.print(table)
         for complaint in told["complaints"]:
             console.print(complaint, soft_wrap=True)
+
+
+def trainer(
+    loaded: LoadedConfig,
+    redis: Annotated[
+        str | None, typer.Option("--redis", metavar="URL", help="The same as --adaptation.redis-url.")
+    ] = None,
+) -> None:
+    """Learn for the replicas that share a Redis server, in a process of its own that serves nobody."""
+    from service.logging import configure_logging
+
+    configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
+    train(with_url(loaded.config, redis))
+
+
+def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
+    """The configuration of the trainer: it learns even if the replicas of the same configuration do not. Raises
+    StartupError without a store."""
+    settings = config.adaptation
+    chosen = settings.redis_url if url is None else SecretStr(url)
+    if chosen is None:
+        raise StartupError("a trainer needs replicas to learn for: give --redis URL, or set adaptation.redis_url")
+    policy = AdaptationConfig().policy if settings.policy == "never" else settings.policy
+    changes = {"enabled": True, "redis_url": chosen, "policy": policy}
+    return config.model_copy(update={"adaptation": settings.model_copy(update=changes)})
+
+
+def train(config: ServiceConfig) -> None:
+    """Learn until SIGTERM or SIGINT. Raises StartupError."""
+    import torch
+
+    from service.learning.adaptive import build_trainer, stop_learning
+
+    torch.set_num_threads(config.num_threads)
+    worker, replicas = build_trainer(config)
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    worker.start()
+    replicas.start()
+    logger.info("ready: learning for the replicas that share the store")
+    stopped.wait()
+    stop_learning(worker, replicas)

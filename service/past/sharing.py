@@ -22,7 +22,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.records import Refused, StoreLost
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore
 from adaptation.replicas.wire import sign, verify
-from adaptation.worker import step_back
+from adaptation.worker import lower_priority
 from drafters.memory.drafter import ANSWERED, MemoryDrafter
 from kernels.memory import CONTEXT
 from service.engine.thread import EngineThread
@@ -120,7 +120,7 @@ class SharedAnswers:
             self._to_forget.append(_Answer(sender=self._name, tokenizer=self._tokenizer, scope=scope))
 
     def _run(self) -> None:
-        step_back(_NICENESS)
+        lower_priority(_NICENESS)
         is_lost = False
         while not self._stopping.is_set():
             try:

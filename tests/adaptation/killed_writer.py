@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from adaptation.checkpoint import LearnerCheckpoint, SnapshotInfo, SnapshotRing, layout_of
+from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of
+from adaptation.persistence import LearnerCheckpoint
 
 TENSORS = {"w": torch.zeros(200_000)}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.config import AdaptationConfig
-from adaptation.learner import Learner
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.learner import Learner, build_learner
 from adaptation.records import Event
 from adaptation.samples import TrainingSample, training_sample
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
@@ -150,6 +150,7 @@ class Bench:
     events: list[Event]
     config: AdaptationConfig
     drafter: ServedDrafter
+    tuning: Tuning
 
     def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
         self.learner.observe(made(seed, version=self.weights.version, **told))
@@ -180,7 +181,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         embed=EMBED,
         made=made,
     )
-    learner = Learner(
+    learner = build_learner(
         config,
         served,
         folder=folder,
@@ -189,4 +190,4 @@ def bench(folder: Path, **knobs: object) -> Bench:
         ledger=RegretLedger(),
         tuning=tuning,
     )
-    return Bench(learner, learner.weights, serving, clock, events, config, served)
+    return Bench(learner, learner.weights, serving, clock, events, config, served, tuning)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from adaptation.idle import IdleTime
+from adaptation.timing import IdleTime
 from tests.adaptation.worlds import Clock
 
 
-def idle(share: float = 0.25, most_in_vain: int = 2) -> tuple[IdleTime, Clock]:
+def idle(share: float = 0.25, max_failures: int = 2) -> tuple[IdleTime, Clock]:
     clock = Clock()
-    return IdleTime(share=share, most_in_vain=most_in_vain, clock=clock), clock
+    return IdleTime(share=share, max_failures=max_failures, clock=clock), clock
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0.25, 30.0), (0.5, 10.0), (1.0, 0.0)])

@@ -5,22 +5,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
-from adaptation.process import TrainingProcess, TrainingTime, mapped, shared
+from adaptation.learner import worker_of
+from adaptation.process import Training, TrainingProcess, mapped, shared
 from adaptation.records import TrainingLost
+from adaptation.timing import TrainingTime
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
+from tests.adaptation.test_trainer import trainer
 from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
@@ -35,8 +37,8 @@ def tried(tmp_path: Path) -> Iterator[Bench]:
 
 
 def process_of(tried: Bench) -> TrainingProcess:
-    assert tried.learner.process is not None
-    return tried.learner.process
+    assert tried.learner.training.process is not None
+    return tried.learner.training.process
 
 
 def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
@@ -53,23 +55,22 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     alone = full_bench(tmp_path / "thread", train_in="thread")
     for each in (tried, alone):
         learn(each)
-    assert alone.learner.process is None
+    assert alone.learner.training.process is None
     assert "published" in tried.kinds()
     assert tried.kinds() == alone.kinds()
     assert same(weights_of(tried.serving), weights_of(alone.serving))
     assert same(weights_of(tried.weights.training), weights_of(alone.weights.training))
-    assert same(tried.learner._trainer.tensors(), alone.learner._trainer.tensors())
+    assert same(tried.learner.training.trainer.tensors(), alone.learner.training.trainer.tensors())
     assert process_of(tried).num_started == 1
-    assert process_of(tried).seconds > 0
-    assert tried.learner.time.seconds > 0
+    assert tried.learner.training.time.seconds > 0
 
 
 def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
-    before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
+    before = {name: value.clone() for name, value in tried.learner.training.trainer.tensors().items()}
     asked = iter([False, False, True])
     report = process_of(tried).update("full", samples(4), lambda: next(asked))
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
-    assert same(before, tried.learner._trainer.tensors())
+    assert same(before, tried.learner.training.trainer.tensors())
 
 
 @pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2))])
@@ -92,7 +93,7 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
     assert same(weights_of(tried.weights.training), served)
     learn(tried, 12)
     assert process.num_started == 2
-    assert tried.learner.num_updates["full"] > 0
+    assert tried.learner.training.num_updates["full"] > 0
 
 
 @pytest.mark.slow
@@ -113,10 +114,10 @@ def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
     process, broken = process_of(tried), samples(2)
     draft_labels = broken[0].draft_labels
     broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
-    before = {name: value.clone() for name, value in tried.learner._trainer.tensors().items()}
+    before = {name: value.clone() for name, value in tried.learner.training.trainer.tensors().items()}
     with pytest.raises(RuntimeError, match="Traceback"):
         process.update("head", broken)
-    assert same(before, tried.learner._trainer.tensors())
+    assert same(before, tried.learner.training.trainer.tensors())
     report = process.update("head", samples(4))
     assert report.applied
     assert process.num_started == 1
@@ -140,12 +141,12 @@ def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench) -> None:
     """Under load that covers nothing the process is stopped amid its update."""
     learner, process = tried.learner, process_of(tried)
     process.update("head", samples(4))
-    learner.time.covers = lambda taken: not process.is_asked
-    worker, ended = learner.worker(), threading.Event()
+    learner.training.time._covers = lambda taken: not process.is_asked
+    worker, ended = worker_of(learner, tried.tuning), threading.Event()
 
     def serve() -> None:
         while not ended.wait(0.01):
-            learner.time.stepping()
+            learner.training.time.stepping()
 
     serving = threading.Thread(target=serve)
     serving.start()
@@ -196,22 +197,13 @@ def test_who_maps_the_memory_finds_and_changes_what_was_put_in() -> None:
 
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:
     assert AdaptationConfig().train_in == "auto"
-    assert bench(tmp_path).learner.process is None
+    assert bench(tmp_path).learner.training.process is None
 
 
-class Stopped:
-    """A process that is asked all the while."""
-
-    seconds = 0.0
-    may_compute: Callable[[], bool]
-
-
-def timed(covered: float) -> tuple[TrainingTime, Clock, Stopped]:
+def timed(covered: float) -> tuple[TrainingTime, Clock]:
     """With so many seconds to take from serving, whose steps take 50 ms, and twice as long beside training."""
-    clock, process = Clock(), Stopped()
-    time = TrainingTime(torch.device("cpu"), cast(TrainingProcess, process), clock=clock)
-    time.covers = lambda taken: taken < covered
-    return time, clock, process
+    clock = Clock()
+    return TrainingTime(torch.device("cpu"), lambda taken: taken < covered, clock=clock), clock
 
 
 def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
@@ -234,8 +226,7 @@ def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
         waited += 1
         serve(seconds)
 
-    trained = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=sleep)
-    trained.covers = lambda taken: taken < balance
+    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock, sleep=sleep)
     serve(0.05)
     clock.now += 5.0
     with trained.spent():
@@ -251,8 +242,9 @@ def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
 
 def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
     clock, order = Clock(), list[str]()
-    time = TrainingTime(torch.device("cpu"), None, clock=clock, sleep=lambda _: order.append("waits"))
-    time.covers = lambda taken: len(order) == 2
+    time = TrainingTime(
+        torch.device("cpu"), lambda _: len(order) == 2, clock=clock, sleep=lambda _: order.append("waits")
+    )
     time.stepping()
 
     def replay(model: SpecBlock, example: Example) -> float:
@@ -262,35 +254,35 @@ def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
     example = samples(1)[0].example
     assert example is not None
     with time.spent():
-        assert time.paced(replay)(drafter(), example) == 2.5
+        assert Training(trainer()[0], None, time).paced(replay)(drafter(), example) == 2.5
     assert order == ["waits", "waits", "replays"]
 
 
 def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
-    time, clock, process = timed(covered=0.0)
+    time, clock = timed(covered=0.0)
     with time.spent():
         for _ in range(100):
             clock.now += 0.05
-            assert process.may_compute()
+            assert time.may_compute()
     assert time.taken() == 0.0
 
 
 @pytest.mark.parametrize("longer", [0.0, 0.25, 1.0])
 def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) -> None:
-    time, clock, process = timed(covered=1e9)
+    time, clock = timed(covered=1e9)
     for _ in range(20):
         for _ in range(50):
             step(time, clock, 0.05)
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * (1.0 + longer))
-                process.may_compute()
+                time.may_compute()
     assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
 
 
 def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
     """Prompts, which are read while nothing is trained, take ten times as long."""
-    time, clock, process = timed(covered=1e9)
+    time, clock = timed(covered=1e9)
     for _ in range(20):
         for number in range(50):
             clock.now += 0.5
@@ -299,18 +291,18 @@ def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * 1.25)
-                process.may_compute()
+                time.may_compute()
     assert time.taken_share == pytest.approx(0.2, abs=0.04)
 
 
 def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
-    time, clock, process = timed(covered=1.0)
+    time, clock = timed(covered=1.0)
     share, computed = time.taken_share, 0.0
     with time.spent():
         for _ in range(200):
             step(time, clock, 0.05)
-            computed += 0.05 * process.may_compute()
+            computed += 0.05 * time.may_compute()
         assert share * computed == pytest.approx(1.0, abs=0.05)
         clock.now += 5.0
-        assert process.may_compute(), "nobody is served any more"
+        assert time.may_compute(), "nobody is served any more"
     assert time.taken() == pytest.approx(1.0, abs=0.05)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from adaptation.monitor import RisingScores, TokenCounts, TrafficMonitor
 from adaptation.policy import State
-from adaptation.traffic import RisingScores, TokenCounts, TrafficMonitor
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from adaptation.config import Tuning
 from adaptation.losses import untrained_rows
 from adaptation.policy import ARMS, Arm
+from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, training_sample
-from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
+from adaptation.timing import bf16_is_faster
+from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of
@@ -48,7 +50,7 @@ def trainer(
     relative: bool = False,
     size: float = 1.0,
     **tuned: Any,
-) -> tuple[Trainer, SpecBlock]:
+) -> tuple[OnlineTrainer, SpecBlock]:
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
         relative=relative,
@@ -63,10 +65,10 @@ def trainer(
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(size)
-    return Trainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
+    return OnlineTrainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
 
 
-def state_of(trained: Trainer) -> dict[str, Tensor]:
+def state_of(trained: OnlineTrainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trained.tensors().items()}
 
 
@@ -127,7 +129,7 @@ def test_the_first_steps_are_small(arm: Arm) -> None:
     (at_once, left), (warming, kept) = trainer(steps=8), trainer(steps=8, warm_up_steps=8)
     taught = samples(4, token=TOKEN)
 
-    def first_step(trained: Trainer, model: SpecBlock) -> float:
+    def first_step(trained: OnlineTrainer, model: SpecBlock) -> float:
         before = model.lm_head.weight.detach().clone()
         trained._step(arm, trained._steps(arm, taught)[0](), 1.0)
         return float((model.lm_head.weight.detach() - before).norm())
@@ -230,24 +232,24 @@ def test_rates_that_were_not_kept_are_taken_of_what_is_loaded() -> None:
     assert resumed.update("full", samples(2)).moved == pytest.approx(moved, rel=0.2)
 
 
-def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_loss(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     taught = samples(4)
     for values in (taught[2].draft_labels.states, taught[2].example.features if taught[2].example else torch.empty(0)):
         values[-3:].fill_(math.nan)
     return taught
 
 
-def broken_gradient(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_gradient(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     return samples(4)
 
 
-def broken_optimizer(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_optimizer(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     trained.tensors()[f"{arm}.lm_head.weight.exp_avg"][3, 4] = math.nan
     return samples(4)
 
 
-def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_later(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     """The first step is fine."""
     calls: list[int] = []
 
@@ -270,7 +272,7 @@ def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingS
     ],
 )
 def test_what_is_not_finite_leaves_no_trace(
-    arm: Arm, breaks: Callable[[Trainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
+    arm: Arm, breaks: Callable[[OnlineTrainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
 ) -> None:
     trained, model = trainer()
     trained.update("head", samples(4))

@@ -255,7 +255,7 @@ def test_weights_that_somebody_brings_are_served_and_can_be_gone_back_to(tmp_pat
 def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
     weights = weights_in(tmp_path, drafter())
     told: list[bool] = []
-    weights.waits = lambda: told.append(weights.pending)
+    weights.on_staged = lambda: told.append(weights.pending)
     weights.publish({})
     weights.between_steps()
     weights.restore(0)
@@ -316,4 +316,4 @@ def test_a_publish_that_breaks_does_not_stand_in_the_way_of_the_next(
     assert same(bits(serving), before)
     assert weights.publish({}) == weights.between_steps() == 3
     assert same(bits(serving), bits(weights.training))
-    assert weights_in(tmp_path, drafter()).newest == 3
+    assert weights_in(tmp_path, drafter()).highest == 3

@@ -10,7 +10,7 @@ import torch
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import Tuning
 from adaptation.losses import untrained_rows
-from adaptation.trainer import Rules, Trainer
+from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
@@ -92,7 +92,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     rules = Rules(relative=False, blocks=2, learning_rate=1e-3, anchor_weight=0.0, autocast=False, tuning=Tuning())
     embed = tiny_embedding(served.config.hidden_size)
     rows = untrained_rows(weights.anchor, None)
-    trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
+    trainer = OnlineTrainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
     served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
