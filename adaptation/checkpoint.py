@@ -287,6 +287,15 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file in place of any that is there, in one rename; its folder is created. Raises OSError."""
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_synced(unfinished, data)
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder's entries to disk, on POSIX. Raises OSError."""
     if os.name != "posix":

@@ -196,11 +196,6 @@ class OnlineTrainer:
             arm: Adam(self._trained[arm], rate=rules.learning_rate, relative=rules.relative) for arm in ARMS
         }
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The fp32 weights themselves by name, shapes [...] as in the drafter."""
-        return {name: value.detach() for name, value in self._trained["full"].items()}
-
     def update(
         self,
         arm: Arm,
@@ -212,7 +207,7 @@ class OnlineTrainer:
         """Learn from these samples, or leave everything as it was. `interrupted` is called before each step;
         `rate_share` scales the arm's learning rate."""
         began = time.perf_counter()
-        before, moments = self._copied_weights(arm), _copies(self._optimizers[arm].tensors().values())
+        before, moments = _copies(self._trained[arm].values()), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
         try:
             _check_finite(before, "weights_not_finite")
@@ -365,9 +360,6 @@ class OnlineTrainer:
             for new, old in zip(after, before, strict=True):
                 new.copy_(old + (new - old) * (self._tuning.update_norm / moved))
         return min(moved, self._tuning.update_norm)
-
-    def _copied_weights(self, arm: Arm) -> list[Tensor]:
-        return _copies(self._trained[arm].values())
 
     @torch.no_grad()
     def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor]) -> None:

@@ -16,6 +16,7 @@ from adaptation.checkpoint import (
     all_finite,
     read_manifest,
     read_snapshot,
+    replace_file,
     stored_layout,
     stored_versions,
     sync_folder,
@@ -57,13 +58,8 @@ class Origin:
             "model": self.model,
             "origin_sha256": self.origin_sha256,
         }
-        data = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-        unfinished = folder / f"{_UNFINISHED}{DRAFTER_FILE}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_synced(unfinished, data)
-            unfinished.replace(folder / DRAFTER_FILE)
-            sync_folder(folder)
+            replace_file(folder / DRAFTER_FILE, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
         except OSError as error:
             raise NotStored(f"{DRAFTER_FILE} could not be stored in {folder}: {error}") from error
 

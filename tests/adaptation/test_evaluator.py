@@ -164,6 +164,7 @@ def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_dis
         weights.adopt(moved)
         distance = measure.value()
         assert distance is not None
+        assert not measure.is_due, "measured once per version"
         distances.append(distance)
     assert distances == sorted(set(distances))
     measure.forget()

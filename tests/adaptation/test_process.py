@@ -14,16 +14,11 @@ import torch
 
 from adaptation.config import AdaptationConfig
 from adaptation.learner import worker_of
-from adaptation.process import Training, TrainingProcess, mapped, shared
+from adaptation.process import TrainingProcess, mapped, shared
 from adaptation.records import TrainingLost
-from adaptation.timing import TrainingTime
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
-from tests.adaptation.test_trainer import trainer
-from tests.adaptation.worlds import Clock
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
@@ -60,17 +55,17 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert tried.kinds() == alone.kinds()
     assert same(weights_of(tried.serving), weights_of(alone.serving))
     assert same(weights_of(tried.weights.training), weights_of(alone.weights.training))
-    assert same(tried.learner.training.trainer.tensors(), alone.learner.training.trainer.tensors())
+    assert same(tried.trainer.tensors(), alone.learner.training.trainer.tensors())
     assert process_of(tried).num_started == 1
-    assert tried.learner.training.time.seconds > 0
+    assert tried.time.seconds > 0
 
 
 def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
-    before = {name: value.clone() for name, value in tried.learner.training.trainer.tensors().items()}
+    before = {name: value.clone() for name, value in tried.trainer.tensors().items()}
     asked = iter([False, False, True])
     report = process_of(tried).update("full", samples(4), lambda: next(asked))
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
-    assert same(before, tried.learner.training.trainer.tensors())
+    assert same(before, tried.trainer.tensors())
 
 
 @pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2))])
@@ -114,10 +109,10 @@ def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
     process, broken = process_of(tried), samples(2)
     draft_labels = broken[0].draft_labels
     broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
-    before = {name: value.clone() for name, value in tried.learner.training.trainer.tensors().items()}
+    before = {name: value.clone() for name, value in tried.trainer.tensors().items()}
     with pytest.raises(RuntimeError, match="Traceback"):
         process.update("head", broken)
-    assert same(before, tried.learner.training.trainer.tensors())
+    assert same(before, tried.trainer.tensors())
     report = process.update("head", samples(4))
     assert report.applied
     assert process.num_started == 1
@@ -198,111 +193,3 @@ def test_who_maps_the_memory_finds_and_changes_what_was_put_in() -> None:
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:
     assert AdaptationConfig().train_in == "auto"
     assert bench(tmp_path).learner.training.process is None
-
-
-def timed(covered: float) -> tuple[TrainingTime, Clock]:
-    """With so many seconds to take from serving, whose steps take 50 ms, and twice as long beside training."""
-    clock = Clock()
-    return TrainingTime(torch.device("cpu"), lambda taken: taken < covered, clock=clock), clock
-
-
-def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
-    clock.now += seconds
-    time.stepped("decode", seconds)
-
-
-def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
-    """One percent of the time of serving is added to what it may take."""
-    clock, balance, waited = Clock(), 1.0, 0
-    trained: TrainingTime
-
-    def serve(seconds: float) -> None:
-        nonlocal balance
-        balance += 0.01 * seconds
-        step(trained, clock, seconds)
-
-    def sleep(seconds: float) -> None:
-        nonlocal waited
-        waited += 1
-        serve(seconds)
-
-    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock, sleep=sleep)
-    serve(0.05)
-    clock.now += 5.0
-    with trained.spent():
-        for _ in range(100):
-            assert not trained.wait()
-            assert trained._uncharged < balance
-            serve(0.05 * 1.3)  # an optimizer step beside an engine step, which takes 0.3 times as long again
-    taken = trained.taken()
-    assert taken == pytest.approx(100 * 0.05 * 0.3, rel=0.01)
-    assert taken <= balance + 0.05
-    assert waited > 20
-
-
-def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
-    clock, order = Clock(), list[str]()
-    time = TrainingTime(
-        torch.device("cpu"), lambda _: len(order) == 2, clock=clock, sleep=lambda _: order.append("waits")
-    )
-    time.stepping()
-
-    def replay(model: SpecBlock, example: Example) -> float:
-        order.append("replays")
-        return 2.5
-
-    example = samples(1)[0].example
-    assert example is not None
-    with time.spent():
-        assert Training(trainer()[0], None, time).paced(replay)(drafter(), example) == 2.5
-    assert order == ["waits", "waits", "replays"]
-
-
-def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
-    time, clock = timed(covered=0.0)
-    with time.spent():
-        for _ in range(100):
-            clock.now += 0.05
-            assert time.may_compute()
-    assert time.taken() == 0.0
-
-
-@pytest.mark.parametrize("longer", [0.0, 0.25, 1.0])
-def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) -> None:
-    time, clock = timed(covered=1e9)
-    for _ in range(20):
-        for _ in range(50):
-            step(time, clock, 0.05)
-        with time.spent():
-            for _ in range(50):
-                step(time, clock, 0.05 * (1.0 + longer))
-                time.may_compute()
-    assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
-
-
-def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
-    """Prompts, which are read while nothing is trained, take ten times as long."""
-    time, clock = timed(covered=1e9)
-    for _ in range(20):
-        for number in range(50):
-            clock.now += 0.5
-            time.stepped("prompt", 0.5)
-            step(time, clock, 0.2 if number == 7 else 0.05)
-        with time.spent():
-            for _ in range(50):
-                step(time, clock, 0.05 * 1.25)
-                time.may_compute()
-    assert time.taken_share == pytest.approx(0.2, abs=0.04)
-
-
-def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
-    time, clock = timed(covered=1.0)
-    share, computed = time.taken_share, 0.0
-    with time.spent():
-        for _ in range(200):
-            step(time, clock, 0.05)
-            computed += 0.05 * time.may_compute()
-        assert share * computed == pytest.approx(1.0, abs=0.05)
-        clock.now += 5.0
-        assert time.may_compute(), "nobody is served any more"
-    assert time.taken() == pytest.approx(1.0, abs=0.05)

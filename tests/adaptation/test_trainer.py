@@ -168,14 +168,15 @@ def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
 
 
 def test_a_head_update_moves_heads_only() -> None:
-    trained, _ = trainer()
-    before = {name: value.clone() for name, value in trained.weights.items()}
+    trained, model = trainer()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    before = {name: value.clone() for name, value in weights.items()}
     trained.update("head", samples(4))
-    moved = {name for name, value in trained.weights.items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in weights.items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.startswith(HEADS)}
     assert moved
     trained.update("full", samples(4))
-    assert any(not torch.equal(trained.weights[name], before[name]) for name in before if name not in moved)
+    assert any(not torch.equal(weights[name], before[name]) for name in before if name not in moved)
 
 
 def test_the_anchor_holds_a_drafter_back() -> None:
@@ -194,11 +195,12 @@ def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_t
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
-    trained, _ = trainer(update_norm=0.001)
-    names = [name for name in trained.weights if arm == "full" or name.startswith(HEADS)]
-    before = {name: trained.weights[name].clone() for name in names}
+    trained, model = trainer(update_norm=0.001)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    names = [name for name in weights if arm == "full" or name.startswith(HEADS)]
+    before = {name: weights[name].clone() for name in names}
     report = trained.update(arm, samples(4))
-    moved = math.sqrt(sum(float((trained.weights[name] - before[name]).square().sum()) for name in names))
+    moved = math.sqrt(sum(float((weights[name] - before[name]).square().sum()) for name in names))
     size = math.sqrt(sum(float(value.square().sum()) for value in before.values()))
     assert report.moved == 0.001
     assert moved / size == pytest.approx(0.001, rel=1e-3)
@@ -291,8 +293,9 @@ def test_what_is_not_finite_leaves_no_trace(
 
 
 def test_a_broken_weight_is_no_update() -> None:
-    trained, _ = trainer()
-    trained.weights["rank_head.2.bias"][0] = math.nan
+    trained, model = trainer()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    weights["rank_head.2.bias"][0] = math.nan
     assert trained.update("head", samples(4)).outcome == "weights_not_finite"
 
 
