@@ -53,32 +53,21 @@ class Snapshot:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotManifest:
-    """Contents of a snapshot's manifest file."""
-
-    info: SnapshotInfo
-    weights_sha256: str
-
-
 _INFO = TypeAdapter(SnapshotInfo)
 
 
 class SnapshotRing:
-    """Keeps the newest `on_disk` snapshots in a folder, the serving one among them, and the newest `in_memory` also in
-    memory."""
+    """Keeps the newest snapshots in a folder, the serving one among them."""
 
-    def __init__(self, folder: Path, *, in_memory: int, on_disk: int) -> None:
+    def __init__(self, folder: Path, *, size: int) -> None:
         self._folder = folder
-        self._num_in_memory = in_memory
-        self._num_on_disk = on_disk
-        self._memory: dict[int, Snapshot] = {}
+        self._size = size
         clear_unfinished(folder)
 
     @property
     def versions(self) -> list[int]:
-        """Versions in memory or on disk, ascending, damaged ones included."""
-        return sorted({*self._memory, *stored_versions(self._folder)})
+        """Stored versions, ascending, damaged ones included."""
+        return stored_versions(self._folder)
 
     def add(
         self,
@@ -88,29 +77,21 @@ class SnapshotRing:
         served: int | None = None,
         condemned: Collection[int] = (),
     ) -> None:
-        """Store copies of tensors of any shape [...]. The ring drops `condemned` versions first, and never the `served`
+        """Store tensors of any shape [...]. The ring drops `condemned` versions first, and never the `served`
         one. Raises NotStored, and then nothing has changed; or NotRemoved, and then only the ring is too long."""
-        keeps = self._num_in_memory > 0
-        snapshot = Snapshot(info, _on_host(tensors, copy=keeps))
-        write_snapshot(self._folder, snapshot)
-        if keeps:
-            self._memory[info.version] = snapshot
-        for version in sorted(self._memory)[: -self._num_in_memory]:
-            del self._memory[version]
+        host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_snapshot(self._folder, Snapshot(info, host))
         self._make_room({info.version, served}, condemned)
 
     def get(self, version: int, layout: Layout) -> Snapshot:
         """Read a snapshot. Raises Damaged for one that is damaged or missing."""
-        kept = self._memory.get(version)
-        if kept is not None:
-            return Snapshot(kept.info, _on_host(kept.tensors))
         return read_snapshot(self._folder, version, layout)
 
     def _make_room(self, kept: Collection[int | None], condemned: Collection[int]) -> None:
         stored = stored_versions(self._folder)
         able = [version for version in stored if version not in kept]
         able.sort(key=lambda version: (version not in condemned, version))
-        for version in able[: max(0, len(stored) - self._num_on_disk)]:
+        for version in able[: max(0, len(stored) - self._size)]:
             remove_snapshot(self._folder, version)
 
 
@@ -141,23 +122,23 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
         raise NotStored(f"snapshot {final.name} could not be stored in {parent}: {error}") from error
 
 
-def read_snapshot(parent: Path, version: int, layout: Layout) -> Snapshot:
-    """Read a snapshot. Raises Damaged unless its hash is right and the tensors fit `layout`."""
-    manifest = read_manifest(parent, version)
+def read_snapshot(parent: Path, version: int, layout: Layout | None) -> Snapshot:
+    """Read a snapshot. Raises Damaged unless its hash is right and the tensors fit `layout`, if one is given."""
+    info, sha256 = read_manifest(parent, version)
     try:
         weights = (parent / folder_name(version) / WEIGHTS).read_bytes()
     except OSError as error:
         raise Damaged(f"unreadable: {error}") from error
-    if manifest.weights_sha256 != digest(weights):
+    if sha256 != digest(weights):
         raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
     try:
-        return Snapshot(manifest.info, load_tensors(weights, layout))
+        return Snapshot(info, load_tensors(weights, layout))
     except Refused as error:
         raise Damaged(f"{WEIGHTS} {error.detail}") from error
 
 
-def read_manifest(parent: Path, version: int) -> SnapshotManifest:
-    """Read a snapshot's manifest, without its weights. Raises Damaged."""
+def read_manifest(parent: Path, version: int) -> tuple[SnapshotInfo, str]:
+    """Read the description of a snapshot and the SHA-256 of its weights, without them. Raises Damaged."""
     try:
         content = unseal_current((parent / folder_name(version) / MANIFEST).read_bytes())
     except OSError as error:
@@ -168,24 +149,18 @@ def read_manifest(parent: Path, version: int) -> SnapshotManifest:
         raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
     if info.version != version:
         raise Damaged(f"says it is version {info.version}")
-    return SnapshotManifest(info, str(content.get("weights_sha256")))
+    return info, str(content.get("weights_sha256"))
 
 
-def stored_layout(parent: Path, version: int) -> Layout:
-    """Names, shapes and types in a snapshot's file, whose hash is not checked. Raises Damaged."""
-    try:
-        return layout_of(safetensors.torch.load_file(parent / folder_name(version) / WEIGHTS))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise Damaged(f"{WEIGHTS} cannot be read: {error}") from error
-
-
-def load_tensors(data: bytes, layout: Layout) -> dict[str, Tensor]:
-    """Decode safetensors with the shapes [...] of `layout`. Raises Refused unless they fit and are finite."""
+def load_tensors(data: bytes, layout: Layout | None) -> dict[str, Tensor]:
+    """Decode safetensors, with the shapes [...] of `layout` if one is given. Raises Refused unless they fit and are
+    finite."""
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise Refused("misfit", f"holds no tensors: {error}") from error
     found = layout_of(tensors)
+    layout = found if layout is None else layout
     wrong = sorted(name for name in {*found, *layout} if found.get(name) != layout.get(name))
     if wrong:
         first = f"first {wrong[0]}: {found.get(wrong[0])}, not {layout.get(wrong[0])}"
@@ -237,11 +212,6 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 def now() -> str:
     """The time in ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _on_host(tensors: Mapping[str, Tensor], *, copy: bool = True) -> dict[str, Tensor]:
-    """`copy`: with their own memory, since the trainer goes on writing to the originals."""
-    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 def seal(content: Mapping[str, JsonValue]) -> bytes:

@@ -130,8 +130,7 @@ class Tuning:
     gate_alpha: float = 0.10  # share of training copies without a gain that the gate may publish
     drift_texts: int = 8  # first validation texts, on which the distance to the anchor is measured
     alarm_texts: int = 8  # per window of the alarms
-    snapshots_in_memory: int = 2  # published drafters kept in memory
-    snapshots_on_disk: int = 8  # published drafters kept on disk
+    snapshots: int = 8  # published drafters kept on disk
 
 
 def usable_cores() -> int:

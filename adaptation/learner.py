@@ -363,7 +363,7 @@ def _weights_of(
     device = head.device if config.train_device == "same" else torch.device(config.train_device)
     in_bf16 = head.dtype == torch.bfloat16
     autocast = in_bf16 and bf16_is_faster(device)
-    ring = SnapshotRing(folder / SNAPSHOTS, in_memory=tuning.snapshots_in_memory, on_disk=tuning.snapshots_on_disk)
+    ring = SnapshotRing(folder / SNAPSHOTS, size=tuning.snapshots)
     weights = DrafterWeights(
         drafter.weights,
         drafter.config,

@@ -29,7 +29,7 @@ from adaptation.checkpoint import (
 )
 from adaptation.policy import State
 from adaptation.records import Damaged, EventLog, NotStored
-from adaptation.trainer import RATE, OnlineTrainer
+from adaptation.trainer import OnlineTrainer
 from adaptation.weights import ANCHOR, DrafterWeights
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class LearnerCheckpoint:
         shutil.rmtree(self._folder / kind, ignore_errors=True)
 
     def _ring(self, kind: TensorKind) -> SnapshotRing:
-        return SnapshotRing(self._folder / kind, in_memory=0, on_disk=_KEPT_COPIES)
+        return SnapshotRing(self._folder / kind, size=_KEPT_COPIES)
 
     @staticmethod
     def _is_good(path: Path) -> bool:
@@ -235,11 +235,8 @@ class Persistence:
 
     def training_copy(self) -> dict[str, Tensor] | None:
         """The saved training copy with its optimizers, shapes [...] as in `OnlineTrainer.tensors`; None: there is none
-        of these serving weights. Earlier releases saved no rates."""
-        like, origin = self._trainer.tensors(), self._weights.latest.origin
-        without = {name: value for name, value in like.items() if not name.endswith(RATE)}
-        found = (self.checkpoint.load_tensors("training", each, origin=origin) for each in (like, without))
-        return next((tensors for tensors in found if tensors is not None), None)
+        of these serving weights."""
+        return self.checkpoint.load_tensors("training", self._trainer.tensors(), origin=self._weights.latest.origin)
 
     def _restore_weights(self, origin: int) -> None:
         try:

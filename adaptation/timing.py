@@ -22,35 +22,22 @@ _PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a produc
 _PRODUCT_TRIALS = 5
 
 
-class _MeanSeconds:
-    """Geometric mean of the latest step times, so that outliers hardly count."""
-
-    def __init__(self) -> None:
-        self._log, self._count = 0.0, 0
-
-    @property
-    def seconds(self) -> float:
-        return math.exp(self._log)
-
-    def observe(self, seconds: float) -> None:
-        self._count = min(self._count + 1, _MEMORY_STEPS)
-        self._log += (math.log(seconds) - self._log) / self._count
-
-
 class StepDelay:
     """Estimates how much longer an engine step takes while training computes, from steps of the same variant."""
 
     def __init__(self) -> None:
-        self._alone: dict[Hashable, _MeanSeconds] = {}  # steps without training, by variant
+        self._alone: dict[Hashable, tuple[float, int]] = {}  # mean log of steps without training, number of steps
         drift = (_DELAY_NOISE / _MEMORY_STEPS) ** 2
         self._delay = GainPosterior(mean=_PRIOR_DELAY, sd=_PRIOR_DELAY, noise=_DELAY_NOISE, drift=drift)
 
     def observe(self, variant: Hashable, seconds: float, *, trains: bool) -> None:
-        """Add one step; `trains`: training computed beside it."""
+        """Add one step; `trains`: training computed beside it. The mean is geometric, so that outliers hardly count."""
+        mean, count = self._alone.get(variant, (0.0, 0))
         if not trains:
-            self._alone.setdefault(variant, _MeanSeconds()).observe(seconds)
-        elif variant in self._alone:
-            self._delay.observe(seconds / self._alone[variant].seconds - 1.0)
+            count = min(count + 1, _MEMORY_STEPS)
+            self._alone[variant] = mean + (math.log(seconds) - mean) / count, count
+        elif count:
+            self._delay.observe(seconds / math.exp(mean) - 1.0)
 
     @property
     def share(self) -> float:

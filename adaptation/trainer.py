@@ -42,8 +42,6 @@ _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each
 _GRADIENT_NORM = 1.0  # maximum, by clipping
 _BETAS = (0.9, 0.98)
 _ADAM_EPSILON = 1e-8
-RATE = ".rate"
-"""Suffix of the names of stored learning rates."""
 
 
 _SOLVED_STEP = 0.01
@@ -141,7 +139,7 @@ class Adam:
             for name, parameter in self._parameters.items()
             for kind, value in self._optimizer.state[parameter].items()
         }
-        return moments | {f"{name}{RATE}": rate for name, rate in self._relative.items()}
+        return moments | {f"{name}.rate": rate for name, rate in self._relative.items()}
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -246,10 +244,9 @@ class OnlineTrainer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load `tensors()` of an earlier process, shapes [...] as there; missing rates, as earlier releases saved none,
-        are computed anew."""
+        """Load `tensors()` of an earlier process, shapes [...] as there."""
         for name, value in self.tensors().items():
-            value.copy_(tensors.get(name, torch.zeros_like(value)) if name.endswith(RATE) else tensors[name])
+            value.copy_(tensors[name])
         self._model.set_vocabulary(self._model.d2t.clone())
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:

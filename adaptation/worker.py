@@ -90,14 +90,10 @@ class Inbox:
         with self._ready:
             if not (self._urgent or self._commands or self.queries or self.stopping):
                 self._ready.wait(timeout_seconds)
-            if self._urgent:
-                command = self._urgent.popleft()
-                if not self._urgent and not self.stopping:
-                    self.urged.clear()
-                return command
-            if self._commands:
-                return self._commands.popleft()
-            return self.queries.popleft() if self.queries else None
+            taken = next((queue.popleft() for queue in (self._urgent, self._commands, self.queries) if queue), None)
+            if not (self._urgent or self.stopping):
+                self.urged.clear()
+            return taken
 
     def settle(self) -> None:
         """Wake `wait_settled` if nothing waits; called when no update is due."""

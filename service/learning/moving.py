@@ -17,7 +17,6 @@ from adaptation.checkpoint import (
     read_manifest,
     read_snapshot,
     replace_file,
-    stored_layout,
     stored_versions,
     sync_folder,
     write_synced,
@@ -160,17 +159,17 @@ def look_at(folder: Path) -> Learnt:
 
 
 def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> dict[str, Any]:
-    manifest = complaint = None
+    info = sha256 = complaint = None
     try:
-        manifest = read_manifest(snapshots, version)
+        info, sha256 = read_manifest(snapshots, version)
     except Damaged as error:
         complaint = str(error)
     return {
         "version": version,
-        "parent": manifest and manifest.info.parent,
-        "date": manifest and manifest.info.date,
-        "scores": manifest and dict(manifest.info.scores),
-        "weights_sha256": manifest and manifest.weights_sha256,
+        "parent": info and info.parent,
+        "date": info and info.date,
+        "scores": info and dict(info.scores),
+        "weights_sha256": sha256,
         "served": version == saved.origin,
         "taken_back": version in saved.condemned,
         "complaint": complaint,
@@ -186,7 +185,7 @@ def export(config: ServiceConfig, out: Path, *, version: int | None, source: Pat
     chosen = _chosen(config, source)
     version = _version_of(chosen, version)
     origin = _origin_of(chosen)
-    snapshot, sha256 = _read(chosen, version, origin)
+    snapshot = _read(chosen, version, origin)
     facts = {
         "target": _shown_name(origin),
         "lineage": {
@@ -195,7 +194,7 @@ def export(config: ServiceConfig, out: Path, *, version: int | None, source: Pat
             "date": snapshot.info.date,
             "scores": dict(snapshot.info.scores),
             "origin_sha256": origin.origin_sha256,
-            "weights_sha256": sha256,
+            "weights_sha256": next(one["weights_sha256"] for one in chosen.versions if one["version"] == version),
         },
         "versions": {"adaptree": __version__, "torch": str(torch.__version__)},
     }
@@ -257,21 +256,21 @@ def _origin_of(chosen: Learnt) -> Origin:
     return chosen.origin
 
 
-def _read(chosen: Learnt, version: int, origin: Origin) -> tuple[Snapshot, str]:
-    """The snapshot, and the SHA-256 of its weights. Raises StartupError for a damaged one."""
-    snapshots = chosen.folder / SNAPSHOTS
+def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
+    """Raises StartupError for a damaged snapshot, or one that does not fit its drafter."""
     try:
-        types = {name: dtype for name, (_, dtype) in stored_layout(snapshots, version).items()}
-        shapes = checkpoint.shapes_of(origin.config)
-        layout = {name: (shape, types.get(name, torch.bfloat16)) for name, shape in shapes.items()}
-        snapshot = read_snapshot(snapshots, version, layout)
+        snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
+        found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
+        if found != checkpoint.shapes_of(origin.config):
+            raise Damaged("its tensors do not fit its drafter")
         if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
             raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
-        return snapshot, read_manifest(snapshots, version).weights_sha256
+        return snapshot
     except Damaged as error:
         listed = ", ".join(str(other) for other in chosen.intact if other != version) or "none"
         raise StartupError(
-            f"version {version} in {snapshots} cannot be trusted: {error}; name another with --version ({listed})"
+            f"version {version} in {chosen.folder / SNAPSHOTS} cannot be trusted: {error}; name another with --version "
+            f"({listed})"
         ) from error
 
 

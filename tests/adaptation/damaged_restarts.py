@@ -19,7 +19,7 @@ PUBLISHES = 4
 
 
 def fresh(folder: Path) -> Bench:
-    return bench(folder, head_queries=2, head_steps=1, snapshots_in_memory=1, snapshots_on_disk=3)
+    return bench(folder, head_queries=2, head_steps=1, snapshots=3)
 
 
 @dataclass

@@ -82,7 +82,7 @@ def hashed(tensors: Mapping[str, Tensor]) -> str:
 
 
 def resumed(folder: Path) -> Bench:
-    process = bench(folder, head_queries=2, head_steps=1, snapshots_in_memory=1, snapshots_on_disk=3)
+    process = bench(folder, head_queries=2, head_steps=1, snapshots=3)
     process.learner.restore()
     process.weights.between_steps()
     return process

@@ -15,7 +15,7 @@ from adaptation.evaluator import GateDecision, GateReason
 from adaptation.policy import Arm, Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
-from adaptation.trainer import RATE, Outcome, Rules, UpdateReport, rules_of
+from adaptation.trainer import Outcome, UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
@@ -349,22 +349,6 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
     assert same(after.learner.training.trainer.tensors(), before.learner.training.trainer.tensors())
     assert after.learner._policy.state() == before.learner._policy.state()
     assert [(event.kind, event.reason) for event in after.events] == [("restored", "same_weights")]
-
-
-def test_a_training_copy_without_rates_of_an_earlier_release_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def relative(*given: Any, **named: Any) -> Rules:
-        return replace(rules_of(*given, **named), relative=True)
-
-    monkeypatch.setattr("adaptation.learner.rules_of", relative)
-    before, after = full_bench(tmp_path), full_bench(tmp_path)
-    before.learner.training.trainer.update("full", samples(4))
-    left = {name: value for name, value in before.learner.training.trainer.tensors().items() if not name.endswith(RATE)}
-    assert len(left) < len(before.learner.training.trainer.tensors())
-    before.learner._persistence.checkpoint.save_tensors("training", left, origin=0)
-    after.learner.restore()
-    assert same({name: value for name, value in after.learner.training.trainer.tensors().items() if name in left}, left)
 
 
 def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:

@@ -225,15 +225,6 @@ def test_a_resumed_trainer_goes_on_to_the_bit(relative: bool) -> None:
     assert same(going.tensors(), resumed.tensors())
 
 
-def test_rates_that_were_not_kept_are_taken_of_what_is_loaded() -> None:
-    going, resumed = trainer(relative=True)[0], trainer(relative=True, size=50.0)[0]
-    going.update("full", samples(4))
-    kept = {name: value for name, value in state_of(going).items() if not name.endswith(".rate")}
-    resumed.load_tensors(kept)
-    moved = going.update("full", samples(2)).moved
-    assert resumed.update("full", samples(2)).moved == pytest.approx(moved, rel=0.2)
-
-
 def broken_loss(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     taught = samples(4)
     for values in (taught[2].draft_labels.states, taught[2].example.features if taught[2].example else torch.empty(0)):

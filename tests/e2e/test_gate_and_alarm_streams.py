@@ -37,7 +37,7 @@ KNOBS: dict[str, object] = {
     "alarm_texts": WINDOW // 2,
     "client_free_queries": 10**6,
     "client_share": 1.0,
-    "snapshots_on_disk": 3,
+    "snapshots": 3,
 }
 
 

@@ -86,7 +86,7 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
         weights_of(served),
         served.config,
         prepare=in_place(served),
-        snapshots=SnapshotRing(tmp_path, in_memory=2, on_disk=8),
+        snapshots=SnapshotRing(tmp_path, size=8),
         train_device="cpu",
     )
     rules = Rules(relative=False, blocks=2, learning_rate=1e-3, anchor_weight=0.0, autocast=False, tuning=Tuning())
