@@ -26,12 +26,7 @@ _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _NODES = 8  # some breadth: chains alone flatter a head that has only become more certain
 
 GateReason = Literal[
-    "better",
-    "too_little_evidence",
-    "not_finite",
-    "worse_than_serving",
-    "worse_than_anchor",
-    "within_noise",
+    "better", "too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise"
 ]
 
 
@@ -192,13 +187,7 @@ class OfflineEvaluator:
     """Compares versions of a drafter on the same texts."""
 
     def __init__(
-        self,
-        weights: DrafterWeights,
-        gate: Gate,
-        replay: Replay,
-        *,
-        max_scores: int,
-        baseline: Replay | None = None,
+        self, weights: DrafterWeights, gate: Gate, replay: Replay, *, max_scores: int, baseline: Replay | None = None
     ) -> None:
         """`max_scores`: kept of each drafter; `baseline`: scores what serves before the first version, if that is no
         network."""

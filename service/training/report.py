@@ -1,6 +1,7 @@
 """Reports of a training run: its curve, the facts in the drafter's config, and the model card."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,31 +101,30 @@ def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         if len(points) == 1:
-            say(
-                f"no {picture.name}: drawing it needs matplotlib, `pip install 'adaptree[plots]'`; the numbers are kept"
-            )
+            say(f"no {picture.name}: install `adaptree[plots]` for matplotlib; the numbers are in {CURVE_FILE}")
         return
+    scores = [point.scores for point in points]
+    panels: dict[str, dict[str, Sequence[float | None]]] = {
+        "distance to the target": {
+            "held-out texts, cross-entropy": [one.loss for one in scores],
+            "held-out texts, total variation": [one.total_variation for one in scores],
+            "training texts, as trained": [point.train_loss for point in points],
+        },
+        "alpha: likeliest token is the target's": {
+            **{f"depth {depth + 1}": [one.alpha[depth] for one in scores] for depth in range(len(scores[0].alpha[:4]))},
+            "depth 1, ranks 1-4": [one.covered[0] for one in scores],
+        },
+        "tau, replayed": {
+            "chain": [one.chain_tau for one in scores],
+            "tree of 16 nodes": [one.tree_tau for one in scores],
+        },
+    }
     figure = Figure(figsize=(11, 4), layout="constrained")
-    losses, shares, taus = figure.subplots(1, 3)
-    tokens = [point.tokens / 1e6 for point in points]
-    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts, cross-entropy")
-    trained = [point for point in points if point.train_loss is not None]
-    losses.plot(
-        [p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts, as trained"
-    )
-    losses.plot(tokens, [p.scores.total_variation for p in points], marker=".", label="held-out texts, total variation")
-    losses.set_title("distance to the target")
-    for depth in range(min(4, len(points[0].scores.alpha))):
-        values = [point.scores.alpha[depth] for point in points]
-        shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"depth {depth + 1}")
-    covered = [point.scores.covered[0] or 0.0 for point in points]
-    shares.plot(tokens, covered, linestyle="--", label="depth 1, ranks 1-4")
-    shares.set_title("alpha: likeliest token is the target's")
-    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain")
-    taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
-    taus.set_title("tau, replayed")
-    for axes in (losses, shares, taus):
-        axes.set_xlabel("million training tokens")
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for label, values in curves.items():
+            numbers = [math.nan if value is None else value for value in values]
+            axes.plot([point.tokens / 1e6 for point in points], numbers, marker=".", label=label)
+        axes.set(title=title, xlabel="million training tokens")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
