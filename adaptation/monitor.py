@@ -34,13 +34,13 @@ _RISE_SLACK = 0.5  # of an unusual score that is forgiven, in standard deviation
 _RISE_THRESHOLD = 8.0  # sum of unusual scores after which traffic counts as changed, in standard deviations (h)
 _MIN_QUERIES = 24  # queries before a score can be called unusual
 _MIN_SCORE_SPREAD = 0.01
-_FARTHEST = 3.0  # spreads; no single query, however odd, decides
+_FARTHEST = 3.0  # clipped deviation: no single query decides
 
-_MOST_TOKENS = 512  # of an answer, its last ones
-_RECENT = 512  # tokens said after which one is half forgotten
-_MEMORY = 32  # queries; the same words surprise less and less, as they come to be known
-_UNSEEN = 0.1  # what a token counts that nobody has said yet (Lidstone)
-_PRIOR = 1024  # tokens that what is usual counts for what is recent (Dirichlet)
+_MOST_TOKENS = 512  # last tokens of an answer that are scored
+_RECENT = 512  # half-life of the recent counts, in tokens
+_MEMORY = 32  # queries in the running mean: tokens surprise less as their counts grow
+_UNSEEN = 0.1  # added to every count (Lidstone smoothing)
+_PRIOR = 1024  # weight of the long-term counts in the recent ones, in tokens (Dirichlet)
 
 _HALF_LIFE = 65_536  # tokens
 _MAX_PER_QUERY = 4  # times that one query may count for a token: no single text decides
@@ -65,13 +65,13 @@ class _CusumState(BaseModel):
 
 
 class PairedCusum:
-    """Cumulative sum of how far the serving drafter falls behind the anchor on the same sequences.
+    """Cumulative sum of how far the serving drafter falls below the anchor on the same sequences.
 
         S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
 
     One step per group of four pairs, in standard errors of its mean. With k = 0.5 equal drafters raise a false alarm
     once in some 2,600 groups at h = 6 (single pairs: four times as often) and once in some 7,000 at h = 7, where a
-    drafter that is behind by one standard deviation of a pair is caught within 20 pairs.
+    drafter that is worse by one standard deviation of a pair is caught within 20 pairs.
     """
 
     def __init__(self, *, least_pairs: int, threshold: float = _THRESHOLD) -> None:

@@ -39,7 +39,7 @@ from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
-_INTERRUPTED = "interrupted?"  # asked back before each step of an update
+_INTERRUPTED = "interrupted?"  # sent by the child before each step of an update
 _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000

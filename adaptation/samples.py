@@ -153,17 +153,17 @@ class SampleBuffers:
         self._taken = [entry for entry in self._waiting if entry[0] == arm]
         self._waiting = deque(entry for entry in self._waiting if entry[0] != arm)
         taken = [sample for _, sample in self._taken]
-        return taken if arm == "head" else self.rehearsal(beside=taken) + taken
+        return taken if arm == "head" else self.rehearsal(exclude=taken) + taken
 
     def put_back(self) -> None:
         """Return the samples of the last `take` to the front of the queue: their update was interrupted."""
         self._waiting.extendleft(reversed(self._taken))
         self._taken = []
 
-    def rehearsal(self, *, beside: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
-        """Draw from the replay buffer as many samples as an update has room for next to `beside`."""
-        known = [sample for sample in self._replay if not any(sample is new for new in beside)]
-        room = max(0, self._update_samples - len(beside))
+    def rehearsal(self, *, exclude: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
+        """Draw from the replay buffer as many samples as an update has room for next to `exclude`."""
+        known = [sample for sample in self._replay if not any(sample is new for new in exclude)]
+        room = max(0, self._update_samples - len(exclude))
         return self._rng.sample(known, min(room, len(known)))
 
     def _drop(self, index: int) -> None:

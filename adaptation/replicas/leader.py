@@ -62,11 +62,11 @@ class QueryReceiver:
 
     def _conclude(self) -> None:
         """Acknowledge observed queries, also those that raised: they would raise again."""
-        heard = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
-        if heard:
-            self._store.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
-            self._counts["observed"] += len(heard)
-        for _ in heard:
+        observed = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
+        if observed:
+            self._store.acknowledge([one.entry_id for one in observed], {one.sender: one.sequence for one in observed})
+            self._counts["observed"] += len(observed)
+        for _ in observed:
             self._waiting.popleft()
 
     def _take(self, entry_id: bytes, message: QueryMessage | None) -> None:

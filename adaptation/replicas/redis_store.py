@@ -60,11 +60,11 @@ redis.call('SET', KEYS[3], ARGV[3])
 return 1
 """
 _ACKNOWLEDGE: Final = """
-for place = 3, 2 + tonumber(ARGV[2]) do
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[place])
-  redis.call('XDEL', KEYS[1], ARGV[place])
+for index = 3, 2 + tonumber(ARGV[2]) do
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[index])
+  redis.call('XDEL', KEYS[1], ARGV[index])
 end
-for place = 3 + tonumber(ARGV[2]), #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
+for index = 3 + tonumber(ARGV[2]), #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[index], ARGV[index + 1]) end
 redis.call('EXPIRE', KEYS[2], 86400)
 return 1
 """
@@ -111,7 +111,7 @@ class RedisStore:
         self.name = name
         self.lease_keys = f"{prefix}:lease", f"{prefix}:epoch"
         self._version, self._state, self._weights = f"{prefix}:version", f"{prefix}:state", f"{prefix}:weights:"
-        self._queries, self._heard = f"{prefix}:queries", f"{prefix}:heard"
+        self._queries, self._offsets = f"{prefix}:queries", f"{prefix}:heard"
         self._max_queries = max_queries
         self._claim_from = b""
         self._errors = redis.exceptions
@@ -204,14 +204,14 @@ class RedisStore:
                 raise
 
     def send(self, message: QueryMessage) -> None:
-        """To whoever leads; the oldest make room. Raises StoreRefused for a message that the store has no room for."""
+        """Append a query to the stream; the oldest are dropped. Raises StoreRefused if the store has no room for it."""
         fields = ("header", message.header, "tensors", message.tensors)
         self.command("XADD", self._queries, "MAXLEN", "~", self._max_queries, "*", *fields)
 
     def take_over(self) -> dict[str, int]:
-        """Begin with what the leader before has left undone. # -> how far each sender was heard"""
+        """Start with the entries that the leader before had not acknowledged. # -> offsets by sender"""
         self._claim_from = _FIRST.encode()
-        found: Mapping[bytes, bytes] = self.command("HGETALL", self._heard)
+        found: Mapping[bytes, bytes] = self.command("HGETALL", self._offsets)
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
     def receive(self, most: int) -> list[Entry]:
@@ -228,7 +228,7 @@ class RedisStore:
     def acknowledge(self, entry_ids: Sequence[bytes], offsets: Mapping[str, int]) -> None:
         """Acknowledge and delete entries, and store the offsets by sender."""
         pairs: chain[Part] = chain.from_iterable(offsets.items())
-        self.script(_ACKNOWLEDGE, [self._queries, self._heard], _GROUP, len(entry_ids), *entry_ids, *pairs)
+        self.script(_ACKNOWLEDGE, [self._queries, self._offsets], _GROUP, len(entry_ids), *entry_ids, *pairs)
 
 
 class Lease:

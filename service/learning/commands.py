@@ -73,8 +73,8 @@ def _inspect(
     from service.learning.moving import described, is_learning_folder, learnt, look_at
 
     if folder is not None and not is_learning_folder(folder):
-        told = described(folder)
-        print(json.dumps(told, indent=2)) if as_json else Console(markup=False).print(_folder_table(told))
+        content = described(folder)
+        print(json.dumps(content, indent=2)) if as_json else Console(markup=False).print(_folder_table(content))
         return
     found = learnt(loaded.config) if folder is None else [look_at(folder)]
     if as_json:
@@ -138,20 +138,20 @@ def _import(
         say(f"as configured the next start does not: drafter is {loaded.config.drafter}; set it to auto")
 
 
-def _folder_table(told: Mapping[str, Any]) -> Table:
-    table = Table(Column("drafter", no_wrap=True), Column(told["folder"], overflow="fold"))
-    shape = told["drafter"]
-    head = "stored" if told["stores_head"] else "the target's own"
+def _folder_table(content: Mapping[str, Any]) -> Table:
+    table = Table(Column("drafter", no_wrap=True), Column(content["folder"], overflow="fold"))
+    shape = content["drafter"]
+    head = "stored" if content["stores_head"] else "the target's own"
     rows: dict[str, object] = {
-        "architecture": told["architecture"],
+        "architecture": content["architecture"],
         "kind": shape.get("kind", "specblock"),
-        "target identity": told["target_identity"],
+        "target identity": content["target_identity"],
         **{name: shape[name] for name in _SHAPES},
         **{f"layers.{name}": shape["target"].get(name) for name in _TARGET_SHAPES},
-        "parameters": f"{told['parameters']:,}; head: {head}",
-        "bytes": f"{told['bytes']:,}, {told['dtype']}",
-        "weights SHA-256": told["weights_sha256"],
-        **dict(_flat(told["facts"], "facts")),
+        "parameters": f"{content['parameters']:,}; head: {head}",
+        "bytes": f"{content['bytes']:,}, {content['dtype']}",
+        "weights SHA-256": content["weights_sha256"],
+        **dict(_flat(content["facts"], "facts")),
     }
     for name, value in rows.items():
         table.add_row(name, "" if value is None else str(value))
@@ -177,20 +177,22 @@ def _print_learnt(config: ServiceConfig, found: "Sequence[Learnt]") -> None:
             soft_wrap=True,
         )
     for one in found:
-        told = one.as_json()
-        known = f"learnt from drafter {told['origin_sha256'][:16]}" if told["origin_sha256"] else "made from traffic"
+        content = one.as_json()
+        known = (
+            f"learnt from drafter {content['origin_sha256'][:16]}" if content["origin_sha256"] else "made from traffic"
+        )
         title = f"{one.folder.name}: {known if one.origin else 'of an unknown drafter'}"
         table = Table("version", "parent", "date", "tokens per verify, by the gate", "weights SHA-256", "", title=title)
         as_deployed = "served" if one.served == 0 else ""
         table.add_row("0", "", "", "", "as deployed", as_deployed)
-        for row in told["versions"]:
+        for row in content["versions"]:
             scores = ", ".join(f"{name} {value:.3f}" for name, value in (row["scores"] or {}).items())
             marks = [mark for mark in ("served", "taken_back") if row[mark]]
             state = row["complaint"] or ", ".join(marks).replace("_", " ")
             cells = (row["version"], row["parent"], row["date"], scores, (row["weights_sha256"] or "")[:16], state)
             table.add_row(*("" if cell is None else str(cell) for cell in cells))
         console.print(table)
-        for complaint in told["complaints"]:
+        for complaint in content["complaints"]:
             console.print(complaint, soft_wrap=True)
 
 
@@ -200,7 +202,7 @@ def trainer(
         str | None, typer.Option("--redis", metavar="URL", help="The same as --adaptation.redis-url.")
     ] = None,
 ) -> None:
-    """Learn for the replicas that share a Redis server, in a process of its own that serves nobody."""
+    """Learn for the replicas that share a Redis server, in a process of its own that serves no requests."""
     from service.logging import configure_logging
 
     configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)

@@ -287,7 +287,9 @@ def _card(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> str:
     before = (
         "the drafter as deployed" if parent == ANCHOR else f"version {parent}" if parent else "nothing that is known"
     )
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: no gate was asked"
+    scores = (
+        ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: not judged by the gate"
+    )
     deployed = f"SHA-256 {origin.origin_sha256}" if origin.origin_sha256 else "none: it was made from traffic"
     size = (folder / WEIGHTS_FILE).stat().st_size
     return f"""# A drafter of kind {config.kind} for {facts["target"]}, learnt while serving

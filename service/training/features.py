@@ -153,12 +153,12 @@ class FeatureReader:
             read.tops.ids[:-1].gather(1, likeliest_others(read.tops.ids[:-1], torch.tensor(response), self.branches))
             for read, response in zip(reads, (text.tokens[text.prompt :] for text in texts), strict=True)
         ]
-        behind = [
+        branches = [
             list(self._run_branches(texts, [tokens[:, number] for tokens in others])) for number in range(self.branches)
         ]
         return [
             read._replace(branches=_Tops(*(torch.stack(values, dim=1) for values in zip(*mine, strict=True))))
-            for read, mine in zip(reads, zip(*behind, strict=True), strict=True)
+            for read, mine in zip(reads, zip(*branches, strict=True), strict=True)
         ]
 
     def _run(self, texts: Sequence["_Text"]) -> Iterator["_Read"]:
@@ -172,25 +172,25 @@ class FeatureReader:
 
     def _run_branches(self, texts: Sequence["_Text"], others: Sequence[Tensor]) -> Iterator["_Tops"]:
         """Distributions after these alternatives to each text's response tokens. # others [response] each"""
-        ids, beside = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
+        ids, branched = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
         length = ids.shape[1]
         parents = _padded([torch.arange(text.prompt - 1, len(text.tokens) - 1) for text in texts])
         rows = Rows.branched(length, parents.to(self._device))
-        kept = torch.arange(length, length + beside.shape[1])
-        logits = self._logits(torch.cat([ids, beside], dim=1), kept, rows)
+        kept = torch.arange(length, length + branched.shape[1])
+        logits = self._logits(torch.cat([ids, branched], dim=1), kept, rows)
         for row, tokens in enumerate(others):
             yield _Tops.of(logits[row, : len(tokens)])
 
     def _logits(self, ids: Tensor, kept: Tensor, rows: Rows | None = None) -> Tensor:
         """# ids [batch, rows], kept [logits] -> [batch, logits, vocab]"""
         attended: list[int] = []
-        asked = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
+        extra = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
         output = self._model(
             input_ids=ids.to(self._device),
             use_cache=False,
             logits_to_keep=kept.to(self._device),
             attended=attended,
-            **asked,
+            **extra,
         )
         if attended != list(range(self._num_layers)):
             raise StartupError(

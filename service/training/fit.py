@@ -77,9 +77,9 @@ class FitPlan:
     @property
     def shape(self) -> dict[str, Any]:
         """`TrainedKind.shape` with the options applied."""
-        asked = {} if self.options.layers is None else {"num_layers": self.options.layers}
+        given = {} if self.options.layers is None else {"num_layers": self.options.layers}
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
-        return {**TRAINED_KINDS[self.options.kind].shape, **asked, **left_out}
+        return {**TRAINED_KINDS[self.options.kind].shape, **given, **left_out}
 
     def describe(self, manifest: Manifest) -> dict[str, Any]:
         """All settings that the weights depend on, except texts and length of the run, as plain values."""
@@ -313,6 +313,6 @@ def _refuse_too_few(examples: list[Example], plan: FitPlan, ranks: Ranks) -> Non
     tokens, needed = sum(example.length for example in examples), plan.settings.batch_tokens * ranks.size
     if tokens < needed:
         raise StartupError(
-            f"{plan.features} leaves {tokens} tokens to train on beside the held-out texts, fewer than one step's "
+            f"{plan.features} leaves {tokens} tokens to train on besides the held-out texts, fewer than one step's "
             f"{needed}: answer more prompts, or lower --batch-tokens"
         )

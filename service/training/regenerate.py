@@ -118,16 +118,16 @@ def regenerate(
     missing = [prompt for prompt in prompts if prompt.id not in file.done]
     if file.done:
         say(f"{file.path}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
-    asked = [_asked(tokenizer, prompt, how) for prompt in missing]
+    pending = [_request_of(tokenizer, prompt, how) for prompt in missing]
     most = max_model_len - how.max_tokens
-    fitting = [(request, response) for request, response in asked if len(request.prompt) <= most]
-    if len(fitting) < len(asked):
-        say(f"left out {len(asked) - len(fitting)} prompts of more than {most} tokens")
+    fitting = [(request, response) for request, response in pending if len(request.prompt) <= most]
+    if len(fitting) < len(pending):
+        say(f"left out {len(pending) - len(fitting)} prompts of more than {most} tokens")
     _answer(engine, fitting, file, how)
     return len(file.done)
 
 
-def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
+def _request_of(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
     """A request, and its response without tokens."""
     try:
         tokens = prompt.tokens(tokenizer)
@@ -141,12 +141,12 @@ def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[Ge
 
 
 def _answer(
-    engine: Engine, asked: Sequence[tuple[GenerationRequest, Response]], file: ResponseFile, how: Answering
+    engine: Engine, pending: Sequence[tuple[GenerationRequest, Response]], file: ResponseFile, how: Answering
 ) -> None:
     """Answer the requests, `how.concurrency` at a time."""
     began, finished, num_tokens = time.perf_counter(), 0, 0
-    waiting, running = iter(asked), dict[str, Response]()
-    with bar("answering", len(asked)) as advance:
+    waiting, running = iter(pending), dict[str, Response]()
+    with bar("answering", len(pending)) as advance:
         while True:
             # The first prompts are answered however late it is: without them nothing follows.
             is_late = how.deadline is not None and time.monotonic() > how.deadline and num_tokens > 0
