@@ -93,14 +93,12 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.weights._served.weights.items()}
     seeds = iter(range(20))
 
-    def spoil(
-        arm: object, samples: object, interrupted: object, *, vocabulary: object, rate_share: float
-    ) -> UpdateReport:
+    def spoil(arm: object, samples: object, interrupted: object, *, rate_share: float) -> UpdateReport:
         seed = next(seeds)
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
 
-    monkeypatch.setattr(built, "_update", spoil)
+    monkeypatch.setattr(built.training, "update", spoil)
     for number in range(20):
         while built.update() is None:
             observe(built, known.stream(100 + number, 2, version=1))
