@@ -1,1 +1,1 @@
-"""Learning while serving: everything that changes a drafter after deployment lives here, beside the engine."""
+"""Learning while serving: everything that changes a drafter after deployment. Imports nothing of the engine."""

@@ -1,26 +1,24 @@
-"""The first weights of a drafter for a target that comes without any, made from served queries: sums over their
-positions, from which a drafter's input layer is solved in closed form (drafters/training/initialise.py).
+"""Solves the first weights of a drafter for a target without one: sums over positions of served queries, from which the
+drafter's input layer follows in closed form (drafters/training/initialise.py).
 
-It is solved anew whenever there are twice as many positions, for that halves what chance has in it, until a solution is
-better than what serves; from there on updates teach, which do more for a second of time than another doubling
-(docs/bootstrap.md). Only sums are kept: their size does not depend on how much was served, and no text can be read from
-them.
+It is solved again whenever there are twice as many positions, which halves the variance, until a solution is better
+than what serves. From then on updates train it, which gain more per second than another doubling (docs/bootstrap.md).
+Only sums are kept: their size does not depend on the number of queries, and no text can be read from them.
 """
 
 import copy
 import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from adaptation.checkpoint import LearnerCheckpoint
+from adaptation.losses import Rows
+from adaptation.monitor import TokenCounts
+from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import State
-from adaptation.vocabulary import Rows, TokenCounts
-from adaptation.weights import ANCHOR, DrafterWeights
+from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter
 from drafters.regret import SHARE
 from drafters.specblock.checkpoint import weights_of, write_weights
-from drafters.specblock.model import Embed
 from drafters.training.corpus import Example
 from drafters.training.initialise import InputSums
 
@@ -30,70 +28,74 @@ _LAST = 64  # and of the last one: at this many another doubling explains next t
 
 
 class Bootstrap:
-    """Collects, and solves when it is due. All calls come from the adaptation thread."""
+    """Collects sums from queries, and solves for a drafter when there are enough. All calls come from the adaptation
+    thread."""
 
     def __init__(
         self,
         weights: DrafterWeights,
-        embed: Embed,
+        drafter: ServedDrafter,
         rows: Rows,
-        counts: TokenCounts,
         checkpoint: LearnerCheckpoint,
         *,
-        makes: bool,
-        given: Mapping[str, Tensor] | None = None,
+        enabled: bool,
         seed: int,
     ) -> None:
-        """`makes`: the deployed drafter has the target's end only; else there is nothing to do here. `rows`: the output
-        rows of the target for tokens; `counts`: what is said, by which the draft vocabulary is chosen; `given`: weights
-        of another target's drafter, to be judged first."""
-        self.makes = makes
-        self._weights, self._embed, self._rows, self._counts = weights, embed, rows, counts
+        """`rows`: output rows of the target; `enabled`: solve for the drafter unless it was deployed with weights."""
+        self.makes = enabled and not drafter.made
+        self.weights = weights
+        self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is the most frequent
+        self._embed, self._rows = drafter.embed, rows
         self._checkpoint, self._seed = checkpoint, seed
         self._kept_at = self._keeping_seconds = 0.0
-        self._given = given if makes else None
-        self._sums = self._no_sums() if makes else None
+        self._given = drafter.given if self.makes else None
+        self._sums = self._no_sums() if self.makes else None
         self.wanted = 0 if self._sums is None else _FIRST * self._sums.known
 
     @property
     def collects(self) -> bool:
-        """Whether the drafter is made of sums still, and no update teaches it yet."""
+        """Whether sums are collected; then no update trains the drafter yet."""
         return self._sums is not None
 
     @property
     def positions(self) -> int:
+        """Positions in the sums."""
         return 0 if self._sums is None else self._sums.positions
 
     @property
     def due(self) -> bool:
+        """Whether there are positions enough for the next solution, or given weights to try first."""
         return self.collects and (self._given is not None or self.positions >= self.wanted)
 
     @property
     def serves_nothing(self) -> bool:
-        """Whether what is served, or on its way to be, has nothing to say."""
-        return self.makes and self._weights.latest.origin == ANCHOR
+        """Whether no solution serves or is staged."""
+        return self.makes and self.weights.latest.origin == ANCHOR
 
     def add(self, example: Example) -> None:
-        """The positions of one text. Raises ValueError where its features are not finite."""
+        """Add the positions of one text. Raises ValueError if its features are not finite."""
         if not bool(torch.isfinite(example.features.sum(dtype=torch.float32))):
             raise ValueError("features of a text are not finite")
         assert self._sums is not None, "nothing is collected any more"
         self._sums.add(example, self._embed)
+        self.counts.observe(example.tokens[example.prompt :].tolist())
 
     @torch.no_grad()
     def solve(self) -> dict[str, Tensor]:
-        """What can be made of the positions that there are, or what was given. # -> weights by name, fp32"""
+        """Solve for a drafter, or return the given weights. # -> weights by name in fp32, shapes [...] as in the
+        drafter"""
         assert self._sums is not None, "nothing is collected any more"
         if self._given is not None:
             return {name: value.float() if value.is_floating_point() else value for name, value in self._given.items()}
-        model = copy.deepcopy(self._weights.anchor)
-        model.set_vocabulary(self._counts.likeliest(model.config.draft_vocab_size).to(model.d2t.device))
+        model = copy.deepcopy(self.weights.anchor)
+        model.set_vocabulary(self.counts.most_frequent(model.config.draft_vocab_size).to(model.d2t.device))
         model.lm_head.weight.copy_(self._rows(model.d2t))
         self._sums.solve(model.input_layer, torch.Generator().manual_seed(self._seed))
         return weights_of(model)
 
     def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:
-        """The last solution serves now, or it does not. Raises AdaptationError where it cannot be kept."""
+        """End collecting if the solution, shapes [...] as in the drafter, is published or was the last attempt; else
+        double the positions of the next. Raises AdaptationError if it cannot be stored."""
         assert self._sums is not None, "nothing was solved"
         self._given = None
         if published or self.wanted >= _LAST * self._sums.known:
@@ -105,44 +107,46 @@ class Bootstrap:
             self.wanted *= 2
 
     def rebase(self, weights: dict[str, Tensor]) -> None:
-        """From here on distances are measured to these weights, and updates keep near them. Raises AdaptationError
-        where they cannot be kept."""
-        write_weights(self._weights.anchor, weights)
-        self._checkpoint.save_tensors("anchor", weights_of(self._weights.anchor), origin=self._weights.latest.origin)
+        """Make these weights, shapes [...] as in the drafter, the anchor. Raises AdaptationError if they cannot be
+        stored."""
+        write_weights(self.weights.anchor, weights)
+        self._checkpoint.save_tensors("anchor", weights_of(self.weights.anchor), origin=self.weights.latest.origin)
 
     def adopted(self, weights: dict[str, Tensor]) -> None:
-        """Somebody brought a drafter: what would be made is not wanted; what was made, or brought before, stays what
-        distances are measured to. Raises as `rebase`."""
+        """End collecting: an operator or a leader brought these weights, shapes [...] as in the drafter. The first such
+        weights become the anchor, later ones do not. Raises as `rebase`."""
         if self.collects:
             self._sums = None
             self.rebase(weights)
 
     def rolled_back(self) -> None:
-        """What was made, if anything, may have turned out badly, and the sums behind it are gone."""
+        """Collect anew if no solution serves any more: the sums of the last one were dropped."""
         if self.serves_nothing and not self.collects:
             self._sums = self._no_sums()
             self.wanted = _FIRST * self._sums.known
 
     def training_start(self) -> dict[str, Tensor]:
-        """What updates go on from: what is served, or was made last while that is nothing."""
-        return weights_of(self._weights.anchor) if self.serves_nothing else self._weights.train_from_served()
+        """Weights that updates start from, shapes [...] as in the drafter: what serves, or the last solution if none
+        does."""
+        return weights_of(self.weights.anchor) if self.serves_nothing else self.weights.train_from_served()
 
     def keep(self, *, always: bool = False) -> bool:
-        """Store the sums, as often as that costs no more than its share of the time. # -> whether they were; raises
+        """Store the sums, if that takes no more than its share of the time. # -> whether they were stored; raises
         AdaptationError"""
         began = time.monotonic()
         if self._sums is None or not (always or began - self._kept_at > self._keeping_seconds / SHARE):
             return False
-        self._kept_at = began  # a disk that refuses is not asked all the time either
-        self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self._weights.latest.origin)
+        self._kept_at = began  # before the attempt: a full disk is not tried all the time
+        self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self.weights.latest.origin)
         self._keeping_seconds = time.monotonic() - began
         return True
 
     def state(self) -> State:
+        """Whether it collects, and for how many positions."""
         return {"collects": self.collects, "wanted": self.wanted}
 
     def restore(self, state: State) -> None:
-        """Raises ValueError for what no bootstrap has written, and then changes nothing."""
+        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
         collects, wanted = state.get("collects"), state.get("wanted")
         if len(state) != 2 or not isinstance(collects, bool):
             raise ValueError("not the state of a bootstrap")
@@ -153,20 +157,20 @@ class Bootstrap:
             self._sums = None
 
     def restore_tensors(self) -> None:
-        """The sums, and the weights that were made first, as far as they were kept."""
+        """Load the sums and the anchor, as far as they were stored."""
         if not self.makes:
             return
         if self._sums is not None:
             sums = self._sums.tensors()
             for name, value in (self._checkpoint.load_tensors("sums", sums) or {}).items():
                 sums[name].copy_(value)
-        anchor = weights_of(self._weights.anchor)
+        anchor = weights_of(self.weights.anchor)
         made = self._checkpoint.load_tensors("anchor", anchor)
         if made is None and not self.serves_nothing:
-            made = self._weights.train_from_served()
+            made = self.weights.train_from_served()
         if made is not None:
-            write_weights(self._weights.anchor, made)
+            write_weights(self.weights.anchor, made)
 
     def _no_sums(self) -> InputSums:
-        anchor = self._weights.anchor
+        anchor = self.weights.anchor
         return InputSums(anchor.config, anchor.d2t.device)

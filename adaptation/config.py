@@ -1,7 +1,7 @@
-"""What learning while serving is made of: the settings that an operator may turn, and the numbers that are fixed.
+"""Configuration of learning while serving: the operator's settings, and constants.
 
-Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `Learner` unpacks both
-records into parts that take the values they use.
+Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `build_learner` unpacks both records
+into parts that take the values they use.
 """
 
 import os
@@ -21,12 +21,12 @@ def _knob(default: Any, description: str, **limits: float) -> Any:
 
 
 def _numbers(value: object) -> object:
-    """As text, as flags and variables have it: 0.3,0.1."""
+    """Split the text of a flag or variable, as 0.3,0.1."""
     return value.split(",") if isinstance(value, str) else value
 
 
 class AdaptationConfig(BaseModel):
-    """What an operator may turn about learning; unknown keys are refused."""
+    """The operator's settings of learning; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -104,40 +104,36 @@ class AdaptationConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is the same in every deployment; tiny models and short streams need smaller numbers.
+    """Constants of every deployment; tests with tiny models and short streams use smaller numbers."""
 
-    Of 66 settings fifty were never turned in any measurement, so they are fixed here or beside their use.
-    """
-
-    window_tokens: int = 256  # longest stretch of a text that a full update sees
+    seed: int = 0  # of buffers, validation set, bandit and training
+    window_tokens: int = 256  # of a text, in a full update, at most
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
-    queued_queries: int = 256  # finished ones that wait to be observed; the oldest make room
-    niceness: int = 10  # how far the learning thread steps back from the CPU (Linux)
+    queued_queries: int = 256  # finished ones that wait to be observed; the oldest are dropped
+    niceness: int = 10  # of the learning thread (Linux)
     head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
-    full_queries: int = 8  # and of the full one
+    full_queries: int = 8  # in the buffer of the full update
     always_queries: int = 8  # between two updates of the policy `always`
     warm_up_queries: int = 10  # before the bandit's first decision
-    client_share: float = 0.25  # of the training data, that one client may make up; with few clients an equal share
-    client_free_queries: int = 16  # per half-life, that a client may add whatever its share
+    client_share: float = 0.25  # of the training data, per client at most; with few clients an equal share
+    client_free_queries: int = 16  # per half-life, that a client may add regardless of its share
     head_steps: int = 4  # optimizer steps of a head update, all on the same buffer
-    full_steps: int = 12  # and of a full one, which goes through its texts as often as it takes
+    full_steps: int = 12  # of a full update, in as many passes as needed
     step_texts: int = 2  # per optimizer step of a full update
-    warm_up_steps: int = 8  # over which the learning rate rises, as Adam's first moments are noise; at most one update
-    update_norm: float = 0.02  # an update moves the weights by at most this share of their norm
-    replay_texts: int = 256  # latest ones learnt from, some of which each full update sees again; idle time needs many
-    exchange_count: int = 2  # how much oftener a token must be said to take another's place in the draft vocabulary
-    kept_refusals: int = 8  # in a row, that leave the training copy as it is: small updates add up
-    validation_share: float = 0.25  # of queries: never learnt from
-    validation_texts: int = 24  # most recent ones that are kept
-    gate_texts: int = 8  # least number of them for a publish
-    gate_alpha: float = 0.10  # most training copies without a gain that the gate lets pass
-    drift_texts: int = 8  # validation texts, the first ones, on which the distance to the anchor is measured
-    alarm_texts: int = 8  # of one window of the alarms
-    snapshots_in_memory: int = 2  # published drafters that a rollback finds at once
-    snapshots_on_disk: int = 8  # published drafters kept (ring)
+    warm_up_steps: int = 8  # over which the learning rate rises after a reset; at most one update
+    update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
+    replay_texts: int = 256  # in the replay buffer; idle time needs many
+    kept_refusals: int = 8  # in a row, before the training copy starts over: small updates add up
+    validation_share: float = 0.25  # of queries, which are never trained on
+    validation_texts: int = 24  # latest ones that are kept
+    gate_texts: int = 8  # minimum for a publish
+    gate_alpha: float = 0.10  # share of training copies without a gain that the gate may publish
+    drift_texts: int = 8  # first validation texts, on which the distance to the anchor is measured
+    alarm_texts: int = 8  # per window of the alarms
+    snapshots: int = 8  # published drafters kept on disk
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may run on: two threads of one core compute little more than one."""
+    """Number of physical cores that this process may run on: two threads per core compute little more than one."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))

@@ -1,16 +1,17 @@
-"""Which queries are recorded, whose are learnt from, and what becomes of each: a training sample, a validation text, or
-neither.
+"""Filters finished queries: each becomes a training sample, a validation text, or neither.
 
 Requests with `store: false` leave no trace here. Recording costs the engine 1 to 2 % of a step, learnt from or not.
 """
 
 import hashlib
+import random
 import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from adaptation.config import Tuning
 from adaptation.policy import Policy, QueryReport
 from adaptation.samples import (
     SampleBuffers,
@@ -25,27 +26,28 @@ from drafters.feedback import QueryFeedback
 
 QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
 
-_QUERY_POSITIONS = 32  # rejected ones of a query that are learnt from at most
+_QUERY_POSITIONS = 32  # rejected positions of a query that are learnt from, at most
 _HALF_LIFE_SECONDS = 600.0  # after which a client's past use counts half
 _MAX_CLIENTS = 4096  # that the quota remembers
-_TICKS = 64  # per half-life: within a tick nothing is forgotten, so that a query costs no walk over all clients
-_LEAST_OFFERS = 2.0  # queries; who offers less would lower the cap of others without using the own one
+_TICKS = 64  # per half-life: counts decay once per tick, so that a query costs no walk over all clients
+_LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share of others without using the own one
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
-_RESTING_SHARE = 1 / 32  # of queries that are recorded while nothing promises a gain
-_IN_A_ROW = 8  # sequences; steps of recorded ones beside others cost as much as if all were
+_RESTING_SHARE = 1 / 32  # of queries recorded while no update promises a gain
+_IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How many of a query's rejected positions may be learnt from; 0 unless the reason is `admitted`."""
+    """How many rejected positions of a query may be learnt from; 0 unless the reason is `admitted`."""
 
     positions: int
     reason: QuotaReason
 
     @property
     def admitted(self) -> bool:
+        """Whether the query may be learnt from."""
         return self.positions > 0
 
 
@@ -56,11 +58,10 @@ class _Use:
 
 
 class Quota:
-    """Admits a query while its client has not yet had more than its share of what was learnt recently.
+    """Admits queries while their client has at most its share of the recent training data.
 
-    The share is `client_share`, or an equal one while there are too few active clients to fill the whole with it. Below
-    `free_queries` nobody is refused. Clients are known by a keyed hash with a key that lives as long as the process; of
-    more than `max_clients` the least used are forgotten.
+    The share is `client_share`, or an equal one with few active clients. Below `free_queries` all are admitted. Clients
+    are stored as hashes with a random key of this process; of more than `max_clients` the least active are forgotten.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class Quota:
 
     @property
     def share(self) -> float:
-        """What one client may take now."""
+        """Share of the training data that one client may have now."""
         return max(self._client_share, 1 / max(1, self._num_active))
 
     def admit(self, client: str, positions: int, *, store: bool) -> Admission:
-        """Ask for a finished query with so many rejected positions, and take what is granted."""
+        """Admit or refuse a finished query with so many rejected positions, and count it."""
         if not store:
             return Admission(0, "not_stored")
         if positions < 1:
             return Admission(0, "nothing_to_learn")
         self._forget()
         use = self._offer(self._hash(client))
-        # The total is a sum of the parts, but not to the last bit.
+        # The total is the sum of the parts up to rounding.
         if use.taken > max(self._free_positions, self.share * self._taken * (1 + 1e-9)):
             return Admission(0, "over_share")
         granted = min(positions, self.query_positions)
@@ -130,7 +131,7 @@ class Quota:
         self._keep({name: use for name, use in self._uses.items() if max(use.offers, use.taken) > _NEGLIGIBLE})
 
     def _make_room(self) -> None:
-        """Forget the least used quarter: a crowd of new names costs one sort per quarter, and who took much stays."""
+        """Forget the least active quarter, so that many new clients cost one sort per quarter."""
         by_use = sorted(self._uses.items(), key=lambda item: (item[1].taken, item[1].offers), reverse=True)
         part, whole = _KEPT_OF_FULL
         self._keep(dict(by_use[: self._max_clients * part // whole]))
@@ -143,46 +144,47 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class FilteredQuery:
-    """What was decided about one query."""
+    """The decision about one query."""
 
     admission: Admission
-    text: ValidationText | None  # its text, where it may be scored
-    validates: bool  # it was held for validation
+    text: ValidationText | None  # its text, if it may be scored
+    validates: bool  # it is held for validation
 
 
 class FeedbackFilter:
-    """Asks quota and policy, and fills the buffers. Whatever may not be learnt from is neither kept nor scored."""
+    """Fills buffers and validation set as quota and policy decide. What is not admitted is neither kept nor scored."""
 
     def __init__(self, policy: Policy, quota: Quota, buffers: SampleBuffers, validation: ValidationSet) -> None:
         self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
         self.refusals: Counter[str] = Counter()  # by reason of the quota
         self.buffers = buffers
         self.validation = validation
-        self._policy = policy
+        self.policy = policy
         self._quota = quota
         self._undrafted = UndraftedSignal()
         self._num_without_text = 0
 
     @property
     def sees_no_text(self) -> bool:
-        """Whether of many queries in a row none had a text that may be scored, so that no update could be validated."""
+        """Whether many queries in a row had no text to score, so that no update can be validated."""
         return self._num_without_text >= _MANY_WITHOUT_TEXT
 
     def take(self, feedback: QueryFeedback, *, learning: bool, updating: bool = True) -> FilteredQuery:
-        """One finished query; with `learning` off it only counts, with `updating` off it is for no update yet."""
+        """Take in a finished query. `learning` False: it is only counted; `updating` False: no update will use it
+        yet."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
         positions = feedback.draft_labels.num_rejected + undrafted
-        is_asked = feedback.recorded or not query.store
+        is_offered = feedback.recorded or not query.store
         admission = (
-            self._quota.admit(query.client, positions, store=query.store) if is_asked else Admission(0, "resting")
+            self._quota.admit(query.client, positions, store=query.store) if is_offered else Admission(0, "resting")
         )
         sample = self._sample(feedback, admission, undrafted)
         example = sample.example if admission.admitted else None
         validates = example is not None and self.validation.draws()
         learns = admission.admitted and learning and not validates
         signal = sample.signal if learns and updating else None
-        decision = self._policy.decide(
+        decision = self.policy.decide(
             QueryReport(query.seconds, signal, feedback.recorded, sample.draft_labels.count > 0)
         )
         if learns and example is not None:
@@ -192,15 +194,15 @@ class FeedbackFilter:
         text = None if example is None else self.validation.number(example)
         if validates and text is not None:
             self.validation.keep(text)
-        if is_asked:
+        if is_offered:
             self._num_without_text = self._num_without_text + 1 if text is None else 0
-        self.decisions[f"{decision.choice}:{decision.reason}"] += 1
+        self.decisions[f"{decision.arm or 'skip'}:{decision.reason}"] += 1
         if not admission.admitted:
             self.refusals[admission.reason] += 1
         return FilteredQuery(admission, text, validates)
 
     def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
-        """Of the positions it may teach: rejected ones first, then steps that no block drafted for."""
+        """A sample of the admitted positions: rejected ones first, then steps without a drafted block."""
         most = min(max(1, admission.positions), self._quota.query_positions)
         sample = training_sample(feedback, most_rejected=most)
         if not admission.admitted or sample.example is None:
@@ -211,8 +213,8 @@ class FeedbackFilter:
 
 
 class RecordingSampler:
-    """Which queries are recorded at all: a small share while nothing promises a gain. `draws` belongs to the engine's
-    thread, `resting` to the one that learns."""
+    """Chooses the queries that are recorded: all, or a small share while no update promises a gain. `draws` belongs to
+    the engine's thread, `resting` to the learning thread."""
 
     def __init__(self, *, share: float = _RESTING_SHARE) -> None:
         self._round = round(_IN_A_ROW / share)
@@ -223,3 +225,21 @@ class RecordingSampler:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
         return not self.resting or self._num_begun % self._round < _IN_A_ROW
+
+
+def build_filter(tuning: Tuning, policy: Policy, *, clock: Callable[[], float]) -> FeedbackFilter:
+    """Build the filter with its quota, buffers and validation set."""
+    quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
+    buffers = SampleBuffers(
+        {"head": tuning.head_queries, "full": max(tuning.full_queries, tuning.always_queries)},
+        replay_texts=tuning.replay_texts,
+        update_samples=tuning.full_steps * tuning.step_texts,
+        rng=random.Random(tuning.seed + 2),
+    )
+    validation = ValidationSet(
+        share=tuning.validation_share,
+        enough=tuning.gate_texts,
+        max_texts=tuning.validation_texts,
+        rng=random.Random(tuning.seed + 1),
+    )
+    return FeedbackFilter(policy, quota, buffers, validation)

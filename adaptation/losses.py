@@ -1,36 +1,59 @@
-"""What updates minimise besides the objectives of training and of heads: distance to the anchor drafter on texts, and
-the rank head's loss. Legend: rows = positions, vocab = the drafter's.
+"""Losses of updates besides the training objective: distance to the anchor drafter on texts, and the rank head's loss.
+Legend: rows = positions, vocab = the drafter's.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from adaptation.vocabulary import Rows
 from drafters.feedback import DraftLabels
 from drafters.specblock.heads import rank_class, rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of
 
+Rows = Callable[[Tensor], Tensor]
+"""Untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
+
+
+def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
+    """Return a function that gives the anchor's output rows for tokens it knows, and the target's own for others.
+
+    A drafter predicts the target's hidden state, so the target's rows fit it. Weights that an operator or another
+    replica brings may have another vocabulary than the anchor.
+    target_head [target_vocab, hidden]; None: the vocabulary is always the anchor's
+    """
+
+    def rows(vocabulary: Tensor) -> Tensor:
+        if torch.equal(vocabulary, anchor.d2t):
+            return anchor.lm_head.weight.detach()
+        assert target_head is not None, "there are no rows for other tokens"
+        known = anchor.t2d[vocabulary]
+        found = target_head[vocabulary.to(target_head.device)].to(anchor.lm_head.weight)
+        return torch.where((known >= 0)[:, None], anchor.lm_head.weight.detach()[known.clamp(min=0)], found)
+
+    return rows
+
 
 def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
-    """Mean over rows of KL(drafter || anchor). # both [rows, vocab]"""
+    """Mean over rows of KL(drafter || anchor), in nats. # both [rows, vocab] -> scalar"""
     log_q, log_a = logits.float().log_softmax(-1), anchor_logits.float().log_softmax(-1)
     return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
 
 
 def rank_loss(model: SpecBlock, draft_labels: DraftLabels, features: Tensor, ids: Tensor) -> Tensor:
-    """Cross-entropy of the rank head, on `rank_features` of the draft head's present scores, with the noise that each
-    label's token was sampled with, as it serves. # features [rows, NUM_FEATURES], ids [rows, TOP] -> []"""
+    """Cross-entropy of the rank head on `rank_features` of the draft head's current scores, with the sampling noise of
+    each label's token, as in serving. # features [rows, NUM_FEATURES], ids [rows, TOP] -> scalar"""
     classes = rank_class(ids, model.t2d[draft_labels.tokens])
     return cross_entropy(model.rank_logits(draft_labels.states, features), classes)
 
 
 class TextDivergence:
-    """KL(drafter || anchor) on texts: at every labelled position's first entry, where these are run, and along whole
-    blocks as far as the anchor could draft the text (valid prefix). The anchor proposes from the drafter's vocabulary:
-    what it would say of tokens that it was not deployed for, `rows` knows."""
+    """KL(drafter || anchor) on texts: at the first entry of every labelled position, if these are run, and along whole
+    blocks as far as the anchor could have drafted the text (valid prefix). Both use the drafter's vocabulary, the
+    anchor with its output rows from `rows`."""
 
     def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, anchors: int) -> None:
         self._anchor = anchor
@@ -57,7 +80,7 @@ class TextDivergence:
         return first + (share * labelled.sum(1)[:, None]).long()
 
     def _valid(self, model: SpecBlock, head: Tensor, batch: Batch, starts: Tensor, states: Tensor) -> Tensor:
-        """Later entries of the blocks that the anchor drafter could have reached. # -> [batch, anchors, block] bool"""
+        """Block entries that the anchor could have reached. # -> [batch, anchors, block] bool"""
         size = states.shape[2]
         predicted = starts[:, :, None] + 2 + torch.arange(size, device=starts.device)
         tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1)).view_as(predicted)
@@ -67,6 +90,6 @@ class TextDivergence:
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0
         if model.config.runs_context:
-            valid[..., 0] = False  # the stream holds it
+            valid[..., 0] = False  # counted at its position
         valid[..., 1:] &= reached[..., :-1]
         return valid

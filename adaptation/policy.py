@@ -1,31 +1,36 @@
-"""Policies of learning: which finished queries are learnt from, and when an update is due. `EveryBatch` asks no bandit:
-it shows what deciding by gain is worth.
+"""Policies of learning: which finished queries are learnt from, and when an update is due. `EveryBatch` decides without
+estimates: it is what the bandit is compared with.
 """
 
 import math
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from statistics import fmean
+from types import MappingProxyType
+from typing import Literal, Protocol, cast
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue, NonNegativeFloat, NonNegativeInt, TypeAdapter
+
+from adaptation.config import AdaptationConfig, PolicyName, Tuning
+from drafters.regret import GainPosterior, RegretLedger
 
 Arm = Literal["head", "full"]
 ARMS: tuple[Arm, ...] = ("head", "full")
 
 Reason = Literal[
     "warm_up",  # too few queries to know how long one takes
-    "not_admitted",  # the query must not be learnt from, or was not recorded
-    "unusable",  # its numbers make no sense, or no step decoded for it
-    "explore",  # an arm may gain, or is drawn by chance
-    "gain",  # an arm is believed to gain
+    "not_admitted",  # the query may not be learnt from, or was not recorded
+    "unusable",  # its numbers are not finite, or no step decoded for it
+    "explore",  # an arm may gain, or was drawn at random
+    "gain",  # an arm is expected to gain
     "no_gain",  # no arm is
-    "not_covered",  # one might, but the ledger has nothing left to find out with
-    "fixed",  # the policy always says so
+    "not_covered",  # one may gain, but the ledger does not cover trying it
+    "fixed",  # the policy has one answer
     "never",  # the policy never learns
 ]
 
-State = dict[str, JsonValue]
-"""Whatever an object needs to go on exactly where it stopped, as plain values."""
+State = dict[str, JsonValue]  # plain values from which a later process goes on exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,100 +40,99 @@ class QueryReport:
     seconds: float  # of decoding, as in `Query`
     signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
     recorded: bool = True
-    drafted: bool = True  # blocks were drafted for it; without states of theirs it teaches no head
+    drafted: bool = True  # blocks were drafted for it; without their states it trains no head
 
     @property
     def usable(self) -> bool:
+        """Whether its numbers are finite and not negative."""
         seconds_count = math.isfinite(self.seconds) and self.seconds > 0
         return seconds_count and (self.signal is None or (math.isfinite(self.signal) and self.signal >= 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What an update made of the drafter, by replays of the same texts; relative to what it serves."""
+    """What an update gained in replays, relative to the serving drafter."""
 
-    gain: float  # of emitted tokens per verify; less than 0: a loss
-    error: float  # standard error of what the update itself gained
-    needed: float = 0.0  # what may be luck: of many candidates the lucky ones are published
-    before: float = 0.0  # what the same candidate had gained before the update, by earlier ones that were refused
+    gain: float  # of tokens per verify, of all updates since the training copy left what serves
+    error: float  # standard error of the gain of this update alone
+    needed: float = 0.0  # critical value of the gate: part of a published gain is selection
+    before: float = 0.0  # gain before this update, by earlier ones that were refused
 
     def __post_init__(self) -> None:
         numbers = self.gain, self.error, self.needed, self.before
-        assert all(map(math.isfinite, numbers)), "a judgement that is none"
+        assert all(map(math.isfinite, numbers)), "a judgement that is not finite"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Into which arm's buffer a query goes, and why."""
+    """The arm whose buffer a query goes to, and why."""
 
     arm: Arm | None  # None: skip
     reason: Reason
 
-    @property
-    def choice(self) -> Literal["skip", "head", "full"]:
-        return "skip" if self.arm is None else self.arm
-
 
 class Policy(Protocol):
-    """All calls come from the adaptation thread."""
+    """Decides which finished queries are learnt from, and when an update is due. All calls come from the adaptation
+    thread."""
+
+    name: str
+    """As in the settings."""
 
     @property
     def values(self) -> Mapping[Arm, float]:
-        """Gain of throughput per unit of signal that each arm is believed to bring; empty when nobody estimates it."""
-        ...
+        """Estimated gain of throughput per unit of signal, by arm; empty: not estimated."""
+
+    @property
+    def balance(self) -> float | None:
+        """Serving time in seconds that learning may still lose; None: no ledger, or not opened yet."""
 
     @property
     def resting(self) -> bool:
-        """Whether nothing promises a gain that the ledger would cover finding out."""
-        ...
+        """Whether no arm promises a gain whose trial the ledger covers."""
 
     def covers(self, seconds: float) -> bool:
-        """Whether training may take so much from serving, and not been charged for it yet."""
-        ...
+        """Whether training may take so many seconds from serving that are not charged yet."""
 
     def decide(self, query: QueryReport) -> Decision:
-        """Into which arm's buffer a finished query goes. To be called for every query, in order."""
-        ...
+        """Choose the buffer of a finished query. Called for every query, in order."""
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        """The arm whose buffer is full and whose update may be afforded now, if any. `signals`: of the samples in each
+        """The arm whose buffer is full and whose update the ledger covers, if any. `signals`: of the samples in each
         arm's buffer."""
-        ...
 
     def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """An update on queries of this mean signal was judged, and took so many seconds from serving."""
-        ...
+        """Record a judged update on queries of this mean signal, which took so many seconds from serving."""
+        return
 
     def spent(self, seconds: float) -> None:
-        """Anything else took so many seconds from serving, be it an update that was interrupted or could not be judged:
-        it says nothing of its arm."""
-        ...
+        """Charge seconds taken from serving to no arm: an update that was interrupted, or could not be judged."""
+        return
 
     def traffic_changed(self) -> None:
-        """Other texts are served, or weights that no update has made: what arms gained is less sure."""
-        ...
+        """Make the values of arms less certain: other texts are served, or weights that no update computed."""
+        return
 
-    def state(self) -> State: ...
+    def state(self) -> State:
+        """The state as plain values."""
 
     def restore(self, state: State) -> None:
-        """Go on from a saved state, without the update that was being trained. Raises ValueError for a state that is
-        not one, and then changes nothing."""
-        ...
+        """Load what `state` returned; an update under way is lost. Raises ValueError for anything else, and then
+        changes nothing."""
 
 
-class EveryBatch:
-    """One kind of update, again and again, whenever so many queries have come together; none at all without an arm.
+class EveryBatch(Policy):
+    """One kind of update whenever its buffer is full; without an arm, none at all.
 
     With full updates of 8 queries it is the schedule of Online Speculative Decoding (arXiv 2310.07177).
     """
 
-    def __init__(self, arm: Arm | None, batch_queries: int = 1) -> None:
+    values: Mapping[Arm, float] = MappingProxyType({})
+    balance = None
+
+    def __init__(self, arm: Arm | None, batch_queries: int = 1, *, name: PolicyName = "never") -> None:
+        self.name = name
         self._arm: Arm | None = arm
         self._batch_queries = batch_queries
-
-    @property
-    def values(self) -> Mapping[Arm, float]:
-        return {}
 
     @property
     def resting(self) -> bool:
@@ -149,18 +153,248 @@ class EveryBatch:
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
         return self._arm if self._arm is not None and len(signals[self._arm]) >= self._batch_queries else None
 
-    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """No-op: batches come whatever updates gain."""
-
-    def spent(self, seconds: float) -> None:
-        """No-op: whatever they cost."""
-
-    def traffic_changed(self) -> None:
-        """No-op: and whatever the texts are."""
-
     def state(self) -> State:
         return {}
 
     def restore(self, state: State) -> None:
         if state:
             raise ValueError("not the state of a fixed policy, which has none")
+
+
+LEARNING = "learning"
+"""The ledger account of all costs of learning."""
+
+_PRIOR_GAIN = 0.05
+"""Prior standard deviation of the gain of an update on a typical batch: one in three changes tau by more."""
+_MIN_ERROR = 0.01  # of a gain: few texts are no more certain, even if they are all alike
+_RECORDING_SHARE = 0.02  # of a query's seconds, for recording it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BanditRules:
+    """Constants of algorithm 1 and of the ledger."""
+
+    batch_queries: Mapping[Arm, int]  # size of each arm's buffer
+    alpha: float  # minimum weight of a new measurement
+    epsilon: tuple[float, float]  # at first, and after the cold start
+    s_min: float  # updates of less signal leave the value of their arm unchanged
+    warm_up_queries: int = 10  # before the first decision; also the window of the mean query
+    cold_start_events: int = 8  # judged updates over which epsilon falls
+    horizon_queries: int = 200  # within which an update has to pay for itself
+    cap_queries: float = 8.0  # loss that learning may have at once, in mean queries
+
+
+@dataclass
+class _Belief:
+    """Estimates of one arm."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    mean: float = 0.0  # gain per unit of signal
+    sd: NonNegativeFloat | None = None  # None: not measured
+    cost: NonNegativeFloat = 0.0  # queries
+    num_updates: NonNegativeInt = 0
+
+
+@dataclass
+class _Knowledge:
+    """The bandit's state, without its random generator."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    num_queries: NonNegativeInt = 0
+    num_events: NonNegativeInt = 0
+    seconds: list[NonNegativeFloat] = field(default_factory=list)  # of the last `warm_up_queries` queries
+    signal: NonNegativeFloat = 0.0  # of a typical query
+    balance: float | None = None  # of the ledger, in seconds; None: not opened
+    arms: dict[Arm, _Belief] = field(default_factory=lambda: {arm: _Belief() for arm in ARMS})
+
+
+_RandomState = tuple[int, tuple[int, ...], float | None]
+_KNOWLEDGE = TypeAdapter(_Knowledge)
+_RANDOM = TypeAdapter(_RandomState)
+
+
+class Bandit(Policy):
+    """The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
+
+    An arm's value is its gain of throughput per unit of signal; an update on queries of mean signal s is worth, in
+    queries,
+
+        s * value * horizon - cost
+
+    over the queries within which it has to pay for itself. The value is a posterior, because replays are noisy and
+    their error is known. Trials are paid for from a ledger, so that the loss is bounded where nothing is gained.
+    """
+
+    name = "bandit"
+
+    def __init__(self, rules: BanditRules, ledger: RegretLedger, *, rng: random.Random) -> None:
+        """`ledger`: the account is opened when the time of a mean query is known."""
+        self._rules = rules
+        self._ledger = ledger
+        self._rng = rng
+        self._now = _Knowledge()
+        self._posteriors: dict[Arm, GainPosterior] = {}
+
+    @property
+    def values(self) -> Mapping[Arm, float]:
+        return {arm: belief.mean for arm, belief in self._now.arms.items()}
+
+    @property
+    def balance(self) -> float | None:
+        return self._ledger.balances.get(LEARNING)
+
+    @property
+    def _is_warm(self) -> bool:
+        return LEARNING in self._ledger.balances and bool(self._now.seconds)
+
+    @property
+    def resting(self) -> bool:
+        return self._is_warm and self._promising(ARMS) is None
+
+    @property
+    def epsilon(self) -> float:
+        """Share of the queries learnt from that explore; falls with each judged update of the cold start."""
+        first, last = self._rules.epsilon
+        return first + (last - first) * min(1.0, self._now.num_events / self._rules.cold_start_events)
+
+    def covers(self, seconds: float) -> bool:
+        return not self._is_warm or self._ledger.balances[LEARNING] > seconds
+
+    def decide(self, query: QueryReport) -> Decision:
+        if not query.usable:
+            return Decision(None, "unusable")
+        self._observe(query)
+        if not self._is_warm:
+            return Decision(None, "warm_up")
+        if query.signal is None:
+            return Decision(None, "not_admitted")
+        arms: Sequence[Arm] = ARMS if query.drafted else ("full",)
+        arm = self._choose(arms)
+        if arm is None:
+            return Decision(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
+        return Decision(arm, "gain" if self._net_gain(arm, self._now.arms[arm].mean) > 0 else "explore")
+
+    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        if not self._is_warm:
+            return None
+        full = [arm for arm in ARMS if len(signals[arm]) >= self._rules.batch_queries[arm] and self._is_covered(arm)]
+        return max(full, key=self._best_net_gain, default=None)
+
+    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        belief, rules = self._now.arms[arm], self._rules
+        mean_seconds = fmean(self._now.seconds)
+        belief.num_updates += 1
+        self._now.num_events += 1
+        rate = max(rules.alpha, 1.0 / belief.num_updates)
+        belief.cost += rate * (seconds / mean_seconds - belief.cost)
+        if signal > 0 and signal >= rules.s_min:
+            posterior = self._posterior(arm)
+            gain = judgement.gain - judgement.before
+            posterior.observe(gain / signal, noise=max(judgement.error, _MIN_ERROR) / signal)
+            belief.mean, belief.sd = posterior.mean, posterior.sd
+        gained = 0.0
+        if published:  # publishing selects lucky candidates, so only the certain part of the gain counts
+            gained = max(0.0, min(judgement.gain - judgement.needed, self._posterior(arm).worst_case * signal))
+        self._ledger.raise_cap(LEARNING, seconds)
+        self._ledger.record(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
+
+    def spent(self, seconds: float) -> None:
+        if self._is_warm:
+            self._ledger.raise_cap(LEARNING, seconds)
+            self._ledger.record(LEARNING, -seconds)
+
+    def traffic_changed(self) -> None:
+        for arm, posterior in self._posteriors.items():
+            posterior.widen()
+            self._now.arms[arm].sd = posterior.sd
+
+    def state(self) -> State:
+        version, words, gauss = cast(_RandomState, self._rng.getstate())
+        self._now.balance = self._ledger.balances.get(LEARNING)
+        return {"knowledge": _KNOWLEDGE.dump_python(self._now, mode="json"), "random": [version, list(words), gauss]}
+
+    def restore(self, state: State) -> None:
+        if set(state) != {"knowledge", "random"}:
+            raise ValueError("not the state of a bandit")
+        now = _KNOWLEDGE.validate_python(state["knowledge"])
+        if set(now.arms) != set(ARMS) or (now.balance is not None and not any(now.seconds)):
+            raise ValueError("the state of a bandit with other arms, or without the time that queries take")
+        self._rng.setstate(_RANDOM.validate_python(state["random"]))
+        self._now, self._posteriors = now, {}
+        if now.balance is not None:
+            self._open(now.balance)
+
+    def _observe(self, query: QueryReport) -> None:
+        """Count a query and its time, and charge its recording."""
+        now, rules = self._now, self._rules
+        now.num_queries += 1
+        now.seconds = [*now.seconds, query.seconds][-rules.warm_up_queries :]
+        if query.signal:
+            now.signal += (query.signal - now.signal) * (rules.alpha if now.signal else 1.0)
+        if self._is_warm:
+            self._ledger.record(LEARNING, -_RECORDING_SHARE * query.seconds * query.recorded)
+        elif now.num_queries > rules.warm_up_queries:
+            self._open()
+
+    def _open(self, balance: float | None = None) -> None:
+        self._ledger.open(LEARNING, self._rules.cap_queries * fmean(self._now.seconds), balance)
+
+    def _choose(self, arms: Sequence[Arm]) -> Arm | None:
+        """With probability `epsilon` the arm tried least, else the one with the highest best case. None: none may
+        gain, or the ledger does not cover it."""
+        if self._rng.random() < self.epsilon:
+            arm = min(arms, key=lambda arm: self._now.arms[arm].num_updates)
+            return arm if self._is_covered(arm) else None
+        return self._promising(arms)
+
+    def _promising(self, arms: Sequence[Arm], *, covered: bool = True) -> Arm | None:
+        """The arm with the highest best case, if that is a gain."""
+        able = [arm for arm in arms if not covered or self._is_covered(arm)]
+        best = max(able, key=self._best_net_gain, default=None)
+        return best if best is not None and self._best_net_gain(best) > 0 else None
+
+    def _best_net_gain(self, arm: Arm) -> float:
+        return self._net_gain(arm, self._posterior(arm).best_case)
+
+    def _net_gain(self, arm: Arm, value: float) -> float:
+        """Net gain of an update on typical queries, in queries. `value`: gain per unit of signal"""
+        return self._now.signal * value * self._rules.horizon_queries - self._cost(arm)
+
+    def _cost(self, arm: Arm) -> float:
+        """Cost of an update and of recording its samples, in queries."""
+        return self._now.arms[arm].cost + _RECORDING_SHARE * self._rules.batch_queries[arm]
+
+    def _is_covered(self, arm: Arm) -> bool:
+        return self._ledger.can_afford(LEARNING, self._cost(arm) * fmean(self._now.seconds))
+
+    def _posterior(self, arm: Arm) -> GainPosterior:
+        """Posterior of the gain per unit of signal; it forgets at the rate `alpha` if measured at the prior error."""
+        if arm not in self._posteriors:
+            belief, prior = self._now.arms[arm], _PRIOR_GAIN / max(1.0, self._now.signal)
+            made = GainPosterior(mean=belief.mean, sd=prior, noise=prior, drift=(self._rules.alpha * prior) ** 2)
+            if belief.sd is not None:
+                made.restore_sd(belief.sd)
+            self._posteriors[arm] = made
+        return self._posteriors[arm]
+
+
+def policy_of(config: AdaptationConfig, tuning: Tuning, ledger: RegretLedger, *, rng: random.Random) -> Policy:
+    """Build the configured policy."""
+    fixed: dict[PolicyName, tuple[Arm | None, int]] = {
+        "always": ("full", tuning.always_queries),
+        "head_only": ("head", tuning.head_queries),
+        "full_only": ("full", tuning.full_queries),
+        "never": (None, 1),
+    }
+    if config.policy != "bandit":
+        return EveryBatch(*fixed[config.policy], name=config.policy)
+    rules = BanditRules(
+        batch_queries={"head": tuning.head_queries, "full": tuning.full_queries},
+        alpha=config.alpha,
+        epsilon=config.epsilon,
+        s_min=config.s_min,
+        warm_up_queries=tuning.warm_up_queries,
+    )
+    return Bandit(rules, ledger, rng=rng)

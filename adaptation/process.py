@@ -1,13 +1,10 @@
-"""Updates and replays in a process of their own, for a thread that trains makes the one that serves wait for the
-interpreter that both share.
-Measured on a CPU while training: a thread takes 10 to 12 % of the tokens per second, a process 0 to 1 %.
+"""Runs updates and replays in a process of their own: a training thread would hold the interpreter that serving needs.
 
-The weights lie in memory that both processes map, so that only samples and answers are sent. A process that dies costs
-the update under way; the next request starts another one.
+Weights lie in memory that both processes map, so that only samples and results are sent. A process that dies costs the
+update under way; the next request starts another one.
 """
 
 import contextlib
-import math
 import mmap
 import os
 import pickle
@@ -19,7 +16,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,27 +28,23 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.evaluator import Replay, replay_of
+from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.trainer import Rules, Trainer, UpdateReport
-from adaptation.vocabulary import untrained_rows
+from adaptation.timing import TrainingTime
+from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
-from drafters.regret import GainPosterior
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
-_INTERRUPTED = "interrupted?"  # asked back before each step of an update
+_INTERRUPTED = "interrupted?"  # sent by the child before each step of an update
 _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
-_LEAST_WEIGHTS = 1_000_000
-"""Of a drafter that is worth a process: with fewer an update takes milliseconds, and a process costs 400 MB."""
-_DELAY, _DELAY_NOISE = 0.3, 0.5
-"""Of a step beside training, in steps: what two cores showed, and how much single steps differ."""
-_STEPS = 128  # that a mean of steps remembers
-_GLANCE_SECONDS = 0.05  # between two looks at whether it may go on
-_BUSY_SECONDS = 1.0  # after a step began, while serving counts as busy: longer than most steps
+_MIN_WEIGHTS = 1_000_000
+"""Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 400 MB."""
+_POLL_SECONDS = 0.05  # between two checks whether it may go on
 _CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
@@ -62,42 +56,43 @@ main({memory}, {talk})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the other process is to build around the weights."""
+    """What the other process needs to build trainer and replica on the shared weights."""
 
     config: SpecBlockConfig
     replica_dtype: torch.dtype
     rules: Rules
     seed: int
-    beside_memory: bool  # how drafters are replayed
-    head: str | None  # name of the target's rows among the shared tensors
-    shared: Mapping[str, Tensor]  # shapes and types, without memory, in the order in which they lie
+    beside_memory: bool  # drafters are replayed with the memory drafter
+    head: str | None  # name of the target's output rows among the shared tensors
+    shared: Mapping[str, Tensor]  # meta tensors: shapes and types, in the order in which they lie in memory
 
 
 class TrainingProcess:
-    """The other process, as the thread that learns sees it: one request at a time; what has died is started again."""
+    """Client of the other process, for the learning thread: sends one request at a time, and restarts a process that
+    died."""
 
-    def __init__(self, memory: int, setup: Setup) -> None:
-        """`memory`: a file descriptor, which this object closes."""
-        self.seconds = 0.0  # that it has computed
+    def __init__(self, memory: int, setup: Setup, time: TrainingTime) -> None:
+        """`memory`: a file descriptor, which this object closes; `time`: says when the process may compute."""
         self.num_started = 0
-        self.before_asking: Callable[[], None] = lambda: None  # may hold the request up
-        self.may_compute: Callable[[], bool] = lambda: True  # asked all the while that a request is under way
-        self.is_asked = False  # and somebody waits for its answer
+        self.before_asking: Callable[[], None] = lambda: None  # called before each request; may block
+        self.is_asked = False  # a request is under way
         self._memory = memory
         self._setup = setup
+        self._time = time
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closing = threading.Lock()
-        self._is_frozen = self._waits = False  # by whoever holds it, and by `may_compute`
+        self._is_frozen = self._waits = False  # by `freeze`, and because it may not compute
         weakref.finalize(self, os.close, memory)
 
     @property
     def pid(self) -> int | None:
+        """Of the process; None: it does not run."""
         process = self._process
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start it unless it runs: some seconds of imports, which the next request waits for."""
+        """Start the process unless it runs. The next request waits for its imports, some seconds. Raises OSError."""
         if self._connection is not None:
             return
         ours, theirs = socket.socketpair()
@@ -119,29 +114,30 @@ class TrainingProcess:
         interrupted: Callable[[], bool] = lambda: False,
         **named: object,
     ) -> UpdateReport:
-        """As `Trainer.update`. Raises TrainingLost if the process dies over it, RuntimeError for what broke in it."""
+        """As `OnlineTrainer.update`. Raises TrainingLost if the process dies, RuntimeError for an exception in it."""
         return cast(UpdateReport, self._ask("update", arm, samples, interrupted=interrupted, **named))
 
     def replay(self, model: SpecBlock, example: Example) -> float:
-        """Of the replica, the one model that is scored. Raises as `update` does."""
+        """Score the replica, which is the only model that is scored. Raises as `update` does."""
         return cast(float, self._ask("replay", example))
 
     def freeze(self) -> None:
-        """Stop it where it is, until `thaw`; who waits for its answer waits on."""
+        """Stop the process until `thaw`; a request under way waits."""
         self._is_frozen = True
         self._send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
+        """Let a frozen process go on."""
         self._is_frozen = False
         self._wait(self._waits)
 
     def quiet(self) -> None:
-        """Let nothing compute on the shared weights: whoever asked last may have died before the answer."""
+        """End the process if a request is under way: the thread that sent it may have died."""
         if self.is_asked:
             self.close()
 
     def close(self) -> None:
-        """End the process, at once if it does not end by itself. The next request starts another one."""
+        """End the process, by force if it computes or does not end. The next request starts another one."""
         with self._closing:
             process, connection = self._process, self._connection
             self._process = self._connection = None
@@ -163,7 +159,7 @@ class TrainingProcess:
         self.before_asking()
         self.quiet()
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it has died since, over nothing
+            self.close()  # it died between two requests
         self.start()
         connection = self._connection
         assert connection is not None
@@ -177,15 +173,15 @@ class TrainingProcess:
             raise TrainingLost("the process that trains has died") from error
         self.is_asked = False
         result, failure, seconds = cast(tuple[object, str | None, float], answer)
-        self.seconds += seconds
+        self._time.add_process_seconds(seconds)
         if failure is not None:
             raise RuntimeError(f"the process that trains has failed:\n{failure}")
         return result
 
     def _awaited(self, connection: Connection) -> object:
-        """The next answer; until it comes the process computes only while it may."""
-        while not connection.poll(_GLANCE_SECONDS):
-            waits = not self.may_compute()
+        """Receive the next answer; until then let the process compute only while it may."""
+        while not connection.poll(_POLL_SECONDS):
+            waits = not self._time.may_compute()
             if waits != self._waits:
                 self._wait(waits)
         self._wait(False)
@@ -201,132 +197,49 @@ class TrainingProcess:
             process.send_signal(number)
 
 
-class _Usual:
-    """What something usually takes: a geometric mean of the latest times, so that hiccups hardly count."""
+class Training:
+    """Computes updates, in this thread or in a process of its own, and counts them and their time."""
 
-    def __init__(self) -> None:
-        self._log, self._count = 0.0, 0
+    def __init__(self, trainer: OnlineTrainer, process: TrainingProcess | None, time: TrainingTime) -> None:
+        self.trainer = trainer
+        self.process = process
+        self.time = time
+        self.num_updates: Counter[Arm] = Counter()
 
-    @property
-    def seconds(self) -> float:
-        return math.exp(self._log)
-
-    def observe(self, seconds: float) -> None:
-        self._count = min(self._count + 1, _STEPS)
-        self._log += (math.log(seconds) - self._log) / self._count
-
-
-class TrainingTime:
-    """Seconds that training has computed, and those that it took from serving and nobody was charged for yet.
-
-    Engine steps are timed while training computes and while it does not: what those of one kind take longer is what
-    training takes from serving while both compute. It goes on only as far as the ledger covers that: a process is
-    stopped wherever it is, a thread waits between two optimizer steps or two replays."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        process: TrainingProcess | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self.seconds = 0.0
-        self.covers: Callable[[float], bool] = lambda seconds: True  # so many more that were taken from serving
-        self.is_urged: Callable[[], bool] = lambda: False  # what is under way is to end at once
-        self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
-        self._clock, self._sleep = clock, sleep
-        self._process = process
-        self._uncharged = self._slept = 0.0
-        self._stepped_at = self._glanced_at = -math.inf
-        self._computes = False
-        self._alone: dict[Hashable, _Usual] = {}  # steps without training, by kind
-        self._delay = GainPosterior(  # of a step beside training, in steps
-            mean=_DELAY, sd=_DELAY, noise=_DELAY_NOISE, drift=(_DELAY_NOISE / _STEPS) ** 2
-        )
-        if process is not None:
-            process.may_compute = self.may_compute
-
-    @contextlib.contextmanager
-    def spent(self) -> Iterator[None]:
-        began = self._now()
-        self._glanced_at, self._computes = self._clock(), True
-        try:
-            yield
-        finally:
-            self.may_compute()
-            self._computes = False
-            self.seconds += self._now() - began
-
-    def stepped(self, kind: Hashable, seconds: float) -> bool:
-        """A step of serving has ended; those of one kind take equally long. Called by the engine's thread.
-        # -> whether it had no training beside it"""
-        self._stepped_at = self._clock()
-        if not self._computes:
-            self._alone.setdefault(kind, _Usual()).observe(seconds)
-            return True
-        if kind in self._alone:
-            self._delay.observe(seconds / self._alone[kind].seconds - 1.0)
-        return False
-
-    def stepping(self) -> None:
-        """A step of serving begins. Called by the engine's thread."""
-        self._stepped_at = self._clock()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody is served."""
-        return self._clock() - self._stepped_at >= _BUSY_SECONDS
-
-    @property
-    def taken_share(self) -> float:
-        """Of the time that training computes beside serving."""
-        delay = max(0.0, self._delay.mean)
-        return delay / (1.0 + delay)
-
-    def taken(self) -> float:
-        """Seconds that training took from serving since the last time."""
-        seconds, self._uncharged = self._uncharged, 0.0
-        return seconds
-
-    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a thread may compute; to be called between its steps, within `spent`.
-        # -> whether it was interrupted and is to end"""
-        while not (is_interrupted := interrupted()) and not self.may_compute():
-            before = self._cpu_clock()
-            self._sleep(_GLANCE_SECONDS)
-            self._slept += self._cpu_clock() - before
-        return is_interrupted
+    def update(
+        self, arm: Arm, samples: Sequence[TrainingSample], interrupted: Callable[[], bool], *, rate_share: float
+    ) -> UpdateReport:
+        """As `OnlineTrainer.update`; a thread waits before each step until it may compute."""
+        with self.time.spent():
+            if self.process is None:
+                waits = partial(self.time.wait, interrupted)
+                report = self.trainer.update(arm, samples, waits, rate_share=rate_share)
+            else:
+                report = self.process.update(arm, samples, interrupted, rate_share=rate_share)
+        self.num_updates[arm] += report.applied
+        return report
 
     def paced(self, replay: Replay) -> Replay:
-        """A replay that first waits until it may compute."""
+        """This replay, or the process's; one in a thread waits until it may compute."""
+        if self.process is not None:
+            replay = self.process.replay
 
         def waiting(model: SpecBlock, text: Example) -> float:
-            self.wait()
+            self.time.wait()
             return replay(model, text)
 
         return waiting
 
-    def may_compute(self) -> bool:
-        """Charge what was computed since the last call. # -> whether training may go on: the server is idle, or what
-        training takes is covered, or it is to end at once"""
-        now = self._clock()
-        is_busy = not self.is_idle
-        if is_busy and self._computes:
-            self._uncharged += (now - self._glanced_at) * self.taken_share
-        self._glanced_at = now
-        self._computes = not is_busy or self.covers(self._uncharged) or self.is_urged()
-        return self._computes
-
-    def _now(self) -> float:
-        return self._cpu_clock() - self._slept + (0.0 if self._process is None else self._process.seconds)
-
 
 def training_process(
-    drafter: ServedDrafter, weights: DrafterWeights, trainer: Trainer, train_in: Literal["auto", "process", "thread"]
+    drafter: ServedDrafter,
+    weights: DrafterWeights,
+    trainer: OnlineTrainer,
+    time: TrainingTime,
+    train_in: Literal["auto", "process", "thread"],
 ) -> TrainingProcess | None:
-    """Who computes updates and replays, on the weights and optimizers of this trainer, unless this process does. Raises
-    ValueError where that cannot be had."""
+    """A process that computes on the weights and optimizers of this trainer; None: this process trains. Raises
+    ValueError where a process is required and not possible."""
     if not _in_its_own_process(train_in, drafter, weights):
         return None
     table, head = drafter.embedding, drafter.target_head
@@ -345,19 +258,19 @@ def training_process(
         head=None if head is None else _EMBEDDING if is_tied else _HEAD,
         shared={name: tensor.to("meta") for name, tensor in tensors.items()},
     )
-    return TrainingProcess(memory, setup)
+    return TrainingProcess(memory, setup, time)
 
 
 def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterWeights) -> bool:
     possible = sys.platform == "linux" and weights.train_device.type == "cpu" and drafter.embedding is not None
     if train_in == "process" and not possible:
         raise ValueError("adaptation.train_in: a process of its own trains on Linux, on a CPU; choose auto or thread")
-    worthwhile = sum(value.numel() for value in weights.training.parameters()) >= _LEAST_WEIGHTS
+    worthwhile = sum(value.numel() for value in weights.training.parameters()) >= _MIN_WEIGHTS
     return train_in == "process" or (train_in == "auto" and possible and worthwhile)
 
 
-def _computed_on(trainer: Trainer, **models: SpecBlock) -> dict[str, Tensor]:
-    """All that both processes compute on, with the same names in both: as objects that may be given other memory."""
+def _computed_on(trainer: OnlineTrainer, **models: SpecBlock) -> dict[str, Tensor]:
+    """Tensors that both processes compute on, by names that are the same in both."""
     tensors = {f"moments.{name}": value for name, value in trainer.moments().items()}
     for prefix, model in models.items():
         own = {**dict(model.named_parameters()), "d2t": model.d2t, "t2d": model.t2d}
@@ -366,8 +279,8 @@ def _computed_on(trainer: Trainer, **models: SpecBlock) -> dict[str, Tensor]:
 
 
 def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
-    """Copies of tensors in memory that a process which inherits its descriptor may map too. It has no name: that of
-    /dev/shm, which containers keep small, is not asked for."""
+    """Copy tensors of any shape [...] to anonymous shared memory, which a process that inherits the descriptor can map;
+    not in /dev/shm, which containers keep small. # -> descriptor, the copies by name"""
     memory = os.memfd_create("adaptree-training")
     os.ftruncate(memory, sum(_room(tensor) for tensor in named.values()))
     tensors = mapped(memory, named)
@@ -377,7 +290,7 @@ def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
 
 
 def mapped(memory: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of these shapes and types, one behind another. Who holds one of them keeps the memory alive."""
+    """Tensors with the shapes [...] and types of `like`, one after another in this memory, which they keep alive."""
     pages, tensors, start = mmap.mmap(memory, os.fstat(memory).st_size), {}, 0
     for name, tensor in like.items():
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
@@ -391,13 +304,13 @@ def _room(tensor: Tensor) -> int:
 
 
 def _lend(tensors: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
-    """Parameters stay the same objects, in other memory."""
+    """Let parameters, which stay the same objects, use these tensors' memory."""
     for name, tensor in to.items():
         tensor.data = tensors[name]
 
 
 def main(memory: int, talk: int) -> None:
-    """The other process, with the descriptors it has inherited. Ends when the other end is closed."""
+    """Run the other process on two inherited descriptors, until the other end of the connection is closed."""
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
@@ -419,12 +332,12 @@ def main(memory: int, talk: int) -> None:
 
 
 def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) -> dict[str, Callable[..., object]]:
-    """The same parts as where a thread trains, on tensors that are shared."""
+    """The requests by name: the same trainer and replay as where a thread trains, on the shared tensors."""
     dtypes = (torch.float32, torch.float32, setup.replica_dtype)
     training, anchor, replica = (SpecBlock(setup.config).to(dtype).eval().requires_grad_(False) for dtype in dtypes)
     embed = partial(embedding, weight=tensors[_EMBEDDING])
     rows = untrained_rows(anchor, None if setup.head is None else tensors[setup.head])
-    trainer = Trainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
+    trainer = OnlineTrainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
     _lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
 
     def interrupted() -> bool:

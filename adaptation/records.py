@@ -1,25 +1,29 @@
-"""What adaptation did, what it looks like to an operator, and what can go wrong in it: records without torch."""
+"""Errors, events and status of adaptation: records without torch."""
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+Result = TypeVar("Result")
+_NUM_KEPT_EVENTS = 50
 
 
 class AdaptationError(Exception):
-    """Base of every error of adaptation that the rest of the server outlives."""
+    """Base of the errors of adaptation that do not stop the server."""
 
 
 class Damaged(AdaptationError):
-    """A stored file is missing a part, was altered, or does not fit what it is loaded for."""
+    """A stored file lacks a part, was altered, or does not fit the drafter."""
 
 
 class NotRemoved(AdaptationError):
-    """An old file could not be removed; what was to be stored is stored."""
+    """An old file could not be removed; the new one is stored."""
 
 
 class NotStored(AdaptationError):
-    """A file could not be written, for want of space or permission; what was there before is still there."""
+    """A file could not be written; what was there before is still there."""
 
 
 RefusalReason = Literal[
@@ -34,7 +38,7 @@ RefusalReason = Literal[
 
 
 class Refused(AdaptationError):
-    """Something that came from outside this process and must not be used."""
+    """Data from outside this process that must not be used."""
 
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -43,7 +47,7 @@ class Refused(AdaptationError):
 
 
 class TrainingLost(AdaptationError):
-    """The process that trains ended before it had answered."""
+    """The training process ended before it answered."""
 
 
 class StoreLost(AdaptationError):
@@ -55,27 +59,27 @@ class StoreRefused(StoreLost):
 
 
 EventKind = Literal[
-    "solved",  # a drafter was made of what was collected, and is to be judged
-    "published",  # an update is on its way to the engine
-    "refused",  # the gate, or the disk, kept an update from being served
+    "solved",  # a drafter was solved from the collected sums, and is to be judged
+    "published",  # an update is staged for the engine
+    "refused",  # the gate refused an update, or the disk was full
     "discarded",  # an update could not be computed
     "rolled_back",  # an alarm or an operator took the serving weights back
-    "changed",  # the traffic is another than before: what was learnt about updates is tried anew
+    "changed",  # the traffic changed: values of arms are less certain
     "paused",
     "resumed",
-    "loaded",  # an operator brought weights from a folder
+    "loaded",  # weights of an operator or a leader serve
     "restored",  # an earlier process's state was taken up, or could not be
-    "failed",  # something broke; serving is as it was
-    "not_stored",  # the disk did not take the state
+    "failed",  # an exception in learning; serving is unaffected
+    "not_stored",  # the state could not be written
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened, with the numbers behind it."""
+    """One decision or failure, with its numbers."""
 
     kind: EventKind
-    version: int  # of the drafter that is served from here on
+    version: int  # of the drafter that serves from here on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     unix_seconds: float = field(default_factory=time.time, compare=False)
@@ -84,56 +88,81 @@ class Event:
 Emit = Callable[[Event], None]
 
 
+class EventLog:
+    """Emits events, counts them by kind, and keeps the latest."""
+
+    def __init__(self, emit: Emit, newest: Callable[[], int]) -> None:
+        """`newest`: the version that serves, or is staged to."""
+        self.counts: Counter[EventKind] = Counter()
+        self.latest: deque[Event] = deque(maxlen=_NUM_KEPT_EVENTS)
+        self._emit = emit
+        self._newest = newest
+
+    def add(self, kind: EventKind, reason: str, numbers: Mapping[str, float] | None = None) -> None:
+        """Record and emit an event."""
+        event = Event(kind, self._newest(), reason, numbers or {})
+        self.counts[kind] += 1
+        self.latest.append(event)
+        self._emit(event)
+
+    def storing(self, store: Callable[[], Result]) -> Result | None:
+        """Call a function that writes to disk; a failure is an event, and the result None."""
+        try:
+            return store()
+        except AdaptationError as error:
+            self.add("not_stored", str(error))
+            return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """This process among those that learn together. Counts are those of this process."""
+    """This replica among those that share a store. Counts are those of this process."""
 
-    name: str = ""  # empty: it learns by itself, and asks nobody
+    name: str = ""  # empty: there is no shared store
     role: str = "alone"  # alone, following or leading
-    connected: bool = False  # to the store that all share
-    leader: str = ""  # who announced the version that all serve
+    connected: bool = False  # to the shared store
+    leader: str = ""  # name of the replica that announced the current version
     epoch: int = 0  # of that leader
     number: int = 0  # of that version
-    announced_sha256: str = ""  # of the weights that all shall serve
-    served_sha256: str = ""  # and of those that are served here, or on their way to be
-    queries: Mapping[str, int] = field(default_factory=dict)  # by what became of them
-    versions: Mapping[str, int] = field(default_factory=dict)  # by what became of them
+    announced_sha256: str = ""  # of the announced weights
+    served_sha256: str = ""  # of the weights that are served here, or staged
+    queries: Mapping[str, int] = field(default_factory=dict)  # by outcome
+    versions: Mapping[str, int] = field(default_factory=dict)  # by outcome
     connections_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationStatus:
-    """Learning at one moment. Counts are those of this process."""
+    """State of learning. Counts are those of this process."""
 
     policy: str
     paused: bool
     version: int  # of the drafter that serves
-    origin: int  # the version that first had its weights; 0: as trained before deployment
-    exchanged_tokens: int  # that it can propose, and could not as deployed
-    newest: int  # the highest version there was, staged or served
-    condemned: tuple[int, ...]  # versions that are never gone back to
+    origin: int  # the version that first had its weights; 0: the deployed drafter
+    newest: int  # the version that serves or is staged
+    condemned: tuple[int, ...]  # versions excluded from restores
     snapshots: tuple[int, ...]  # versions that are kept
-    values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: nobody estimates it
-    phase: Literal["collecting", "learning"]  # collecting: what a drafter is to be made of
-    collected_positions: int  # of texts, for that
-    wanted_positions: int  # for the next attempt at making it; 0: nothing is made
-    balance_seconds: float | None  # what learning may still lose; None: nobody counts it, or not yet
+    values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: the policy estimates none
+    phase: Literal["collecting", "learning"]  # collecting: sums from which a drafter is solved
+    collected_positions: int  # of texts, in these sums
+    wanted_positions: int  # for the next solution; 0: none is due
+    balance_seconds: float | None  # serving time that learning may still lose; None: no ledger, or not opened yet
     waiting: Mapping[str, int]  # by arm, samples in its buffer
     validation_texts: int  # texts in the validation set
     queries_observed: int
-    queries_dropped: int  # nobody had time for them
-    queries_excluded: int  # must not be learnt from
+    queries_dropped: int  # the queue was full
+    queries_excluded: int  # not admitted to learning
     excluded: Mapping[str, int]  # the same by reason
     samples_dropped: int  # their buffer was full
     decisions: Mapping[str, int]  # by choice and reason, "head:gain"
-    updates: Mapping[str, int]  # by arm, computed to their end
+    updates: Mapping[str, int]  # completed ones, by arm
     publishes: int
     refusals: int
     rollbacks: int
     discards: int
-    training_seconds: float  # that updates and their evaluation computed
-    kl_to_anchor: float | None  # None: there are not yet texts enough to measure it on
+    training_seconds: float  # of updates and their evaluation
+    kl_to_anchor: float | None  # None: not enough texts yet
     failures: Mapping[str, int]  # of the learning thread, by stage
     restarts: int  # of the learning thread
-    events: tuple[Event, ...] = ()  # the last ones, oldest first
+    events: tuple[Event, ...] = ()  # the latest, oldest first
     replicas: ReplicaStatus = field(default_factory=ReplicaStatus)

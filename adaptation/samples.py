@@ -1,9 +1,9 @@
-"""What is learnt from a finished query and what is validated on: training samples, their buffers, the validation set.
+"""Training samples of finished queries, their buffers, and the validation set.
 
     s = sum over rejected positions of (1 - r),   r = the drafter's probability of the target's token   (section 3.4)
 
-Steps that no block drafted for count as much as its blocks have missed of late: where drafting does not pay nobody
-drafts, and yet a drafter that had learnt these texts might pay.
+A step without a drafted block counts as much as blocks missed recently: where drafting does not pay it is off, and yet
+a drafter that had learnt these texts might pay.
 """
 
 import random
@@ -20,46 +20,47 @@ from drafters.training.corpus import Example
 
 _ACCEPTED_PER_REJECTED = 3  # the rank head must see both, or it learns that everything is rejected
 _LEAST_PROMPT = 2  # positions; a first label needs a position with features and a token before it
-_LEAST_ANSWER = 4  # labelled tokens; less says nothing about a drafter
-_MISSED_MEMORY = 512  # rejected positions over which it is known what blocks miss
-_MAX_POSITIONS = 4096  # rejected ones that wait for updates, in all
-_HURRIED_SHARE = 0.5  # of queries that are held for validation after a change of traffic
+_LEAST_ANSWER = 4  # labelled tokens; fewer do not score a drafter
+_MISSED_MEMORY = 512  # rejected positions in the mean of what blocks miss
+_MAX_POSITIONS = 4096  # rejected positions in all buffers
+_HURRIED_SHARE = 0.5  # of queries held for validation after a change of traffic
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """What one query teaches."""
+    """Training data of one query."""
 
-    signal: float  # s of the draft labels that were kept, and of steps that no block drafted for
+    signal: float  # s of the kept draft labels, and of steps without a drafted block
     num_rejected: int
     draft_labels: DraftLabels
     example: Example | None  # None: too little text for a full update
-    noise: Noise  # each label's token is the first behind its root
+    noise: Noise  # of the labels; each token is the first after its root
 
 
 class UndraftedSignal:
-    """Estimates what the steps that no block drafted for would have taught."""
+    """Estimates the signal of steps without a drafted block."""
 
     def __init__(self) -> None:
-        self._missed = 1.0  # of a rejected position, 1 - r; all of it while nothing is known
+        self._missed = 1.0  # mean 1 - r of a rejected position
         self._num_observed = 1
 
     def observe(self, sample: TrainingSample) -> None:
-        """What blocks missed where they did draft."""
+        """Update the mean with a sample's drafted blocks."""
         self._num_observed = min(_MISSED_MEMORY, self._num_observed + sample.num_rejected)
         self._missed += (sample.signal - sample.num_rejected * self._missed) / self._num_observed
 
     def signal(self, steps: int) -> float:
+        """Signal of so many steps."""
         return steps * self._missed
 
 
 def undrafted_steps(feedback: QueryFeedback) -> int:
-    """Every step chose one token that was not drafted: how many of these were not labelled as rejected."""
+    """Number of steps whose own token has no label of a rejected draft."""
     return max(0, feedback.query.num_steps - feedback.draft_labels.num_rejected)
 
 
 def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingSample:
-    """The newest rejected positions of a query, at most `most_rejected`, with accepted ones from among them."""
+    """The newest rejected positions of a query, at most `most_rejected`, and accepted ones between them."""
     labels, query = _newest(feedback.draft_labels, most_rejected), feedback.query
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
     noise = Noise.of_text(query.seed, query.temperature, query.offset + labels.positions - 1)
@@ -67,7 +68,7 @@ def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingS
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:
-    """The text as full updates and replays read it: it begins where its features do."""
+    """The text for full updates and replays, from its first feature on; None: it is too short."""
     tokens = torch.tensor(feedback.query.tokens[feedback.first :])
     prompt = max(feedback.prompt - feedback.first, _LEAST_PROMPT)
     unlabelled = prompt + feedback.first - feedback.prompt
@@ -94,11 +95,10 @@ def _newest(labels: DraftLabels, most_rejected: int) -> DraftLabels:
 
 
 class SampleBuffers:
-    """One queue of samples per arm, bounded by the rejected positions in all of them and by the samples of each: the
-    oldest make room and are counted.
+    """One bounded queue of samples per arm, and the replay buffer. The oldest samples are dropped, and counted.
 
-    Full updates see some of the latest samples again (replay buffer), whatever those were for: what a few texts teach
-    fits only them.
+    Full updates also train on some of the latest samples of any arm (replay buffer), so that they do not overfit to a
+    few texts.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class SampleBuffers:
         rng: random.Random,
         max_positions: int = _MAX_POSITIONS,
     ) -> None:
-        """`update_samples`: as many as a full update has time for, so that `rng` draws from the replay buffer what new
-        ones leave room for."""
+        """`update_samples`: of a full update; what new samples leave free, `rng` draws from the replay buffer."""
         self.num_dropped = self.num_remembered = 0
         self._max_samples = max_samples
         self._max_positions = max_positions
@@ -123,75 +122,77 @@ class SampleBuffers:
 
     @property
     def positions(self) -> int:
+        """Rejected positions in all queues."""
         return sum(sample.num_rejected for _, sample in self._waiting)
 
     @property
     def signals(self) -> dict[Arm, list[float]]:
-        """Of the samples that wait, by arm, oldest first."""
+        """Signals of the queued samples, by arm, oldest first."""
         return {arm: [sample.signal for name, sample in self._waiting if name == arm] for arm in ARMS}
 
     @property
     def counts(self) -> dict[Arm, int]:
+        """Queued samples by arm."""
         return {arm: len(signals) for arm, signals in self.signals.items()}
 
     def remember(self, sample: TrainingSample) -> None:
-        """Let full updates see it again."""
+        """Add a sample to the replay buffer."""
         self.num_remembered += 1
         self._replay.append(sample)
 
     def add(self, arm: Arm, sample: TrainingSample) -> None:
-        """A head update needs no text, so none is kept for it."""
+        """Queue a sample; for the head update without its text."""
         self._waiting.append((arm, replace(sample, example=None) if arm == "head" else sample))
         if self.counts[arm] > self._max_samples[arm]:
-            self._drop(next(place for place, (name, _) in enumerate(self._waiting) if name == arm))
+            self._drop(next(index for index, (name, _) in enumerate(self._waiting) if name == arm))
         while self.positions > self._max_positions:
             self._drop(0)
 
     def take(self, arm: Arm) -> list[TrainingSample]:
-        """All samples that wait for this arm, oldest first, after those that are replayed; they wait no longer."""
+        """Remove and return this arm's samples, oldest first, for a full update preceded by replayed ones."""
         self._taken = [entry for entry in self._waiting if entry[0] == arm]
         self._waiting = deque(entry for entry in self._waiting if entry[0] != arm)
         taken = [sample for _, sample in self._taken]
-        return taken if arm == "head" else self.rehearsal(beside=taken) + taken
+        return taken if arm == "head" else self.rehearsal(exclude=taken) + taken
 
     def put_back(self) -> None:
-        """Let the samples of the last `take` wait again, as the oldest: their update was interrupted."""
+        """Return the samples of the last `take` to the front of the queue: their update was interrupted."""
         self._waiting.extendleft(reversed(self._taken))
         self._taken = []
 
-    def rehearsal(self, *, beside: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
-        """Of those that may be seen again, as many as an update has room for beside others."""
-        known = [sample for sample in self._replay if not any(sample is new for new in beside)]
-        room = max(0, self._update_samples - len(beside))
+    def rehearsal(self, *, exclude: Sequence[TrainingSample] = ()) -> list[TrainingSample]:
+        """Draw from the replay buffer as many samples as an update has room for next to `exclude`."""
+        known = [sample for sample in self._replay if not any(sample is new for new in exclude)]
+        room = max(0, self._update_samples - len(exclude))
         return self._rng.sample(known, min(room, len(known)))
 
-    def _drop(self, place: int) -> None:
-        del self._waiting[place]
+    def _drop(self, index: int) -> None:
+        del self._waiting[index]
         self.num_dropped += 1
 
     def clear_replay(self) -> None:
-        """It says nothing of today's texts, or has broken an update."""
+        """Empty the replay buffer: the traffic changed, or a sample broke an update."""
         self._replay.clear()
 
     def clear(self) -> None:
-        """The drafter these samples are about, and that they may have made, is no longer served."""
+        """Drop all samples: their drafter is no longer served."""
         self._waiting.clear()
         self._replay.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationText:
-    """A text that may be replayed, and the number by which its scores are known."""
+    """A text to be replayed, and the number under which its scores are cached."""
 
     number: int
     example: Example
 
 
 class ValidationSet:
-    """The most recent texts of a random share of queries, never learnt from.
+    """The latest texts of a random share of queries, which are never trained on.
 
-    When the traffic has changed, only texts from then on can say what is better for it: until there are `enough` of
-    them, every second query is held for validation.
+    After a change of traffic only later texts count: until there are `enough`, every second query is held for
+    validation.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -200,24 +201,26 @@ class ValidationSet:
         self._rng = rng
         self._number = 0
         self._texts: deque[ValidationText] = deque(maxlen=max_texts)
-        self._first_current = 0  # number of the first text of today's traffic
+        self._first_current = 0  # number of the first text since the last change of traffic
         self._hurries = False
 
     @property
     def texts(self) -> Sequence[ValidationText]:
+        """All kept texts, oldest first."""
         return tuple(self._texts)
 
     @property
     def current(self) -> Sequence[ValidationText]:
-        """Those of the traffic as it is now."""
+        """The kept texts since the last change of traffic."""
         return tuple(text for text in self._texts if text.number >= self._first_current)
 
     @property
     def suffices(self) -> bool:
-        """Whether an update could be validated now."""
+        """Whether there are texts enough to validate an update."""
         return len(self.current) >= self._enough
 
     def traffic_changed(self) -> None:
+        """Use only texts from now on."""
         self._first_current = self._number + 1
         self._hurries = True
 
@@ -227,9 +230,10 @@ class ValidationSet:
         return self._rng.random() < (max(self._share, _HURRIED_SHARE) if self._hurries else self._share)
 
     def number(self, example: Example) -> ValidationText:
-        """A text under a number of its own, kept or not."""
+        """Give a text its number; it is not kept yet."""
         self._number += 1
         return ValidationText(self._number, example)
 
     def keep(self, text: ValidationText) -> None:
+        """Add a text to the set."""
         self._texts.append(text)

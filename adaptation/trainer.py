@@ -1,8 +1,7 @@
-"""The training copy of a drafter and the two updates it can take: its heads alone, or all of it.
+"""Updates of a drafter's training copy: of its heads alone, or of all weights.
 
-An update is applied whole or not at all: a number that is not finite anywhere, in a loss, a gradient, a weight or the
-optimizer, leaves copy and optimizer as they were. Legend: rows = labelled positions of all samples, vocab = the
-drafter's.
+An update is applied as a whole or not at all: a number that is not finite, in a loss, a gradient, a weight or the
+optimizer, restores copy and optimizer. Legend: rows = labelled positions of all samples, vocab = the drafter's.
 """
 
 import time
@@ -14,11 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from adaptation.config import Tuning
-from adaptation.losses import TextDivergence, rank_loss
+from adaptation.checkpoint import all_finite
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.losses import Rows, TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample
-from adaptation.vocabulary import Rows
+from adaptation.weights import ServedDrafter
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
 from drafters.protocol import Noise
@@ -37,65 +37,76 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
-_HEAD = "lm_head.weight"
-_ANCHORS = 4  # blocks per text on which the distance to the anchor is taken
-_RANK_ROWS = 128  # entries per step that train the rank head: drawing noise for each costs as much as its products
-_GRADIENT_NORM = 1.0  # gradients are scaled down to it
+_ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
+_RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
+_GRADIENT_NORM = 1.0  # maximum, by clipping
 _BETAS = (0.9, 0.98)
 _ADAM_EPSILON = 1e-8
-RATE = ".rate"
-"""How names of stored rates end."""
-_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # of an arm's share of its rate, after a publish and a candidate clearly worse
-_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
-_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
-_PRODUCT_TRIALS = 5
+
+
+_SOLVED_STEP = 0.01
+"""Step size for a drafter that was solved and not trained yet, in units of each parameter's root mean square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How weights are changed."""
+    """Settings of all updates."""
 
-    learning_rate: float  # of all parameters, or with `relative` in units of each one's root mean square
+    learning_rate: float  # of all parameters; with `relative`, in units of each one's root mean square
     relative: bool
     anchor_weight: float
-    blocks: int  # of a tree that are trained
-    autocast: bool  # products in bf16; weights, sums and the optimizer stay fp32
+    blocks: int  # per tree that are trained
+    autocast: bool  # products in bf16; weights, sums and optimizer in fp32
     tuning: Tuning
+
+
+def rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *, autocast: bool) -> Rules:
+    """A drafter that is solved from traffic has far to go: its steps are as large as its weights allow."""
+    if not drafter.made:
+        tuning = replace(tuning, update_norm=_SOLVED_STEP * tuning.full_steps)
+    return Rules(
+        learning_rate=config.learning_rate if drafter.made else _SOLVED_STEP,
+        relative=not drafter.made,
+        anchor_weight=config.anchor_weight,
+        blocks=drafter.config.trained_blocks if drafter.made else drafter.blocks,
+        autocast=autocast,
+        tuning=tuning,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update did."""
+    """Outcome of an update."""
 
     arm: Arm
     outcome: Outcome
     seconds: float
-    losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass takes `anchor`
+    losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass has `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
-    exchanged: int = 0  # tokens of the vocabulary
 
     @property
     def applied(self) -> bool:
+        """Whether the weights have changed."""
         return self.outcome == "applied"
 
 
 class _Discard(Exception):
-    """Something is not finite, or nobody waits for the result."""
+    """Ends an update that is not applied."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
         self.outcome: Outcome = outcome
 
 
-_Terms = tuple[Tensor, dict[str, Tensor]]  # what a step minimises, and what that consists of, by name
+_Terms = tuple[Tensor, dict[str, Tensor]]  # the loss of a step, and its terms by name
 
 
 class Adam:
-    """torch.optim.AdamW without weight decay, for the weights start from a trained drafter's; and with a state that has
-    its names and shapes from the start, where torch allocates it at the first step: it is stored and undone."""
+    """torch.optim.AdamW without weight decay, whose state exists from the start, where torch allocates it at the first
+    step: it is saved, shared and restored by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float, relative: bool = False) -> None:
-        """`relative`: `rate` is in units of each parameter's root mean square, as it was before the first step."""
+        """`relative`: `rate` is in units of each parameter's root mean square before the first step."""
         self._parameters = dict(parameters)
         self._rate = rate
         self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not taken
@@ -112,39 +123,33 @@ class Adam:
 
     @property
     def num_steps(self) -> int:
-        """Since the last reset."""
+        """Steps since the last reset."""
         return int(max(state["step"] for state in self._optimizer.state.values()))
 
     def step(self, share: float = 1.0) -> None:
-        """Use the gradients that are there, at this share of the rate; parameters without one stay."""
+        """Apply the gradients at this share of the rate; parameters without a gradient stay."""
         for group, rate in zip(self._optimizer.param_groups, self._rates(), strict=True):
             group["lr"] = share * rate
         self._optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state itself, by name."""
+        """The state itself by name, shapes [...] as the parameters'."""
         moments = {
             f"{name}.{kind}": value
             for name, parameter in self._parameters.items()
             for kind, value in self._optimizer.state[parameter].items()
         }
-        return moments | {f"{name}{RATE}": rate for name, rate in self._relative.items()}
-
-    @torch.no_grad()
-    def forget(self, name: str, rows: Tensor) -> None:
-        """What it knows of some rows of one parameter. # rows [rows] bool"""
-        state = self._optimizer.state[self._parameters[name]]
-        state["exp_avg"][rows] = 0
-        state["exp_avg_sq"][rows] = 0
+        return moments | {f"{name}.rate": rate for name, rate in self._relative.items()}
 
     @torch.no_grad()
     def reset(self) -> None:
+        """Forget all moments and rates."""
         for value in self.tensors().values():
             value.zero_()
 
     @torch.no_grad()
     def _rates(self) -> list[float]:
-        """One for each parameter; taken once, for steps change what they are relative to."""
+        """One rate per parameter; relative ones are computed before the first step only."""
         for name, rate in self._relative.items():
             if not rate:
                 size = float(self._parameters[name].square().mean().sqrt())
@@ -152,33 +157,8 @@ class Adam:
         return [float(self._relative.get(name, self._rate)) for name in self._parameters]
 
 
-class Pace:
-    """Each arm's share of its learning rate: the gate answers each update, and the arm's next is bolder or more
-    careful.
-
-    Far from the traffic large steps teach more; close to it they take a trained drafter away from all that it knows.
-    """
-
-    def __init__(self) -> None:
-        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
-
-    def share(self, arm: Arm) -> float:
-        """Of the rate, above 0 and at most 1."""
-        return self._shares[arm]
-
-    def published(self, arm: Arm) -> None:
-        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
-
-    def clearly_worse(self, arm: Arm) -> None:
-        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
-
-    def traffic_changed(self) -> None:
-        """What is served may be far from it."""
-        self._shares = dict.fromkeys(ARMS, 1.0)
-
-
-class Trainer:
-    """Sole owner of the training copy. All calls come from the adaptation thread."""
+class OnlineTrainer:
+    """Owner of the training copy and its optimizers. All calls come from the adaptation thread."""
 
     def __init__(
         self,
@@ -190,7 +170,7 @@ class Trainer:
         rules: Rules,
         seed: int,
     ) -> None:
-        """`model` in fp32; `anchor` frozen, of the same type; `rows` for tokens that become part of the vocabulary."""
+        """`model` in fp32; `anchor` frozen, of the same type; `rows`: the anchor's output rows."""
         assert model.dtype == torch.float32, "masters are fp32"
         model.requires_grad_(True)
         self._model = model
@@ -202,7 +182,7 @@ class Trainer:
         self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS, blocks=rules.blocks))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
-        # Within the first update after a reset: its last step takes the whole rate, so that it can be judged.
+        # At most one update, so that the last step of the first one has the whole rate and can be judged.
         steps: dict[Arm, int] = {"head": self._tuning.head_steps, "full": self._tuning.full_steps}
         self._warm_up_steps = {arm: min(self._tuning.warm_up_steps, steps[arm]) for arm in ARMS}
         named = dict(model.named_parameters())
@@ -214,55 +194,37 @@ class Trainer:
             arm: Adam(self._trained[arm], rate=rules.learning_rate, relative=rules.relative) for arm in ARMS
         }
 
-    @property
-    def vocabulary(self) -> Tensor:
-        """[draft_vocab] int64, target ids"""
-        return self._model.d2t
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The masters themselves, by name."""
-        return {name: value.detach() for name, value in self._trained["full"].items()}
-
     def update(
         self,
         arm: Arm,
         samples: Sequence[TrainingSample],
         interrupted: Callable[[], bool] = lambda: False,
         *,
-        vocabulary: Tensor | None = None,
         rate_share: float = 1.0,
     ) -> UpdateReport:
-        """Learn from these samples, or leave everything as it was. `interrupted` is asked before each step.
-
-        `vocabulary` [draft_vocab] int64: what the update is to propose from, if that is to change. `rate_share`: of the
-        arm's learning rate."""
+        """Learn from these samples, or leave everything as it was. `interrupted` is called before each step;
+        `rate_share` scales the arm's learning rate."""
         began = time.perf_counter()
-        named = self._model.d2t.clone()
-        before, moments = self._copied_weights(arm), _copies(self._optimizers[arm].tensors().values())
+        before, moments = _copies(self._trained[arm].values()), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
-            start = before if vocabulary is None else self._renamed(arm, vocabulary, before)
             for terms in self._steps(arm, samples):
                 if interrupted():
                     raise _Discard("interrupted")
                 losses.append(self._step(arm, terms(), rate_share))
-            moved = self._clip_update(arm, start)
-            for other in set(ARMS) - {arm}:
-                self._optimizers[other].forget(_HEAD, self._model.d2t != named)  # rows of other tokens now
+            moved = self._clip_update(arm, before)
             outcome: Outcome = "applied"
         except BaseException as error:
-            self._undo(arm, before, moments, named)
+            self._undo(arm, before, moments)
             if not isinstance(error, _Discard):
                 raise
             outcome, moved = error.outcome, 0.0
-        exchanged, seconds = int((self._model.d2t != named).sum()), time.perf_counter() - began
-        return UpdateReport(arm, outcome, seconds, tuple(losses), moved, exchanged)
+        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved)
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizers remember: the tensors themselves, by arm and name."""
+        """States of the optimizers themselves by arm and name, shapes [...] as the parameters'."""
         return {
             f"{arm}.{name}": value
             for arm, optimizer in self._optimizers.items()
@@ -271,24 +233,24 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from other weights and their vocabulary, with optimizers that remember nothing."""
+        """Start from other weights, shapes [...] as in the drafter, with reset optimizers."""
         write_weights(self._model, weights)
         for optimizer in self._optimizers.values():
             optimizer.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a later process needs to go on: masters and optimizers, always with the same names and shapes."""
+        """Weights and optimizer states that a later process needs, always with the same names and shapes [...]."""
         return {f"weights.{name}": value for name, value in weights_of(self._model).items()} | self.moments()
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Without rates, as earlier releases have stored them, these are taken anew."""
+        """Load `tensors()` of an earlier process, shapes [...] as there."""
         for name, value in self.tensors().items():
-            value.copy_(tensors.get(name, torch.zeros_like(value)) if name.endswith(RATE) else tensors[name])
+            value.copy_(tensors[name])
         self._model.set_vocabulary(self._model.d2t.clone())
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
-        """What each step of an update minimises."""
+        """The losses of an update's steps, as functions."""
         labelled = [sample for sample in samples if sample.draft_labels.count]
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
@@ -296,7 +258,7 @@ class Trainer:
         return [self._head_step(labelled)] * self._tuning.head_steps if arm == "head" else self._full_steps(examples)
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
-        """As often through the texts as there are steps, each time in another order."""
+        """Passes through the texts in random order, until there are enough steps."""
         steps: list[Callable[[], _Terms]] = []
         while len(steps) < self._tuning.full_steps:
             *first, last = self._dealt(examples)[: self._tuning.full_steps - len(steps)]
@@ -304,7 +266,7 @@ class Trainer:
         return steps
 
     def _head_step(self, labelled: Sequence[TrainingSample]) -> Callable[[], _Terms]:
-        """All draft labels in every step: there are few of them, and their products are small."""
+        """The loss of every step of a head update: on all draft labels, which are few and cheap."""
         joined = DraftLabels(*map(torch.cat, zip(*(one.draft_labels.fields for one in labelled), strict=True)))
         draft_labels = replace(joined, states=joined.states.float()).to(self._model.d2t.device)
         noise = TreeNoise.of(
@@ -326,9 +288,9 @@ class Trainer:
 
         def terms() -> _Terms:
             with self._autocast():
-                said = loss_of(self._model.lm_head.weight)
-                rank = rank_loss(self._model, draft_labels, said.features, said.ids)
-            return said.total + rank, {"draft": said.target, "rank": rank, "anchor": said.anchor}
+                draft = loss_of(self._model.lm_head.weight)
+                rank = rank_loss(self._model, draft_labels, draft.features, draft.ids)
+            return draft.total + rank, {"draft": draft.target, "rank": rank, "anchor": draft.anchor}
 
         return terms
 
@@ -342,13 +304,13 @@ class Trainer:
         )
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
-        """A few texts per step, those of one step alike in length, for padding costs as much as text; in random order:
-        many small steps learn more of the same texts than one large step, at the same cost."""
+        """Batches of texts of similar length, since padding costs as much as text, in random order. Many small steps
+        learn more than one large step, at the same cost."""
         size = self._tuning.step_texts
         by_length = sorted(examples, key=lambda example: example.length)
         batches = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         order: list[int] = torch.randperm(len(batches), generator=self._generator).tolist()
-        return [batches[place] for place in order]
+        return [batches[index] for index in order]
 
     def _full_terms(self, examples: list[Example]) -> _Terms:
         with self._autocast():
@@ -356,8 +318,8 @@ class Trainer:
         return scores.draft_loss + scores.rank_loss, {"draft": scores.draft_loss, "rank": scores.rank_loss}
 
     def _anchored(self, examples: list[Example], steps_without: int) -> _Terms:
-        """The distance to the anchor costs as much as everything else. So it is taken on one text of one step in each
-        pass, drawn at random, and weighs as much as if the steps without it had taken it too."""
+        """The loss with the distance to the anchor, which costs as much as all else: so it is computed on one random
+        text of one step per pass, and weighted for the steps without it."""
         loss, terms = self._full_terms(examples)
         drawn = int(torch.randint(len(examples), (), generator=self._generator))
         with self._autocast():
@@ -372,7 +334,7 @@ class Trainer:
         return Batch.of(examples, self._model.config.reach, self._model.d2t.device)
 
     def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> dict[str, float]:
-        """# -> what the step saw before it changed anything"""
+        """Take one optimizer step. # -> terms of the loss before it"""
         optimizer, (loss, parts) = self._optimizers[arm], terms
         if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
@@ -386,7 +348,7 @@ class Trainer:
 
     @torch.no_grad()
     def _clip_update(self, arm: Arm, before: Sequence[Tensor]) -> float:
-        """Bound how far the weights moved, and see that all is finite. # -> share of their norm"""
+        """Clip the change of the weights, and check that all is finite. # -> change over norm of the weights"""
         after = [value.detach() for value in self._trained[arm].values()]
         _check_finite(after, "weights_not_finite")
         _check_finite(self._optimizers[arm].tensors().values(), "optimizer_not_finite")
@@ -397,26 +359,9 @@ class Trainer:
         return min(moved, self._tuning.update_norm)
 
     @torch.no_grad()
-    def _renamed(self, arm: Arm, vocabulary: Tensor, before: list[Tensor]) -> list[Tensor]:
-        """Propose from other tokens; new ones start untrained, and the optimizer knows nothing of them.
-        # -> weights of the arm, as the steps find them"""
-        model = self._model
-        new = model.d2t != vocabulary
-        if not bool(new.any()):
-            return before
-        model.lm_head.weight[new] = self._rows(vocabulary)[new]
-        self._optimizers[arm].forget(_HEAD, new)
-        model.set_vocabulary(vocabulary)
-        return self._copied_weights(arm)
-
-    def _copied_weights(self, arm: Arm) -> list[Tensor]:
-        return _copies(self._trained[arm].values())
-
-    @torch.no_grad()
-    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor], named: Tensor) -> None:
-        """Back to where the update began; an optimizer that was broken already forgets everything."""
+    def _undo(self, arm: Arm, before: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
+        """Restore weights and optimizer; an optimizer that was not finite before the update is reset."""
         self._model.zero_grad(set_to_none=True)
-        self._model.set_vocabulary(named)
         optimizer = self._optimizers[arm]
         changed = [*self._trained[arm].values(), *optimizer.tensors().values()]
         for value, old in zip(changed, [*before, *moments], strict=True):
@@ -436,30 +381,3 @@ def _check_finite(tensors: Iterable[Tensor], outcome: Outcome) -> None:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).norm())
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """A sum is finite only where every term is, and costs one pass where asking each term costs five."""
-    return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
-
-
-def bf16_is_faster(device: torch.device, clocked: Callable[[torch.dtype], float] | None = None) -> bool:
-    """Whether products of bf16 numbers take less time than those of fp32 ones.
-
-    On a CPU this is timed, in some hundredths of a second: with matrix units they are up to ten times as fast, and
-    where the process does without those, half as fast, whatever else the CPU names among its instructions. `clocked`
-    gives the seconds of a product of a type.
-    """
-    if device.type != "cpu":
-        return True
-    clocked = clocked or _product_seconds
-    trials = [(clocked(torch.bfloat16), clocked(torch.float32)) for _ in range(_PRODUCT_TRIALS)]
-    return min(bf16 for bf16, _ in trials) < min(fp32 for _, fp32 in trials)
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    x = torch.ones(_PRODUCT_ROWS, _PRODUCT_INPUTS, dtype=dtype)
-    weight = torch.ones(_PRODUCT_OUTPUTS, _PRODUCT_INPUTS, dtype=dtype)
-    began = time.perf_counter()
-    torch.nn.functional.linear(x, weight)
-    return time.perf_counter() - began

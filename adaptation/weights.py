@@ -1,4 +1,4 @@
-"""The two copies of a drafter: the one that serves, written here and nowhere else, and the one that is trained.
+"""The copies of a drafter: the one that serves, written here and nowhere else, the one that is trained, and the anchor.
 
 New weights are staged by the adaptation thread and written by the engine thread in `between_steps`, in place and as a
 whole, so that a step never sees two versions. Every change of weights, a restore too, is a new and higher version.
@@ -14,47 +14,49 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of, now
+from adaptation.checkpoint import Layout, SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.records import Damaged, NotRemoved
-from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
+from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
-"""Makes weights, by name in the serving dtype, ready for the drafter that serves, in the thread that learns; what it
-returns puts them there, in the engine's thread, and must be quick."""
+"""Prepares weights, by name in the serving dtype, in the learning thread. The function it returns writes them to the
+serving drafter, in the engine's thread, and must be quick."""
 
 logger = logging.getLogger(__name__)
 
 ANCHOR = 0
+"""The version of the deployed drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDrafter:
-    """The drafter that serves, as learning needs to know it."""
+    """The drafter that serves, and what learning needs of its target."""
 
     config: SpecBlockConfig
     weights: Mapping[str, Tensor]  # by name, in the serving dtype
-    target_head: Tensor | None  # [target_vocab, hidden], rows for tokens it may come to propose; None: there are none
+    target_head: Tensor | None  # [target_vocab, hidden], output rows for tokens the anchor lacks; None: not known
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
-    embedding: Tensor | None  # [target_vocab, hidden], the same as a table, for a process of its own; None: no process
-    blocks: int = 2  # M, of a tree as it is served
-    made: bool = True  # False: it has the target's end only, and nothing to say before the rest was made
-    given: Mapping[str, Tensor] | None = None  # weights of another target's drafter, which may do for that
+    embedding: Tensor | None  # [target_vocab, hidden], its table for a training process; None: no process
+    blocks: int = 2  # M, per tree as served
+    made: bool = True  # False: no trained weights yet; they are solved from traffic
+    given: Mapping[str, Tensor] | None = None  # weights of another target's drafter, tried before solving
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Weights that are served, or on their way to the engine. They never change: any thread may read them."""
+    """Weights that are served or staged. They never change: any thread may read them."""
 
     version: int
     origin: int  # the version that first had them; 0 is the anchor
     weights: dict[str, Tensor]  # by name, in the serving dtype
     write: Callable[[], None]
+    replaced: dict[str, Tensor] | None = None  # the weights that a publish replaced
 
 
 class DrafterWeights:
-    """Owner of serving weights, training copy, frozen anchor, and of a replica on which drafters are scored."""
+    """Owner of serving weights, training copy, frozen anchor, and the replica on which drafters are scored."""
 
     def __init__(
         self,
@@ -66,24 +68,26 @@ class DrafterWeights:
         train_device: torch.device | str,
         replica_dtype: torch.dtype | None = None,
     ) -> None:
-        """`weights` as they are served, by name; `replica_dtype`: what the replica computes in, on the very weights
-        that are served, where that is faster than their own type."""
+        """`weights` as they are served, by name; `replica_dtype`: in which the replica computes on the served weights,
+        if that is faster than their own type."""
         self.snapshots = snapshots
-        self.waits: Callable[[], None] = lambda: None
+        self.on_staged: Callable[[], None] = lambda: None  # called by the adaptation thread; set before it starts
         self._prepare = prepare
         served = {name: value.detach().clone() for name, value in weights.items()}
         self._first = {name: value.cpu().clone() for name, value in served.items()}
         self._served = Version(ANCHOR, ANCHOR, served, lambda: None)
-        self.layout = layout_of(self._first)
         self.anchor = _model(config, weights, torch.float32, train_device)
         self.training = _model(config, weights, torch.float32, train_device).requires_grad_(True)
-        # The model on which drafters are scored, whatever it holds now.
         self.replica = _model(config, weights, replica_dtype or served["lm_head.weight"].dtype, train_device)
         self.condemned: set[int] = set()
-        self.newest = self._claimed = max([ANCHOR, *snapshots.versions])
-        self._previous: dict[str, Tensor] | None = None  # what the last publish replaced
+        self.highest = max([ANCHOR, *snapshots.versions])  # version that was ever used, by earlier processes too
         self._staged: Version | None = None
         self._lock = threading.Lock()
+
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and types of the serving weights."""
+        return layout_of(self._first)
 
     @property
     def train_device(self) -> torch.device:
@@ -92,31 +96,31 @@ class DrafterWeights:
 
     @property
     def version(self) -> int:
-        """Of what is served."""
+        """The version that is served."""
         return self._served.version
 
     @property
+    def newest(self) -> int:
+        """The version that is served, or staged to be."""
+        return self.latest.version
+
+    @property
     def origin(self) -> int:
+        """The version that first had the weights that are served."""
         return self._served.origin
 
     @property
     def latest(self) -> Version:
-        """What is served, or on its way to be."""
+        """What is served, or staged to be."""
         return self._staged or self._served
 
     @property
-    def num_exchanged(self) -> int:
-        """Tokens that are proposed now, or soon, and were not as deployed, or as first made."""
-        vocabulary = self.latest.weights[VOCABULARY].cpu()
-        return int(torch.isin(vocabulary, self.anchor.d2t.cpu(), invert=True).sum())
-
-    @property
     def pending(self) -> bool:
-        """Whether weights wait for the engine."""
+        """Whether weights are staged."""
         return self._staged is not None
 
     def between_steps(self) -> int:
-        """Write what is staged, if anything; called by the engine thread. # -> the version of the next step"""
+        """Write what is staged, if anything. Called by the engine thread. # -> the version of the next step"""
         if self._staged is not None:
             with self._lock:
                 self._write(self._staged)
@@ -128,16 +132,17 @@ class DrafterWeights:
         return self._add(self._as_served(weights_of(self.training)), scores, replaced=self._served.weights)
 
     def adopt(self, weights: Mapping[str, Tensor]) -> int:
-        """Store weights that somebody brings as a snapshot, and stage them. Raises NotStored, as `publish` does."""
+        """Store weights of an operator or a leader as a snapshot, and stage them; shapes [...] as in `layout`. Raises
+        NotStored, as `publish` does."""
         return self._add(self._as_served(weights), {})
 
     def restore(self, version: int) -> Version:
-        """Stage the weights of an older version, the anchor's being version 0. Raises Damaged."""
+        """Stage the weights of an older version; 0 is the anchor. Raises Damaged."""
         weights = self._first if version == ANCHOR else self.snapshots.get(version, self.layout).tensors
         return self._bring_back(version, weights)
 
     def restore_before(self, version: int) -> Version:
-        """Stage the newest trusted weights that are older than `version` and were not condemned."""
+        """Stage the newest readable weights older than `version` that are not condemned."""
         for older in reversed(self.snapshots.versions):
             if older >= version or older in self.condemned:
                 continue
@@ -148,27 +153,26 @@ class DrafterWeights:
         return self._bring_back(ANCHOR, self._first)
 
     def condemn(self) -> int:
-        """Never go back to what is served, or on its way to be. # -> its version"""
+        """Exclude what is served or staged from later restores. # -> its version"""
         origin = self.latest.origin
         if origin != ANCHOR:
             self.condemned.add(origin)
         return origin
 
     def resume(self, newest: int, condemned: set[int]) -> None:
-        """What an earlier process knew: versions that were used, and those not to go back to."""
-        self.newest = max(self.newest, newest)
-        self._claimed = max(self._claimed, newest)
+        """Take up what an earlier process knew: versions that were used, and condemned ones."""
+        self.highest = max(self.highest, newest)
         self.condemned |= condemned
 
     @torch.no_grad()
     def train_from_served(self) -> dict[str, Tensor]:
-        """The served weights, for the training copy to go on from."""
+        """The served or staged weights in fp32, shapes [...] as in `layout`, for the training copy to start from."""
         return {
             name: value.float() if value.is_floating_point() else value for name, value in self.latest.weights.items()
         }
 
     def served(self) -> SpecBlock:
-        """The replica with the weights that are served. It is one model: the next call of its kind changes it."""
+        """The replica with the served weights. There is one replica: the next such call overwrites it."""
         return self._as_replica(self.latest.weights)
 
     def served_in_full(self) -> SpecBlock:
@@ -183,13 +187,14 @@ class DrafterWeights:
 
     @property
     def has_previous(self) -> bool:
-        """Whether what serves has replaced other weights by a publish."""
-        return self._previous is not None
+        """Whether the served or staged weights were published in place of others."""
+        return self.latest.replaced is not None
 
     def previous(self) -> SpecBlock:
         """The replica with the weights that the last publish replaced."""
-        assert self._previous is not None, "nothing was replaced"
-        return self._as_replica(self._previous)
+        replaced = self.latest.replaced
+        assert replaced is not None, "nothing was replaced"
+        return self._as_replica(replaced)
 
     def unchanged(self) -> SpecBlock:
         """The replica with the anchor's weights."""
@@ -201,38 +206,39 @@ class DrafterWeights:
         return staged
 
     def _claim(self) -> int:
-        """A version that nobody has; one whose publish breaks is not used again, for it may have reached the disk."""
-        self._claimed += 1
-        return self._claimed
+        """A new version. One whose publish fails is not used again: it may have reached the disk."""
+        self.highest += 1
+        return self.highest
 
     def _add(
         self, weights: dict[str, Tensor], scores: Mapping[str, float], *, replaced: dict[str, Tensor] | None = None
     ) -> int:
         version = self._claim()
-        staged = self._prepared(version, version, weights)
+        staged = self._prepared(version, version, weights, replaced)
         served = self.latest.origin
         info = SnapshotInfo(version, served, now(), dict(scores))
         try:
             self.snapshots.add(info, weights, served=served, condemned=self.condemned)
         except NotRemoved as error:
             logger.warning("%s; the next publish tries again", error)
-        self._stage(staged, replaced)
+        self._stage(staged)
         return version
 
-    def _prepared(self, version: int, origin: int, weights: dict[str, Tensor]) -> Version:
-        """Ready to be written. Whatever breaks here has changed nothing yet."""
-        staged = Version(version, origin, weights, self._prepare(weights))
+    def _prepared(
+        self, version: int, origin: int, weights: dict[str, Tensor], replaced: dict[str, Tensor] | None = None
+    ) -> Version:
+        """Weights ready to be written. An exception here has changed nothing."""
+        staged = Version(version, origin, weights, self._prepare(weights), replaced)
         device = self._served.weights["lm_head.weight"].device
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the engine's stream knows nothing of this one
+            torch.cuda.current_stream(device).synchronize()  # the engine's stream does not wait for this one
         return staged
 
-    def _stage(self, staged: Version, replaced: dict[str, Tensor] | None = None) -> None:
-        """A restore may replace what waits: that version is then never served."""
+    def _stage(self, staged: Version) -> None:
+        """A restore may replace staged weights, which are then never served."""
         with self._lock:
-            self.newest = staged.version
-            self._staged, self._previous = staged, replaced
-        self.waits()
+            self._staged = staged
+        self.on_staged()
 
     @torch.no_grad()
     def _write(self, staged: Version) -> None:
@@ -240,7 +246,7 @@ class DrafterWeights:
         for value in staged.weights.values():
             if value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(value.device))
-        self._served = staged  # first, so that `latest` is never what was before
+        self._served = staged  # first, so that `latest` never goes back
         self._staged = None
 
     @torch.no_grad()
@@ -256,7 +262,7 @@ class DrafterWeights:
 
 
 def in_place(model: SpecBlock) -> Prepare:
-    """How weights reach a network as it is trained: there is nothing to prepare."""
+    """A `Prepare` that copies weights into a network of the training form."""
     return lambda weights: partial(write_weights, model, weights)
 
 

@@ -1,7 +1,7 @@
-"""The side thread that learns: observes finished queries, trains between them, and never holds the engine up.
+"""The thread that learns: observes finished queries, trains between them, and never holds the engine up.
 
-The engine's calls put something into a bounded queue and return. Nothing that breaks in here reaches anybody else: it
-is counted, told, and learning goes on from what is served. On a CUDA device it computes on a stream of its own, and
+The engine's calls put something into a bounded queue and return. An exception in the loop is counted and logged, and
+the loop recovers from it; serving is unaffected. On a CUDA device the thread computes on a stream of its own, and
 `received` is the only place where tensors of serving enter learning.
 """
 
@@ -29,23 +29,97 @@ Stage = Literal["observe", "update", "command", "recover", "save"]
 Result = TypeVar("Result")
 _Command = tuple[Future[Any], Callable[[], object]]
 _IDLE_SECONDS = 0.5
-_NICEST = 19
+_MAX_NICENESS = 19
 
 
 class Loop(Protocol):
-    """What the thread runs: the learner, or in tests one that breaks on purpose."""
+    """What the thread runs: the learner, or a test's stand-in."""
 
-    def observe(self, feedback: QueryFeedback) -> object: ...
+    def observe(self, feedback: QueryFeedback) -> object:
+        """Take in one finished query."""
 
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None: ...
+    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
+        """Train if an update is due; None: none was."""
 
-    def recover(self, error: str) -> None: ...
+    def recover(self, error: str) -> None:
+        """Go on after an exception in any call."""
 
-    def save(self, *, training: bool) -> None: ...
+    def save(self, *, training: bool) -> None:
+        """Store the state; `training`: the training copy too."""
+
+
+class Inbox:
+    """Queries and commands that wait for the thread: urgent commands first, then other commands, then queries."""
+
+    def __init__(self, max_queries: int, urged: threading.Event) -> None:
+        """`urged`: set while an urgent command waits, or the thread is to end."""
+        self.num_dropped = 0  # queries that found no room
+        self.queries: deque[QueryFeedback] = deque()
+        self.urged = urged
+        self.stopping = False
+        self._max_queries = max_queries
+        self._commands: deque[_Command] = deque()
+        self._urgent: deque[_Command] = deque()
+        self._ready = threading.Condition()
+        self._settled = threading.Event()
+
+    def put_query(self, feedback: QueryFeedback) -> None:
+        """Add a query; of too many the oldest is dropped."""
+        with self._ready:
+            if len(self.queries) >= self._max_queries:
+                self.queries.popleft()
+                self.num_dropped += 1
+            self.queries.append(feedback)
+            self._settled.clear()
+            self._ready.notify()
+
+    def put_command(self, command: Callable[[], Result], *, urgent: bool) -> "Future[Result]":
+        """Add a command. # -> its result, cancelled if the thread ends first"""
+        answer: Future[Result] = Future()
+        with self._ready:
+            (self._urgent if urgent else self._commands).append((answer, command))
+            if urgent:
+                self.urged.set()
+            self._ready.notify()
+        if self.stopping:
+            answer.cancel()
+        return answer
+
+    def take(self, timeout_seconds: float) -> QueryFeedback | _Command | None:
+        """Remove what is next; None: nothing came in time, or the thread is to end."""
+        with self._ready:
+            if not (self._urgent or self._commands or self.queries or self.stopping):
+                self._ready.wait(timeout_seconds)
+            taken = next((queue.popleft() for queue in (self._urgent, self._commands, self.queries) if queue), None)
+            if not (self._urgent or self.stopping):
+                self.urged.clear()
+            return taken
+
+    def settle(self) -> None:
+        """Wake `wait_settled` if nothing waits; called when no update is due."""
+        with self._ready:
+            if not (self.queries or self._commands or self._urgent):
+                self._settled.set()
+
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Wait until nothing waits and no update is due; False: not in time."""
+        return self._settled.wait(timeout_seconds)
+
+    def stop(self) -> None:
+        """Let the thread end."""
+        with self._ready:
+            self.stopping = True
+            self.urged.set()
+            self._ready.notify_all()
+
+    def cancel_commands(self) -> None:
+        """Cancel what no thread will run any more."""
+        for answer, _ in (*self._urgent, *self._commands):
+            answer.cancel()
 
 
 class Worker:
-    """Owner of the adaptation thread. A thread that was killed is replaced at the next query."""
+    """Owner of the adaptation thread. A thread that died is replaced at the next query."""
 
     def __init__(
         self,
@@ -54,84 +128,60 @@ class Worker:
         max_waiting: int,
         niceness: int = 0,
         device: torch.device | None = None,
+        urged: threading.Event | None = None,
     ) -> None:
-        """`niceness`: by how much the thread gives way to others that want the CPU, where the system allows it;
-        `device`: where the loop computes, on a stream that gives way too."""
+        """`niceness`: added to the thread's, where the system allows it; `device`: where the loop computes, on a stream
+        of low priority; `urged`: set while what is under way is to end at once."""
         self.failures: Counter[Stage] = Counter()
-        self.num_dropped = 0  # queries that nobody observed
         self.num_restarts = 0
-        self.loop = loop  # who replaces it does so before the start
-        self.trains = True  # False: queries are observed, and updates are not computed; written by any thread
-        self._max_waiting = max_waiting
-        self._niceness = niceness
+        self.loop = loop  # may be replaced before `start`
+        self.trains = True  # False: queries are observed, and no update is computed; set from any thread
+        self.inbox = Inbox(max_waiting, urged or threading.Event())
+        self.niceness = niceness
         self._device = device or torch.device("cpu")
-        self._waiting: deque[QueryFeedback] = deque()
-        self._commands: deque[_Command] = deque()
-        self._urgent: deque[_Command] = deque()
-        self._ready = threading.Condition()
-        self._stopping = threading.Event()
-        self._nothing_due = threading.Event()
-        self._more_due = False  # one update has been done, and another may wait
+        self._more_due = False  # an update was computed, and another may be due
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
+        """Start the thread."""
         assert not self.alive, "started twice"
         self._thread = threading.Thread(target=self._run, name="adaptation", daemon=True)
         self._thread.start()
 
     def offer(self, feedback: QueryFeedback) -> None:
         """Hand over a finished query; of too many the oldest is dropped. Called by the engine thread."""
-        with self._ready:
-            if len(self._waiting) >= self._max_waiting:
-                self._waiting.popleft()
-                self.num_dropped += 1
-            self._waiting.append(feedback)
-            self._nothing_due.clear()
-            self._ready.notify()
+        self.inbox.put_query(feedback)
         self._revive()
-
-    @property
-    def is_urged(self) -> bool:
-        """Whether updates are to end at once: for an urgent command, or because the thread ends."""
-        return bool(self._urgent) or self._stopping.is_set()
 
     def ask(self, command: Callable[[], Result], *, urgent: bool = False) -> "Future[Result]":
-        """Run something in the thread that owns the learner, before the next query; `urgent` breaks an update off."""
-        answer: Future[Result] = Future()
-
-        with self._ready:
-            (self._urgent if urgent else self._commands).append((answer, command))
-            self._ready.notify()
+        """Run a function in the learning thread, before the next query; `urgent` interrupts an update."""
+        answer = self.inbox.put_command(command, urgent=urgent)
         self._revive()
-        if self._stopping.is_set():
-            answer.cancel()
         return answer
 
     def settle(self, timeout_seconds: float) -> bool:
-        """Wait until every query is observed and no update is due; False if that took too long."""
-        return self._nothing_due.wait(timeout_seconds)
+        """Wait until every query is observed and no update is due; False: not in time."""
+        return self.inbox.wait_settled(timeout_seconds)
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
-        """End the thread; True if it has ended in time. An update under way is broken off between its steps."""
-        self._stopping.set()
-        with self._ready:
-            self._ready.notify_all()
+        """End the thread, interrupting an update between its steps. # -> whether it ended in time"""
+        self.inbox.stop()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-        for answer, _ in (*self._urgent, *self._commands):
-            answer.cancel()
+        self.inbox.cancel_commands()
         return not self.alive
 
     def _revive(self) -> None:
-        """Called by the engine's thread and by operators': only one of them may start another."""
+        """Replace a thread that died. Called from several threads, of which only one may start another."""
         with self._reviving:
-            if self._thread is None or self._thread.is_alive() or self._stopping.is_set():
+            if self._thread is None or self._thread.is_alive() or self.inbox.stopping:
                 return
             self.num_restarts += 1
             logger.error("the adaptation thread has died; starting another one")
@@ -139,42 +189,32 @@ class Worker:
 
     def _run(self) -> None:
         bound_threads(1)
-        step_back(self._niceness)
-        with beside(self._device):
-            if self._busy:  # the thread before died in the middle of something
+        lower_priority(self.niceness)
+        with low_priority_stream(self._device):
+            if self._busy:  # the thread before this one died in the middle of something
                 self._guard("recover", lambda: self.loop.recover("thread_died"))
-            while not self._stopping.is_set():
+            while not self.inbox.stopping:
                 self._turn()
             self._guard("save", lambda: self.loop.save(training=True))
 
     def _turn(self) -> None:
-        """The next thing there is to do, commands first."""
-        command = feedback = None
-        with self._ready:
-            if not (self._urgent or self._commands or self._waiting or self._stopping.is_set()):
-                self._ready.wait(0.0 if self._more_due else _IDLE_SECONDS)
-            if self._urgent:
-                command = self._urgent.popleft()
-            elif self._commands:
-                command = self._commands.popleft()
-            elif self._waiting:
-                feedback = self._waiting.popleft()
-        if command is not None:
-            self._attempt("command", partial(_carry_out, *command))
-        elif feedback is not None:
-            self._attempt("observe", partial(self.loop.observe, feedback))
-        if not self.is_urged:
+        """Do what is next, and then an update if one is due."""
+        taken = self.inbox.take(0.0 if self._more_due else _IDLE_SECONDS)
+        if isinstance(taken, tuple):
+            self._attempt("command", partial(_carry_out, *taken))
+        elif taken is not None:
+            self._attempt("observe", partial(self.loop.observe, taken))
+        if not self.inbox.urged.is_set():
             self._attempt("update", self._update)
 
     def _update(self) -> None:
         self._more_due = False  # nor after one that failed
         self._more_due = self.trains and self.loop.update(self._interrupted) is not None
-        with self._ready:
-            if not (self._more_due or self._waiting or self._commands or self._urgent):
-                self._nothing_due.set()
+        if not self._more_due:
+            self.inbox.settle()
 
     def _interrupted(self) -> bool:
-        return self.is_urged or not self.trains
+        return self.inbox.urged.is_set() or not self.trains
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True
@@ -184,7 +224,7 @@ class Worker:
         self._busy = False
 
     def _guard(self, stage: Stage, action: Callable[[], object]) -> Exception | None:
-        """Learning may fail in any way; serving must not notice."""
+        """Run the action; count, log and return its exception."""
         try:
             action()
         except Exception as error:
@@ -202,24 +242,24 @@ def _carry_out(answer: Future[Any], command: Callable[[], object]) -> None:
     except Exception as error:
         answer.set_exception(error)
         raise
-    except BaseException:  # what ends this thread must not end the one that asked
+    except BaseException:  # what ends this thread must not end the caller's
         answer.set_exception(RuntimeError("the adaptation thread died over this command"))
         raise
 
 
-def step_back(niceness: int) -> None:
-    """Let other threads have the CPU first. Only Linux keeps a niceness per thread."""
+def lower_priority(niceness: int) -> None:
+    """Raise the calling thread's niceness by so much. Only Linux keeps a niceness per thread."""
     if niceness and sys.platform == "linux":
         thread = threading.get_native_id()
         wanted = os.getpriority(os.PRIO_PROCESS, thread) + niceness
-        os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _NICEST))
+        os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _MAX_NICENESS))
 
 
 def bound_threads(number: int) -> None:
-    """Bound the torch threads of the calling thread alone.
+    """Limit the torch threads of the calling thread alone.
 
-    torch takes the last number anybody set for threads that have not computed yet. A thread that ends at once sets it
-    back, or an engine thread that starts later would compute with another number, and so other sums.
+    torch takes the last number set by any thread for threads that have not computed yet. A short-lived thread sets it
+    back, or an engine thread that starts later would compute with another number, and so with other sums.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(number)
@@ -229,23 +269,23 @@ def bound_threads(number: int) -> None:
 
 
 LOW_PRIORITY = 0
-"""The lowest there is; serving takes -1."""
+"""The lowest CUDA stream priority; serving takes -1."""
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """Compute on a stream that gives way to serving, behind what was asked for until now; nothing changes on a CPU."""
+def low_priority_stream(device: torch.device) -> Iterator[None]:
+    """Compute on a stream of low priority, after all that was enqueued so far; no change on a CPU."""
     if device.type != "cuda":
         yield
         return
     stream = torch.cuda.Stream(device, priority=LOW_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))  # which may still fill the copies that are trained
+    stream.wait_stream(torch.cuda.current_stream(device))  # which may still fill the training copies
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
 
 
 def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
-    """A finished query, safe to be read by the calling thread's stream, on the device that learns."""
+    """The query on the device that learns, safe to be read by the calling thread's stream."""
     if feedback.ready is None:
         return feedback
     feedback.ready.synchronize()
@@ -262,6 +302,6 @@ def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
 
 
 def _taken(value: Tensor, device: torch.device) -> Tensor:
-    """Its memory must not be given to another tensor of serving before this stream has read it."""
+    """Copy to the device; the memory is not reused for serving before this stream has read it."""
     value.record_stream(torch.cuda.current_stream(value.device))
     return value.to(device)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from threading import Event as Signal
 from typing import Final
 
-from adaptation.config import PolicyName
+from adaptation.config import PolicyName, Tuning
 from adaptation.records import Event
 from adaptation.trainer import UpdateReport
 from benchmarks.shared import Prompt, mixed
@@ -75,7 +75,7 @@ class Learning:
         self._adaptive = adaptive
         self._loop = adaptive.worker.loop
         self.recover, self.save = self._loop.recover, self._loop.save
-        self._process = adaptive.learner.process
+        self._process = adaptive.learner.training.process
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self
@@ -314,7 +314,9 @@ def players_of(
                 continue
             notes = Notes()
             config = assembly.config.adaptation.model_copy(update={"policy": policy})
-            adaptive = build_adaptive(assembly, config, folder=Path(folder) / name, emit=notes.note, seed=seed)
+            adaptive = build_adaptive(
+                assembly, config, folder=Path(folder) / name, emit=notes.note, tuning=Tuning(seed=seed)
+            )
             learning = Learning(adaptive)
             closing.callback(learning.close)
             players.append(Player(name, adaptive.engine, learning, notes))

@@ -21,8 +21,7 @@ from service.bench.commands import bench_app, check_app
 from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
-from service.learning.commands import drafter_app
-from service.learning.trainer import trainer
+from service.learning.commands import drafter_app, trainer
 from service.observability.top import top
 from service.training.commands import train_app
 

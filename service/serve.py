@@ -14,7 +14,7 @@ import anyio
 import uvicorn
 from fastapi import FastAPI
 
-from adaptation.checkpoint import owned
+from adaptation.persistence import owned
 from adaptation.records import Event
 from drafters.protocol import Drafter
 from drafters.registry import memory_of

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from adaptation import checkpoint, evaluator
-from adaptation.checkpoint import LearnerCheckpoint, SnapshotRing
+from adaptation.checkpoint import SnapshotRing
+from adaptation.evaluator import Gate
 from adaptation.feedback import FeedbackFilter
-from adaptation.gate import Gate
 from adaptation.monitor import RollbackMonitor
+from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import Arm, EveryBatch
 from adaptation.process import TrainingProcess
 from adaptation.samples import SampleBuffers
-from adaptation.trainer import Adam, Trainer
+from adaptation.trainer import Adam, OnlineTrainer
 from adaptation.weights import DrafterWeights, Version
 from tests.adaptation.damage import all_files, flip, truncate
 from tests.fault_parts import Fault, Stream, Strike, learning_stream
@@ -34,9 +35,9 @@ Place = tuple[object, str]
 STAGES: dict[str, Place] = {
     "hearing": (FeedbackFilter, "take"),
     "taking the buffer": (SampleBuffers, "take"),
-    "preparing the sample": (Trainer, "_steps"),
+    "preparing the sample": (OnlineTrainer, "_steps"),
     "optimizer step": (Adam, "step"),
-    "clipping": (Trainer, "_clip_update"),
+    "clipping": (OnlineTrainer, "_clip_update"),
     "loading the candidate": (DrafterWeights, "candidate"),
     "replaying": (evaluator, "replay_blocks"),
     "judging": (Gate, "decide"),
@@ -149,7 +150,7 @@ def rollbacks(stream: Stream, times: int) -> None:
 
 def dead_processes(stream: Stream, times: int) -> None:
     """The process that trains is killed, at any moment around an update or a replay."""
-    process = stream.adaptive.learner.process
+    process = stream.adaptive.learner.training.process
     assert process is not None
     for _ in range(times):
         delay = stream.rng.choice([0.0, 0.005, 0.02, 0.1])
@@ -228,13 +229,13 @@ def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]
 
     @contextmanager
     def waiting(strike: Strike) -> Iterator[None]:
-        usual, calls = Trainer._step, iter(range(stream.rng.randrange(3), -(10**9), -1))
+        usual, calls = OnlineTrainer._step, iter(range(stream.rng.randrange(3), -(10**9), -1))
 
         def strikes(value: Tensor) -> Tensor:
             stream.witness.note(strike)
             return action(value)
 
-        def patched(trainer: Trainer, arm: Arm, terms: Any, rate_share: float) -> Any:
+        def patched(trainer: OnlineTrainer, arm: Arm, terms: Any, rate_share: float) -> Any:
             loss, parts = terms
             if next(calls) == 0:
                 if where == "forward":
@@ -244,7 +245,7 @@ def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]
             return usual(trainer, arm, (loss, parts), rate_share)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_step", patched)
+            patch.setattr(OnlineTrainer, "_step", patched)
             yield
 
     return waiting
@@ -285,6 +286,6 @@ def _not_a_number(value: Tensor) -> Tensor:
 
 def _spoil_optimizer(stream: Stream) -> None:
     """One number of the moments, in whichever tensor."""
-    moments = stream.adaptive.learner._trainer._optimizers[stream.arm].tensors()
+    moments = stream.adaptive.learner.training.trainer._optimizers[stream.arm].tensors()
     value = stream.rng.choice([value for value in moments.values() if value.ndim])
     value.view(-1)[stream.rng.randrange(value.numel())] = torch.nan

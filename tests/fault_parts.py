@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from adaptation.evaluator import Gate
 from adaptation.feedback import FilteredQuery
-from adaptation.gate import Gate
 from adaptation.learner import Learner
 from adaptation.policy import Arm
 from adaptation.records import Event
@@ -222,8 +222,7 @@ def learning_stream(
             step_texts=64,
             warm_up_steps=1,
             learning_rate=1e-3,
-            snapshots_in_memory=1,
-            snapshots_on_disk=3,
+            snapshots=3,
             train_in=train_in,
         ) as adaptive:
             witness, asked = Witness(adaptive.learner), mixed_requests()

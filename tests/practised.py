@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.learner import Learner
+from adaptation.learner import Learner, build_learner
 from adaptation.records import Emit
 from adaptation.samples import training_sample
 from adaptation.weights import ServedDrafter, in_place
@@ -85,7 +85,7 @@ class Practised:
             embed=self.embed,
         )
         config, tuning = tuned(knobs)
-        return Learner(config, served, folder=folder, clock=Clock(), emit=emit, tuning=tuning)
+        return build_learner(config, served, folder=folder, clock=Clock(), emit=emit, tuning=tuning)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, self.assembly.loaded.parts.embedding)
@@ -135,13 +135,13 @@ def _recorded(assembly: Assembly, folder: Path, asked: list[GenerationRequest]) 
     config, tuning = tuned({**_PRACTICE, "queued_queries": len(asked)})
     adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, tuning=tuning)
     texts(adaptive.engine, asked)
-    return adaptive, sorted(adaptive.worker._waiting, key=lambda feedback: list(feedback.query.tokens))
+    return adaptive, sorted(adaptive.worker.inbox.queries, key=lambda feedback: list(feedback.query.tokens))
 
 
 def _practise(adaptive: Adaptive, model: SpecBlock, updates: int, folder: Path) -> None:
-    samples = [training_sample(feedback, most_rejected=32) for feedback in adaptive.worker._waiting]
+    samples = [training_sample(feedback, most_rejected=32) for feedback in adaptive.worker.inbox.queries]
     for _ in range(updates):
-        assert adaptive.learner._trainer.update("full", samples).applied
+        assert adaptive.learner.training.trainer.update("full", samples).applied
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(adaptive.learner.weights.training.get_parameter(name))

@@ -1,7 +1,7 @@
 """The thread through which a replica learns with others: it leads or follows, sends and fetches.
 
-All waiting for the store is done here, and in no other thread. Where the store is lost the replica learns by itself
-after as long as a lease lasts, and comes back by itself.
+Only this thread waits for the store. When the store is lost, the replica learns by itself after the time of a lease,
+and reconnects by itself.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ import threading
 import time
 from typing import Final, Literal
 
-from adaptation.config import AdaptationConfig
-from adaptation.learner import Learner
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.learner import Learner, worker_of
 from adaptation.records import ReplicaStatus, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
 from adaptation.replicas.leader import Leader
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
 from adaptation.replicas.wire import QueryCodec, QueryShape, weights_to_bytes
 from adaptation.weights import ServedDrafter
-from adaptation.worker import Worker, bound_threads, step_back
+from adaptation.worker import Worker, bound_threads, lower_priority
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
@@ -37,34 +37,36 @@ _FORMAT: Final = 3  # of what travels
 
 
 class LocalOnly:
-    """With nobody: what the engine tells goes straight to the learner of this process."""
+    """Single-replica mode: finished queries go to the learner of this process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def start(self) -> None:
-        """There is nobody to talk to."""
+        """No-op."""
 
     def stop(self) -> bool:
+        """No-op. # -> True"""
         return True
 
     def offer(self, feedback: QueryFeedback) -> None:
+        """Hand a finished query to the learner."""
         self._worker.offer(feedback)
 
     def status(self) -> ReplicaStatus:
+        """The status of a replica without a store."""
         return ReplicaStatus()
 
 
 class Exchange:
-    """With the replicas that share a store."""
+    """Owner of the thread that talks to the shared store, as leader or follower."""
 
     def __init__(self, replica: Replica, *, max_queries: int = MAX_QUERIES) -> None:
         self.connected = False
         self.num_lost = 0
-        self.role: Role = "following"  # written by the thread that talks to the others, read by any
+        self.role: Role = "following"  # written by the own thread, read by any
         self._replica = replica
-        self._store, self._lease, self._worker = replica.store, replica.lease, replica.worker
-        self._worker.trains = False
+        replica.worker.trains = False
         self._sender = QuerySender(replica, max_queries=max_queries)
         self._follower = Follower(replica)
         self._leader = Leader(replica, self._follower)
@@ -74,6 +76,7 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
@@ -84,11 +87,11 @@ class Exchange:
         return not self._thread.is_alive()
 
     def offer(self, feedback: QueryFeedback) -> None:
-        """A finished query, to be heard here or sent to whoever leads. Called by the engine thread; never waits."""
-        (self._sender if self.role == "following" else self._worker).offer(feedback)
+        """Pass a finished query to the learner, or to the leader. Called by the engine thread; never waits."""
+        (self._sender if self.role == "following" else self._replica.worker).offer(feedback)
 
     def status(self) -> ReplicaStatus:
-        """From any thread."""
+        """The status of this replica. Called from any thread."""
         replica = self._replica
         record = replica.state.record
         return ReplicaStatus(
@@ -107,17 +110,17 @@ class Exchange:
 
     def _run(self) -> None:
         bound_threads(1)
-        step_back(self._replica.learner.tuning.niceness)
+        lower_priority(self._replica.worker.niceness)
         while not self._stopping.is_set():
             self._stopping.wait(self.attempt())
         try:
-            self._lease.release()
+            self._replica.lease.release()
         except StoreLost as error:
-            logger.info("leaving without a word to the other replicas: %s", error)
-        self._store.close()
+            logger.info("the lease was not released, and ends by itself: %s", error)
+        self._replica.store.close()
 
     def attempt(self) -> float:
-        """One step, whatever comes of it. # -> seconds until the next: twice as many each time, never all at once"""
+        """Take one step and handle its errors. # -> seconds until the next, with exponential backoff and jitter"""
         try:
             self.step()
         except StoreLost as error:
@@ -132,13 +135,13 @@ class Exchange:
         return random.uniform(longest / 2, longest)
 
     def step(self) -> None:
-        """Everything that is due with the others, once. Raises StoreLost."""
+        """Lead or follow, and send queries, once. Raises StoreLost."""
         if not self.connected:
             self._connect()
-        if self._lease.hold(self._replica.state.record.epoch):
+        if self._replica.lease.hold(self._replica.state.record.epoch):
             self._enter("leading")
             self._sender.hand_over()
-            self._leader.step(self._lease.epoch)
+            self._leader.step(self._replica.lease.epoch)
         else:
             self._enter("following")
             self._follower.step()
@@ -146,9 +149,9 @@ class Exchange:
         self._answered_at = time.monotonic()
 
     def _connect(self) -> None:
-        """The store may be another one than before, or have forgotten everything."""
-        self._store.join()
-        self._lease.raise_epoch(self._replica.state.record.epoch)
+        """Join the store, which may be another one than before, or emptied."""
+        self._replica.store.join()
+        self._replica.lease.raise_epoch(self._replica.state.record.epoch)
         self.connected = True
         self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("connected with the other replicas")
@@ -158,32 +161,33 @@ class Exchange:
             self.num_lost += 1
             logger.warning("the store of the replicas is lost: %s", reason)
         self.connected = False
-        self._replica.served.now()  # what is learnt meanwhile is told by the status
-        if time.monotonic() - self._answered_at > self._lease.seconds:
+        self._replica.served.now()  # for the status: weights may change while the store is lost
+        if time.monotonic() - self._answered_at > self._replica.lease.seconds:
             self._enter("alone")
             self._sender.hand_over()
 
     def _enter(self, role: Role) -> None:
         if self.role != role:
             logger.info("replica %s: %s, was %s", self._replica.name, role, self.role)
-        self.role, self._worker.trains = role, role != "following"
+        self.role, self._replica.worker.trains = role, role != "following"
 
 
 Replicas = Exchange | LocalOnly
-"""Whom a process learns with."""
 
 
 def join_replicas(
     config: AdaptationConfig,
     learner: Learner,
     drafter: ServedDrafter,
+    tuning: Tuning,
     *,
     target_identity: str,
     lease_seconds: float = LEASE_SECONDS,
     max_queries: int = MAX_QUERIES,
 ) -> tuple[Worker, Replicas]:
-    """The thread that learns, and whom it learns with. Raises ValueError where that cannot be."""
-    worker = learner.worker()
+    """Build the learning thread, and the connection to other replicas if a store is configured. Raises ValueError for a
+    store that cannot be used."""
+    worker = worker_of(learner, tuning)
     if config.redis_url is None:
         return worker, LocalOnly(worker)
     name, fingerprint = f"{platform.node()}:{os.getpid()}", fingerprint_of(drafter, target_identity)
@@ -192,13 +196,13 @@ def join_replicas(
         store = RedisStore(
             config.redis_url.get_secret_value(),
             f"adaptree:{fingerprint[:16]}",
-            name=f"{name}:{secrets.token_hex(8)}",  # no other start of any process has this one
+            name=f"{name}:{secrets.token_hex(8)}",  # unique per start of a process
             timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE,
             max_queries=max_queries,
         )
     except ValueError as error:
         raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
-    served, network, tuning = ServedWeights(learner.weights), drafter.config, learner.tuning
+    served, network = ServedWeights(learner.weights), drafter.config
     shape = QueryShape(
         width=len(network.tap_layers) * network.hidden_size,
         hidden=network.hidden_size,
@@ -221,7 +225,8 @@ def join_replicas(
 
 
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
-    """Whatever queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed weights."""
+    """Hash of all that queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed
+    weights."""
     digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.as_json}".encode())
     digest.update(weights_to_bytes(drafter.weights))
     return digest.hexdigest()

@@ -1,6 +1,6 @@
-"""What a replica that follows does: serve what the leader has announced, and send it the queries that end here.
+"""The follower's part: serve the version that the leader announced, and send it the queries that end here.
 
-Leader and followers share which version all shall serve, and which weights are served here.
+Also holds what leader and follower share: the newest accepted version, and the weights served here.
 """
 
 import hashlib
@@ -23,30 +23,30 @@ from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUERY_BYTES: Final = 16 << 20  # of one that is sent
-_MESSAGES_AT_ONCE: Final = 8  # before anything else is looked at
-_REFUSED_SECONDS: Final = 2.0  # until what was refused is looked at again
+_MAX_QUERY_BYTES: Final = 16 << 20
+_MESSAGES_AT_ONCE: Final = 8  # per step
+_REFUSED_SECONDS: Final = 2.0  # before a refused version is checked again
 _REMEMBERED_VERSIONS: Final = 256
 
 UNKNOWN: Final = VersionRecord(
     epoch=0, number=-1, sha256="", parent="", num_bytes=0, fingerprint="", leader="", date=""
 )
-"""Before anything was announced; older than every version."""
+"""The record before any announcement; older than every version."""
 
 
 class VersionState:
-    """The newest version that was accepted or announced here, and what is refused in its light."""
+    """The newest version accepted or announced here; refuses versions that do not follow it."""
 
     def __init__(self, fingerprint: str, num_bytes: int, secret: Secret) -> None:
-        """`num_bytes`: of weights that fit, which all are of one size."""
+        """`num_bytes`: size of all weights of this fingerprint."""
         self.fingerprint = fingerprint
         self.secret = secret
         self.record = UNKNOWN
-        self.raw = b""  # the same as it lies in the store
+        self.raw = b""  # the record as stored
         self._num_bytes = num_bytes
 
     def check(self, raw: bytes) -> VersionRecord:
-        """What the store holds, if it may be followed. Raises Refused."""
+        """Decode a stored record that may be followed. Raises Refused."""
         record, known = VersionRecord.decode(raw, self.secret), self.record
         if record.fingerprint != self.fingerprint:
             raise Refused("foreign", f"fingerprint {record.fingerprint[:16]}, not {self.fingerprint[:16]}")
@@ -64,13 +64,13 @@ class VersionState:
         return record
 
     def accept(self, record: VersionRecord, raw: bytes) -> None:
-        """From now on this is what all serve."""
+        """Make this the newest version."""
         self.record, self.raw = record, raw
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """One version of this process."""
+    """Weights that this process serves, with its own version number."""
 
     version: int
     sha256: str
@@ -78,25 +78,25 @@ class ServedVersion:
 
 
 class ServedWeights:
-    """What this process serves, hashed once per version. To be asked by one thread."""
+    """Hashes of what this process serves, computed once per version. Called by one thread."""
 
     def __init__(self, weights: DrafterWeights) -> None:
         self._weights = weights
         self._hashes: dict[int, str] = {}
-        self.last_seen = self._look()  # from any thread: as it was when `now` was asked last
+        self.last_seen = self._look()  # result of the last `now`, readable from any thread
 
     def now(self) -> ServedVersion:
-        """What is served, or on its way to be."""
+        """What is served, or staged to be."""
         if self._weights.latest.version != self.last_seen.version:
             self.last_seen = self._look()
         return self.last_seen
 
     def sha256_of(self, version: int) -> str:
-        """Empty for a version that was not seen, or long ago."""
+        """SHA-256 of a version's weights; empty: not known, or too long ago."""
         return self._hashes.get(version, "")
 
     def version_of(self, sha256: str) -> int:
-        """The version that is served, if it has these weights; else one that there never was."""
+        """The served version if it has these weights, else -1."""
         return self.last_seen.version if sha256 == self.last_seen.sha256 else -1
 
     def _look(self) -> ServedVersion:
@@ -111,9 +111,9 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """This one of those that share a store, as all of its parts know it."""
+    """This replica: what its leader and follower parts share."""
 
-    name: str  # as the others are told; the store knows it by one that no other start has
+    name: str  # as shown to others; the store uses one that is unique per start
     store: RedisStore
     lease: Lease
     codec: QueryCodec
@@ -121,13 +121,13 @@ class Replica:
     served: ServedWeights
     learner: Learner
     worker: Worker
-    queries: Counter[str] = field(default_factory=Counter)  # by what became of them
-    versions: Counter[str] = field(default_factory=lambda: Counter(announced=0))  # by what became of them
+    queries: Counter[str] = field(default_factory=Counter)  # by outcome
+    versions: Counter[str] = field(default_factory=lambda: Counter(announced=0))  # by outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _Adopting:
-    """Weights on their way through the learner's thread."""
+    """A version that the learner's thread is about to adopt."""
 
     record: VersionRecord
     raw: bytes
@@ -135,7 +135,7 @@ class _Adopting:
 
 
 class Follower:
-    """All calls come from the thread that talks to the store."""
+    """Follows the announced version. All calls come from the thread that talks to the store."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -145,7 +145,7 @@ class Follower:
         self._again_at = 0.0
 
     def step(self) -> None:
-        """Move towards what is announced, and stay with it. Raises StoreLost."""
+        """Take one step towards the announced version. Raises StoreLost."""
         raw = self._store.current()
         if raw is None:
             self._reinstate()
@@ -153,7 +153,7 @@ class Follower:
             self._follow(raw)
 
     def settled(self, raw: bytes | None) -> bool:
-        """Whether what is announced is followed, or will not be; else a step towards it is done. Raises StoreLost."""
+        """Whether the announced version is followed or refused; else take a step towards it. Raises StoreLost."""
         if self._adopting is not None:
             return self._adopted(self._adopting)
         if raw is None or raw == self._state.raw or self._is_put_off(raw):
@@ -162,7 +162,7 @@ class Follower:
         return self._adopting is None
 
     def _diverged(self, raw: bytes) -> bool:
-        """What is announced was followed, and something else is served: learnt alone, or brought by an operator."""
+        """Whether other weights are served than the followed version's: learnt while alone, or an operator's."""
         return self._served.now().sha256 != self._state.record.sha256 and not self._is_put_off(raw)
 
     def _is_put_off(self, raw: bytes) -> bool:
@@ -180,7 +180,7 @@ class Follower:
                 self._adopting = _Adopting(record, raw, answer)
         except Refused as refusal:
             self._put_off(raw, refusal.reason, str(refusal))
-            if refusal.reason in ("old", "fork"):  # a leader that knows less than is known here leads anew, above it
+            if refusal.reason in ("old", "fork"):  # a leader with an older state has to lead again under a higher epoch
                 self._replica.lease.raise_epoch(self._state.record.epoch + 1)
 
     def _fetch(self, record: VersionRecord) -> dict[str, Tensor]:
@@ -208,14 +208,14 @@ class Follower:
         return True
 
     def _put_off(self, raw: bytes, outcome: str, detail: str) -> None:
-        """Refused for now: what is announced may be mended meanwhile, but need not be read ten times a second."""
+        """Refuse a version for a while: it may be repaired meanwhile."""
         if raw != self._refused:
             self._replica.versions[outcome] += 1
             logger.warning("an announced version is not followed: %s", detail)
         self._refused, self._again_at = raw, time.monotonic() + _REFUSED_SECONDS
 
     def _reinstate(self) -> None:
-        """The store has forgotten everything: tell it what all serve, if that is still served here."""
+        """Restore the version in an emptied store, if it is still served here."""
         record, served = self._state.record, self._served.now()
         if record is UNKNOWN:
             return
@@ -226,9 +226,9 @@ class Follower:
 
 
 class QuerySender:
-    """Queries on their way to the leader: bounded, counted, each sent under a number of its own.
+    """Bounded queue of queries for the leader, sent under consecutive numbers.
 
-    A message whose sending broke off is sent again under the same number, so that whoever gets it twice can tell.
+    A message whose sending failed is sent again under the same number, so that the leader recognises duplicates.
     `offer` belongs to the engine's thread, everything else to the one that talks to the store.
     """
 
@@ -240,7 +240,7 @@ class QuerySender:
         self._unsent: QueryMessage | None = None
 
     def offer(self, feedback: QueryFeedback) -> None:
-        """What must not be stored does not leave this process; of too many the oldest is dropped."""
+        """Queue a query; of too many the oldest is dropped. One with `store: false` does not leave this process."""
         if not feedback.query.store:
             self._counts["not_stored"] += 1
             return
@@ -249,7 +249,7 @@ class QuerySender:
         self._waiting.append(feedback)
 
     def send(self) -> None:
-        """Some of what waits. Raises StoreLost, and then it goes on waiting."""
+        """Send some of the queue. Raises StoreLost, and then nothing is lost."""
         for _ in range(_MESSAGES_AT_ONCE):
             self._unsent = self._unsent or self._next()
             if self._unsent is None:
@@ -263,7 +263,7 @@ class QuerySender:
             self._unsent = None
 
     def hand_over(self) -> None:
-        """This process learns by itself now: what waits is heard here."""
+        """Pass the queue to the own learner: this replica does not follow any more."""
         while self._waiting:
             self._replica.worker.offer(self._waiting.popleft())
 

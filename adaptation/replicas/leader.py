@@ -1,7 +1,7 @@
-"""What the replica that leads does for the others: hear their queries, announce what it serves, share what it knows.
+"""The leader's part: observe the queries of all replicas, announce what it serves, and share its state.
 
-Whatever changes the weights here, an update, a rollback or an operator, is announced: what is looked at is what is
-served, not why. All calls come from the thread that talks to the store.
+Every change of the weights served here is announced, whether by an update, a rollback or an operator. All calls come
+from the thread that talks to the store.
 """
 
 import logging
@@ -23,14 +23,14 @@ from adaptation.replicas.wire import VersionRecord, sign, verify
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_AT_ONCE: Final = 4  # that may wait for the learner; each holds the features of a text
+_MESSAGES_AT_ONCE: Final = 4  # that wait for the learner; each holds the features of a text
 _MAX_SENDERS: Final = 4096
 _SHARE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A query that was handed to the learner."""
+    """A query that the learner's thread is to observe."""
 
     entry_id: bytes
     sender: str
@@ -39,44 +39,44 @@ class _Handed:
 
 
 class QueryReceiver:
-    """The queries that reach the leader: checked, heard once each, and only then acknowledged."""
+    """Receives queries of all replicas: each is checked, observed once, and then acknowledged."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._store, self._counts = replica.store, replica.queries
-        self._offsets: dict[str, int] = {}  # by sender, the last sequence number that was handed to the learner
+        self._offsets: dict[str, int] = {}  # by sender, the last sequence number handed over
         self._waiting: deque[_Handed] = deque()
 
     def take_over(self) -> None:
-        """This replica leads from now on. Raises StoreLost."""
+        """Continue where the leader before stopped. Raises StoreLost."""
         self._waiting.clear()
         for sender, offset in self._store.take_over().items():
             self._offsets[sender] = max(offset, self._offsets.get(sender, offset))
 
     def step(self) -> None:
-        """Hand over what has arrived, and be done with what was heard. Raises StoreLost."""
+        """Acknowledge what was observed, and hand over what has arrived. Raises StoreLost."""
         self._conclude()
         room = _MESSAGES_AT_ONCE - len(self._waiting)
         for entry in self._store.receive(room) if room else ():
             self._take(*entry)
 
     def _conclude(self) -> None:
-        """The learner hears in order. Whatever broke over a query breaks again: it is not handed over twice."""
-        heard = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
-        if heard:
-            self._store.acknowledge([one.entry_id for one in heard], {one.sender: one.sequence for one in heard})
-            self._counts["observed"] += len(heard)
-        for _ in heard:
+        """Acknowledge observed queries, also those that raised: they would raise again."""
+        observed = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
+        if observed:
+            self._store.acknowledge([one.entry_id for one in observed], {one.sender: one.sequence for one in observed})
+            self._counts["observed"] += len(observed)
+        for _ in observed:
             self._waiting.popleft()
 
     def _take(self, entry_id: bytes, message: QueryMessage | None) -> None:
         try:
             if message is None:
-                raise Refused("misfit", "an entry of the stream that is no query")
+                raise Refused("misfit", "an entry of the stream that is not a query")
             header, feedback = self._replica.codec.decode(message, self._replica.served.version_of)
         except Refused as refusal:
-            if not self._counts[refusal.reason]:  # the others are counted: whoever sends one sends more
-                logger.warning("a query of another replica is not heard: %s", refusal)
+            if not self._counts[refusal.reason]:  # later ones are only counted
+                logger.warning("a query of another replica is refused: %s", refusal)
             self._drop(entry_id, refusal.reason)
             return
         if header.sequence <= self._offsets.get(header.sender, -1):
@@ -91,7 +91,7 @@ class QueryReceiver:
         self._store.acknowledge([entry_id], {})
 
     def _remember(self, sender: str, sequence: int) -> None:
-        """Senders that were not heard for the longest time are forgotten first."""
+        """Store the offset of a sender; the least recent senders are forgotten."""
         self._offsets.pop(sender, None)
         self._offsets[sender] = sequence
         if len(self._offsets) > _MAX_SENDERS:
@@ -99,19 +99,19 @@ class QueryReceiver:
 
 
 class Leader:
-    """Announces under a lease; what the leader before has published comes first."""
+    """Announces versions under a lease, after adopting what the leader before announced."""
 
     def __init__(self, replica: Replica, follower: Follower) -> None:
         self._replica = replica
         self._follower = follower
         self._receiver = QueryReceiver(replica)
         self._store, self._state, self._served = replica.store, replica.state, replica.served
-        self._epoch = 0  # that was begun
+        self._epoch = 0  # of the lease that was taken over
         self._sharing: Future[dict[str, JsonValue]] | None = None
         self._share_at = 0.0
 
     def step(self, epoch: int) -> None:
-        """One round of everything, under a lease of this epoch. Raises StoreLost."""
+        """Announce, receive and share once, under a lease of this epoch. Raises StoreLost."""
         raw = self._store.current()
         if epoch != self._epoch:
             if not self._follower.settled(raw):
@@ -141,7 +141,8 @@ class Leader:
             self._replica.worker.ask(lambda: self._replica.learner.inherit(content))
 
     def _is_announced(self, raw: bytes | None, served: ServedVersion) -> bool:
-        """Under this lease, to the bit, with its weights: a store may forget, and others may write to it."""
+        """Whether the stored version is the served one, under this lease, with its weights: the store may be emptied,
+        and others may write to it."""
         record = self._state.record
         return (
             (record.epoch, record.sha256) == (self._epoch, served.sha256)
@@ -160,12 +161,12 @@ class Leader:
             logger.info("announced version %s, weights %s", record.order, served.sha256[:16])
 
     def _holds(self, epoch: int) -> bool:
-        """Renew the lease, if due: weights may take longer to send than it lasts."""
+        """Renew the lease if due: sending weights may take longer than it lasts."""
         lease = self._replica.lease
         return lease.hold(self._state.record.epoch) and lease.epoch == epoch
 
     def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
-        """A new one, unless the store has only forgotten the last."""
+        """A new record, or the last one again if only the store was emptied."""
         known = self._state.record
         if (known.epoch, known.sha256) == (epoch, served.sha256):
             return known
@@ -181,7 +182,7 @@ class Leader:
         )
 
     def _share(self, epoch: int) -> None:
-        """What the policy knows, now and then, for whoever leads after this one."""
+        """Store the policy's state regularly, for the next leader."""
         if self._sharing is None and time.monotonic() >= self._share_at:
             self._sharing = self._replica.worker.ask(self._replica.learner.shared)
         if self._sharing is None or not self._sharing.done():

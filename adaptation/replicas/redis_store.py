@@ -1,7 +1,7 @@
-"""What replicas keep in Redis: the leader's lease, the version that all serve, and the stream of finished queries.
+"""What replicas keep in Redis: the leader's lease, the announced version, and the stream of finished queries.
 
-The only module that imports redis, which is an extra. Bytes come and go unread. Every command answers within a bounded
-time or raises StoreLost; waiting and trying again is up to the one thread that calls.
+The only module that imports redis, which is an extra. Contents are opaque bytes. Every command returns within a bounded
+time or raises StoreLost; the one thread that calls waits and retries.
 """
 
 import time
@@ -12,17 +12,16 @@ from typing import Any, Final
 
 from adaptation.records import Refused, StoreLost, StoreRefused
 
-LEASE_SECONDS: Final = 3.0  # after which a leader that is not heard of is replaced, and a lost store is lost
+LEASE_SECONDS: Final = 3.0  # without renewal, after which another leads; also how long a store may be unreachable
 MAX_QUERIES: Final = 128  # that wait in the store, and in each replica
 CHUNK_BYTES: Final = 1 << 20
-_KEPT_SECONDS: Final = 600  # weights that nobody announces (any more), for whoever is still reading them
-_RENEWALS: Final = 3  # within the time a lease holds
+_KEPT_SECONDS: Final = 600  # lifetime of weights that are not announced (any more), for replicas still reading them
+_RENEWALS: Final = 3  # per lease time
 _GROUP: Final = "learner"
 _FIRST: Final = "0-0"
-_RAW_REPLIES: Final = 2  # the version of the protocol whose answers are plain lists
+_RAW_REPLIES: Final = 2  # protocol version whose replies are plain lists
 
-# Scripts: several commands between which no other client's come. KEYS begin with lease and epoch if needed.
-# Checked in the same command as the write: a leader that was paused does not know that it was replaced.
+# Scripts run atomically. KEYS begin with lease and epoch if needed.
 _UNLESS_LEADING: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 """
@@ -61,11 +60,11 @@ redis.call('SET', KEYS[3], ARGV[3])
 return 1
 """
 _ACKNOWLEDGE: Final = """
-for place = 3, 2 + tonumber(ARGV[2]) do
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[place])
-  redis.call('XDEL', KEYS[1], ARGV[place])
+for index = 3, 2 + tonumber(ARGV[2]) do
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[index])
+  redis.call('XDEL', KEYS[1], ARGV[index])
 end
-for place = 3 + tonumber(ARGV[2]), #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
+for index = 3 + tonumber(ARGV[2]), #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[index], ARGV[index + 1]) end
 redis.call('EXPIRE', KEYS[2], 86400)
 return 1
 """
@@ -75,34 +74,34 @@ Part = bytes | str | int | float
 
 @dataclass(frozen=True, slots=True)
 class QueryMessage:
-    """One finished query as it travels."""
+    """One finished query as it is sent."""
 
     header: bytes
     tensors: bytes
 
     @property
     def num_bytes(self) -> int:
+        """Of header and tensors."""
         return len(self.header) + len(self.tensors)
 
 
 Entry = tuple[bytes, QueryMessage | None]
-"""A message behind the id by which the store knows it; None: it is no message."""
+"""The store's id of an entry, and its message; None: it is not a message."""
 
 
 class RedisStore:
     """One connection of one replica, one command at a time.
 
-    Only the holder of the lease can announce and share, which the store checks in the same command: a leader that was
-    away too long cannot overwrite what its successor has announced. Queries are delivered at least once: a consumer
-    group keeps what was delivered until it is acknowledged, and an offset per sender says how far it was heard, for the
-    leader after this one.
+    Only the holder of the lease can announce and share, which the store checks in the same script: a leader whose lease
+    has ended cannot overwrite what its successor announced. Queries are delivered at least once: a consumer group keeps
+    what was delivered until it is acknowledged, and an offset per sender tells the next leader what was observed.
     """
 
     def __init__(
         self, url: str, prefix: str, *, name: str, timeout_seconds: float, max_queries: int = MAX_QUERIES
     ) -> None:
-        """Connects at the first command; `max_queries`: kept in the store, or a few more where that costs nothing.
-        Raises ValueError for a URL that is none, or without the package."""
+        """Connects at the first command. `max_queries`: kept in the store, approximately. Raises ValueError for an
+        invalid URL, or without the package."""
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -112,7 +111,7 @@ class RedisStore:
         self.name = name
         self.lease_keys = f"{prefix}:lease", f"{prefix}:epoch"
         self._version, self._state, self._weights = f"{prefix}:version", f"{prefix}:state", f"{prefix}:weights:"
-        self._queries, self._heard = f"{prefix}:queries", f"{prefix}:heard"
+        self._queries, self._offsets = f"{prefix}:queries", f"{prefix}:heard"
         self._max_queries = max_queries
         self._claim_from = b""
         self._errors = redis.exceptions
@@ -125,7 +124,8 @@ class RedisStore:
         )
 
     def command(self, *parts: Part) -> Any:
-        """Raises StoreLost, and then it may or may not have been carried out; StoreRefused: it was not."""
+        """Run one Redis command. Raises StoreLost, and then it may have been carried out or not; StoreRefused: it was
+        not."""
         try:
             return self._client.execute_command(*parts)  # type: ignore[no-untyped-call]
         except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
@@ -134,28 +134,30 @@ class RedisStore:
             raise StoreRefused(f"{parts[0]!s}: {error}") from error
 
     def script(self, text: str, keys: Sequence[str], *arguments: Part) -> int:
+        """Run a Lua script that returns an integer. Raises as `command`."""
         return int(self.command("EVAL", text, len(keys), *keys, *arguments))
 
     def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
     def current(self) -> bytes | None:
-        """The version that is announced."""
+        """The announced version."""
         found: bytes | None = self.command("GET", self._version)
         return found
 
     def announce(self, epoch: int, raw: bytes, sha256: str, before: str) -> bool:
-        """Replace what is announced; its weights must be there already. # -> False: another one leads"""
+        """Replace the announced version; its weights must be stored already. # -> False: another replica leads"""
         keys = [*self.lease_keys, self._version, self._weights + sha256, self._weights + before]
         return bool(self.script(_ANNOUNCE, keys, self.name, epoch, raw, _KEPT_SECONDS))
 
     def reinstate(self, raw: bytes, sha256: str) -> bool:
-        """Announce again what an emptied store has forgotten; anybody may, and the first does."""
+        """Announce a version again in a store that was emptied. Any replica may; the first one does."""
         return bool(self.script(_REINSTATE, [self._version, self._weights + sha256], raw))
 
     def put(self, sha256: str, data: bytes, holds: Callable[[], bool] = lambda: True) -> bool:
-        """Weights, unless they are there, for a while only: until they are announced. `holds` is asked before each
-        piece. # -> False: it said no, and they are not all there"""
+        """Store weights, unless they are stored, with a limited lifetime until they are announced. `holds` is called
+        before each chunk. # -> False: it returned False, and the weights are incomplete"""
         if self.has(sha256, len(data)):
             return True
         key = self._weights + sha256
@@ -167,11 +169,11 @@ class RedisStore:
         return True
 
     def has(self, sha256: str, num_bytes: int) -> bool:
-        """Whether all pieces are there, whatever is in them."""
+        """Whether all chunks are stored; their contents are not checked."""
         return bool(self.command("HLEN", self._weights + sha256) == -(-num_bytes // CHUNK_BYTES))
 
     def get(self, sha256: str, num_bytes: int) -> bytes:
-        """Raises Refused if a piece is missing."""
+        """Read weights. Raises Refused if a chunk is missing."""
         pieces: list[bytes] = []
         for number in range(-(-num_bytes // CHUNK_BYTES)):
             piece: bytes | None = self.command("HGET", self._weights + sha256, number)
@@ -181,19 +183,20 @@ class RedisStore:
         return b"".join(pieces)
 
     def remove(self, sha256: str) -> None:
-        """Weights that are not what they should be: the leader sees that they are gone, and puts them there again."""
+        """Delete damaged weights: the leader notices, and stores them again."""
         self.command("DEL", self._weights + sha256)
 
     def share(self, epoch: int, raw: bytes) -> bool:
-        """Replace the state that leaders share. # -> False: another one leads"""
+        """Replace the state for the next leader. # -> False: another replica leads"""
         return bool(self.script(_SHARE, [*self.lease_keys, self._state], self.name, epoch, raw))
 
     def shared(self) -> bytes | None:
+        """The state that a leader shared, if any."""
         found: bytes | None = self.command("GET", self._state)
         return found
 
     def join(self) -> None:
-        """See that there is a group to read queries in."""
+        """Create the consumer group of the queries, unless it exists."""
         try:
             self.command("XGROUP", "CREATE", self._queries, _GROUP, _FIRST, "MKSTREAM")
         except StoreRefused as error:
@@ -201,14 +204,14 @@ class RedisStore:
                 raise
 
     def send(self, message: QueryMessage) -> None:
-        """To whoever leads; the oldest make room. Raises StoreRefused for a message that the store has no room for."""
+        """Append a query to the stream; the oldest are dropped. Raises StoreRefused if the store has no room for it."""
         fields = ("header", message.header, "tensors", message.tensors)
         self.command("XADD", self._queries, "MAXLEN", "~", self._max_queries, "*", *fields)
 
     def take_over(self) -> dict[str, int]:
-        """Begin with what the leader before has left undone. # -> how far each sender was heard"""
+        """Start with the entries that the leader before had not acknowledged. # -> offsets by sender"""
         self._claim_from = _FIRST.encode()
-        found: Mapping[bytes, bytes] = self.command("HGETALL", self._heard)
+        found: Mapping[bytes, bytes] = self.command("HGETALL", self._offsets)
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
     def receive(self, most: int) -> list[Entry]:
@@ -223,13 +226,13 @@ class RedisStore:
         return [_entry(*entry) for _, entries in streams for entry in entries]
 
     def acknowledge(self, entry_ids: Sequence[bytes], offsets: Mapping[str, int]) -> None:
-        """These need not be delivered again."""
+        """Acknowledge and delete entries, and store the offsets by sender."""
         pairs: chain[Part] = chain.from_iterable(offsets.items())
-        self.script(_ACKNOWLEDGE, [self._queries, self._heard], _GROUP, len(entry_ids), *entry_ids, *pairs)
+        self.script(_ACKNOWLEDGE, [self._queries, self._offsets], _GROUP, len(entry_ids), *entry_ids, *pairs)
 
 
 class Lease:
-    """Who leads: one replica at a time, each under a higher epoch than the one before."""
+    """The lease of the leader: one replica at a time holds it, each under a higher epoch than the one before."""
 
     def __init__(
         self,
@@ -239,16 +242,16 @@ class Lease:
         eligible: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`eligible`: whether this replica would lead."""
+        """`eligible`: whether this replica may lead."""
         self.seconds = seconds
-        self.epoch = 0  # of the lease that is held; 0: none is
+        self.epoch = 0  # of the held lease; 0: not held
         self._store = store
         self._clock = clock
         self._eligible = eligible
         self._ask_at = float("-inf")
 
     def hold(self, known_epoch: int) -> bool:
-        """Acquire or renew it, if due; to be called often. # -> whether it is held"""
+        """Acquire or renew the lease if due; called often. # -> whether it is held"""
         now = self._clock()
         if not self._eligible or now < self._ask_at:
             return self.epoch > 0
@@ -257,22 +260,22 @@ class Lease:
             self.epoch = 0
         if not self.epoch:
             self.epoch = self._store.script(_ACQUIRE, keys, name, milliseconds, known_epoch)
-        self._ask_at = now + self.seconds / _RENEWALS  # and at once, where the store was lost meanwhile
+        self._ask_at = now + self.seconds / _RENEWALS  # and at once after the store was lost
         return self.epoch > 0
 
     def raise_epoch(self, known_epoch: int) -> None:
-        """Leaders to come shall have a higher epoch than this one."""
+        """Let later leaders have a higher epoch than this one."""
         self._store.script(_RAISE_EPOCH, self._store.lease_keys[1:], known_epoch)
 
     def release(self) -> None:
-        """Let another one lead at once."""
+        """Give the lease up, so that another replica leads at once."""
         if self._eligible:
             self.epoch = 0
             self._store.script(_RELEASE, self._store.lease_keys[:1], self._store.name)
 
 
 def _entry(entry_id: bytes, fields: Any) -> Entry:
-    # The client makes a mapping of the fields where it knows the command, and leaves a list where it does not.
+    # The client returns fields as a mapping for commands that it knows, and as a list for others.
     named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
     header, tensors = named.get(b"header"), named.get(b"tensors")
     if isinstance(header, bytes) and isinstance(tensors, bytes):

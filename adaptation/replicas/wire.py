@@ -1,7 +1,7 @@
-"""What replicas send each other: signed headers, versions, weights as bytes, and finished queries as safetensors.
+"""Wire format between replicas: signed headers, versions, weights as bytes, and finished queries as safetensors.
 
-Whatever arrives is checked before it is used: whole, from one of us, of the shapes that the drafter has, and all
-numbers in their range. Weights are named by hash, since every replica counts versions for itself.
+All that arrives is checked before use: hash, signature, shapes, types and ranges of numbers. Weights are named by hash,
+since every replica counts its own versions.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from drafters.specblock.checkpoint import VOCABULARY, names_tokens
 
 Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None
-"""Shared by all replicas, and known to nobody else; None: whoever reaches the store is believed."""
+"""Signing key of all replicas; None: messages are not signed, and all that reaches the store is trusted."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
@@ -43,14 +43,14 @@ _AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "seconds")  # fi
 
 
 def sign(kind: Kind, content: object, secret: Secret) -> bytes:
-    """A mapping or a record as sealed JSON behind its HMAC-SHA256, if there is a secret. Raises ValueError for numbers
-    that JSON lacks."""
+    """Encode a mapping or record as sealed JSON, preceded by its HMAC-SHA256 if there is a secret. Raises ValueError
+    for numbers that are not finite."""
     data = seal(to_jsonable_python(content))
     return _signature(kind, data, secret) + _BETWEEN + data
 
 
 def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
-    """What `sign` was given. Raises Refused."""
+    """Decode what `sign` encoded. Raises Refused."""
     shown, _, data = raw.partition(_BETWEEN)
     if secret is not None and not hmac.compare_digest(_signature(kind, data, secret), shown):
         raise Refused("forged", f"a {kind} that is not signed with the shared secret")
@@ -61,7 +61,7 @@ def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
 
 
 def _signature(kind: Kind, data: bytes, secret: Secret) -> bytes:
-    """Of data as this kind, so that one kind never passes for another."""
+    """HMAC over kind and data, so that a message of one kind is invalid as another."""
     if secret is None:
         return b""
     return hmac.new(secret, kind.encode() + _BETWEEN + data, hashlib.sha256).hexdigest().encode()
@@ -69,29 +69,31 @@ def _signature(kind: Kind, data: bytes, secret: Secret) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """Which weights all shall serve. Versions are ordered by epoch, which belongs to one leader, then by number."""
+    """An announced version. Versions are ordered by epoch, which belongs to one leader, then by number."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     epoch: PositiveInt  # of the leader's lease
-    number: NonNegativeInt  # counts versions, across leaders
+    number: NonNegativeInt  # consecutive across leaders
     sha256: Sha256  # of the weights as they are sent
     parent: str  # sha256 of the version before; empty for the first
     num_bytes: PositiveInt
-    fingerprint: str  # of everything that weights must fit
+    fingerprint: str  # of target and drafter, which weights must fit
     leader: str
     date: str  # ISO 8601, UTC
 
     @property
     def order(self) -> tuple[int, int]:
+        """Sort key: epoch, number."""
         return self.epoch, self.number
 
     def encode(self, secret: Secret) -> bytes:
+        """The signed record."""
         return sign("version", self, secret)
 
     @staticmethod
     def decode(raw: bytes, secret: Secret) -> "VersionRecord":
-        """Raises Refused."""
+        """Decode a signed record. Raises Refused."""
         try:
             return _VERSION.validate_python(verify("version", raw, secret))
         except ValidationError as error:
@@ -99,12 +101,13 @@ class VersionRecord:
 
 
 def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
-    """Equal weights have equal bytes, so that two replicas serve the same if and only if their hashes are equal."""
+    """Encode weights of any shape [...]; equal weights have equal bytes, and so equal hashes."""
     return safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in weights.items()})
 
 
 def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> dict[str, Tensor]:
-    """Raises Refused unless every bit is as announced and the weights could be served. `vocab`: the target's tokens"""
+    """Decode weights with the shapes [...] of `layout`. Raises Refused unless they have this hash and can be served.
+    `vocab`: size of the target's vocabulary"""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise Refused("torn", f"weights that do not have the hash {sha256[:16]} they were announced with")
     weights = load_tensors(data, layout)
@@ -115,7 +118,7 @@ def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryShape:
-    """What queries of one target and drafter have in common."""
+    """Sizes and type that all queries of one target and drafter share."""
 
     width: int  # of features
     hidden: int
@@ -127,16 +130,16 @@ class QueryShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryHeader:
-    """What stands beside the tensors of a query."""
+    """The fields of a query that are not tensors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    sender: Annotated[str, Field(max_length=200)]  # a replica and its start
-    sequence: NonNegativeInt  # counts what the sender sends
+    sender: Annotated[str, Field(max_length=200)]  # unique per start of a replica
+    sequence: NonNegativeInt  # consecutive per sender
     fingerprint: str
     tensors_sha256: str
-    first_weights: str  # sha256 of what served the query's first step; empty: not known
-    weights: str  # and its last
+    first_weights: str  # SHA-256 of the weights in the query's first step; empty: not known
+    weights: str  # in its last step
     client: Annotated[str, Field(max_length=200)]
     temperature: Seconds
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -152,7 +155,7 @@ _HEADER = TypeAdapter(QueryHeader)
 
 
 class QueryCodec:
-    """Encodes and decodes the queries of one fingerprint. Only the stretch that is learnt from travels."""
+    """Encodes and decodes the queries of one fingerprint. Only the window that is trained on is sent."""
 
     def __init__(self, fingerprint: str, shape: QueryShape, secret: Secret) -> None:
         self._fingerprint = fingerprint
@@ -162,7 +165,7 @@ class QueryCodec:
     def encode(
         self, feedback: QueryFeedback, *, sender: str, sequence: int, first_weights: str, weights: str
     ) -> QueryMessage:
-        """Raises ValueError for a query whose numbers are none."""
+        """Encode and sign a query. Raises ValueError for numbers that are not finite."""
         if feedback.ready is not None:
             feedback.ready.synchronize()
         query = feedback.query
@@ -184,7 +187,7 @@ class QueryCodec:
     def decode(
         self, message: QueryMessage, version_of: Callable[[str], int] = lambda sha256: _NO_VERSION
     ) -> tuple[QueryHeader, QueryFeedback]:
-        """`version_of`: the number by which this process knows weights of this hash. Raises Refused."""
+        """Decode and check a query. `version_of`: this process's version of the weights with a hash. Raises Refused."""
         header = self._header(message)
         try:
             tensors = safetensors.torch.load(message.tensors)
@@ -222,7 +225,7 @@ def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
 
 
 def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
-    """Names, shapes and types are the ones there must be, ids are ids of something, and numbers are numbers."""
+    """Check names, shapes, types, ids and numbers. Raises Refused."""
     length = tensors["tokens"].numel() if "tokens" in tensors else 0
     labels = tensors["labels.positions"].numel() if "labels.positions" in tensors else 0
     if not (2 <= length <= shape.most_tokens and prompt <= length and labels <= length - prompt):

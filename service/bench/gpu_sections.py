@@ -379,7 +379,7 @@ def _serve_while_learning(assembly: Assembly, plan: Plan, policy: str, *, update
 
 def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> tuple[list[Run], int]:
     """Answer all requests once, and again until `updates` updates are made or patience ends."""
-    num_updates, start = adaptive.learner.num_updates, time.monotonic()
+    num_updates, start = adaptive.learner.training.num_updates, time.monotonic()
     before, runs = sum(num_updates.values()), []
     while True:
         runs.append(_serve(adaptive.engine, assembly, plan, _TRAINING_CONCURRENCY, plan.training_requests))

@@ -169,12 +169,12 @@ def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) 
     """Bytes that a learner holds on its device during an update.
 
     In fp32: masters, anchor, gradients, two moments for each arm, the copies of masters and moments that an update is
-    undone from, and for the exchange of draft tokens another copy of the masters and three of the head's rows. In the
-    serving type: replica, served, staged and previous weights, and staged ones in the kernels' layout.
+    undone from. As they are served: replica, served, staged and previous weights, and staged ones as ops will read
+    them.
     """
-    masters, anchor, gradients, undo, exchanged = (4 * num_weights for _ in range(5))
-    moments, rows = 8 * (num_weights + num_head_weights), 12 * num_head_weights
-    return masters + anchor + gradients + undo + exchanged + rows + moments + 8 * num_weights + 5 * serving_bytes
+    masters, anchor, gradients, undo = (4 * num_weights for _ in range(4))
+    moments = 8 * (num_weights + num_head_weights)
+    return masters + anchor + gradients + undo + moments + 8 * num_weights + 5 * serving_bytes
 
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:

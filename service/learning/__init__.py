@@ -1,1 +1,1 @@
-"""Learning beside the server, and for other servers: what is built of engine, drafter and learner."""
+"""A server that learns, a trainer for other servers, and commands that move learnt drafters."""

@@ -1,21 +1,21 @@
-"""Puts together what learns while it serves, engine, drafter, learner and its thread, or what learns for others."""
+"""Assembles a server that learns: engine, drafter, learner and its thread; or a trainer that learns for other
+replicas."""
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from adaptation.checkpoint import owned
+from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.learner import Learner
-from adaptation.process import TrainingTime
+from adaptation.learner import Learner, build_learner
+from adaptation.persistence import owned
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind, NotStored
 from adaptation.replicas.exchange import Replicas, join_replicas
-from adaptation.trainer import all_finite
+from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters import published
@@ -36,19 +36,19 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
-from service.learning.origin import Origin, write_origin
+from service.learning.moving import Origin
 
 logger = logging.getLogger(__name__)
 
 _HASH_LENGTH = 16
-_WORTH_A_LOOK: Final[frozenset[EventKind]] = frozenset({"rolled_back", "failed", "not_stored"})
-_STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and the thread gives way to everybody
+_WARNINGS: Final[frozenset[EventKind]] = frozenset({"rolled_back", "failed", "not_stored"})
+_STORING_SECONDS = 60.0  # the training copy and its optimizers are large, and the thread has a low priority
 
 
 @dataclass
 class Adaptive:
-    """What serves and what learns. `engine` belongs to the engine's thread, `learner` to the worker's: what may be
-    asked from any thread runs there, or touches nothing of it."""
+    """A server that learns. `engine` belongs to the engine's thread, `learner` to the worker's; the methods may be
+    called from any thread."""
 
     engine: Engine
     learner: Learner
@@ -58,47 +58,47 @@ class Adaptive:
     network: ServingNetwork
 
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Begin to learn; `wake` makes an idle engine step once, so that new weights need not wait for a request."""
-        self.learner.weights.waits = wake
-        if self.learner.process is not None:
+        """Start learning. `wake` lets an idle engine take one step, so that new weights do not wait for a request."""
+        self.learner.weights.on_staged = wake
+        if self.learner.training.process is not None:
             try:
-                self.learner.process.start()  # before there is anything to serve that its imports would slow down
+                self.learner.training.process.start()  # its imports would slow serving down
             except OSError as error:
                 logger.error("the process that trains did not start; the first query tries again: %s", error)
         self.worker.start()
         self.replicas.start()
 
     def stop(self) -> None:
-        """End the learning thread, which stores its state."""
+        """Stop learning; the state is saved."""
         stop_learning(self.worker, self.replicas)
-        if self.learner.process is not None:
-            self.learner.process.close()
+        if self.learner.training.process is not None:
+            self.learner.training.process.close()
 
     def status(self) -> AdaptationStatus:
-        """Waits for an update under way, as everything below does that breaks none off. Raises CancelledError once
-        learning is stopped."""
+        """The status of learning. Like all methods below that interrupt no update, waits for one under way. Raises
+        CancelledError after `stop`."""
         status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
         return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
-        """Break an update off, and begin no other, here nor where replicas learn after this one. Raises
-        InvalidRequest."""
+        """Interrupt an update, and start no other, here and in replicas that lead later. Raises InvalidRequest."""
         self._check_leads()
         self.worker.ask(self.learner.pause, urgent=True).result()
 
     def resume(self) -> None:
-        """Also of one that was paused while it led, and follows now. Raises InvalidRequest."""
+        """Learn again; a replica that was paused while it led may be resumed while it follows. Raises
+        InvalidRequest."""
         if not self.learner.paused:
             self._check_leads()
         self.worker.ask(self.learner.resume).result()
 
     def rollback(self) -> int:
-        """Serve what was before, as a new version. # -> that version; raises InvalidRequest"""
+        """Serve the weights before the current ones, as a new version. # -> that version; raises InvalidRequest"""
         self._check_leads()
         return self.worker.ask(self.learner.rollback, urgent=True).result().version
 
     def load_from_disk(self, folder: Path) -> int:
-        """Serve the drafter in a folder, as a new version; no gate is asked. Raises DrafterError, NotStored,
+        """Serve the drafter in a folder as a new version, without asking the gate. Raises DrafterError, NotStored,
         InvalidRequest."""
         self._check_leads()
         network = drafter_weights.load_network(folder, self.loaded)
@@ -110,7 +110,7 @@ class Adaptive:
         return self.worker.ask(lambda: self.learner.adopt(weights)).result()
 
     def _check_leads(self) -> None:
-        """What is served is decided by the replica that leads: any other would be told otherwise at once."""
+        """Refuse on a follower: it would return to the leader's version at once."""
         replicas = self.replicas.status()
         if replicas.role == "following":
             raise InvalidRequest(
@@ -127,13 +127,11 @@ def build_adaptive(
     emit: Emit,
     policy: BudgetPolicy | None = None,
     limits: EngineLimits | None = None,
-    seed: int = 0,
-    clock: Callable[[], float] = time.time,
     tuning: Tuning | None = None,
 ) -> Adaptive:
-    """An engine as the assembly would build it, with a drafter of its own that learns, or goes on with what it had
-    learnt in `folder`. Raises StartupError."""
-    limits = limits or assembly.limits
+    """Build an engine as the assembly would, with a drafter of its own that learns, or goes on from the state in
+    `folder`. Raises StartupError."""
+    limits, tuning = limits or assembly.limits, tuning or Tuning()
     ledger, source, parts = RegretLedger(), _replaceable(assembly), assembly.loaded.parts
     network, table = source.weights.network, parts.embedding
     train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
@@ -149,18 +147,18 @@ def build_adaptive(
         given=source.given,
     )
     with _refusing():
-        learner = Learner(
-            config, drafter, folder=folder, emit=emit, clock=clock, seed=seed, ledger=ledger, tuning=tuning
+        learner = build_learner(config, drafter, folder=folder, emit=emit, ledger=ledger, tuning=tuning)
+        worker, replicas = join_replicas(
+            config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity
         )
-        worker, replicas = join_replicas(config, learner, drafter, target_identity=assembly.loaded.parts.identity)
-    _say_origin(folder, assembly.config, assembly.loaded, network.config, assembly.drafter_folder)
+    _write_origin(folder, assembly.config, assembly.loaded, network.config, assembly.drafter_folder)
     shape = network.config
     tables = FeedbackRecorder(
         max_sequences=limits.max_sequences,
-        window_tokens=learner.tuning.window_tokens,
+        window_tokens=tuning.window_tokens,
         width=len(shape.tap_layers) * shape.hidden_size,
         hidden=shape.hidden_size,
-        top=min(learner.tuning.target_top, shape.target_vocab_size),
+        top=min(tuning.target_top, shape.target_vocab_size),
         dtype=network.dtype,
         device=network.device,
     )
@@ -171,7 +169,7 @@ def build_adaptive(
         version=lambda: learner.weights.version,
         ready=lambda: source.made or learner.weights.origin != ANCHOR,
     )
-    hooks = _EngineHooks(learner.weights, learner.time, tables, replicas)
+    hooks = _EngineHooks(learner.weights, learner.training.time, tables, replicas)
     drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
     engine = assembly.engine(drafting, policy, limits, hooks, ledger)
     learner.restore()
@@ -179,8 +177,8 @@ def build_adaptive(
 
 
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
-    """A thread that learns, and the replicas it learns for: of the target only embedding and head are kept, and its
-    state lies beside that of a replica with the same state_dir. Raises StartupError."""
+    """Build a learning thread and its connection to the replicas it learns for. Of the target only embedding and head
+    are kept; the state lies next to that of a replica with the same state_dir. Raises StartupError."""
     loaded = load_target(config, device_of(config.device))
     _, source = choose_drafter(config, starts=loaded.initial_drafter is not None)
     with _refusing():
@@ -202,14 +200,16 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     folder = learning_folder(config.state_dir, loaded, source)
     folder = owned(folder.with_name(f"{folder.name}-trainer"))
     with _refusing():
-        learner = Learner(config.adaptation, drafter, folder=folder, emit=log_event)
-        worker, replicas = join_replicas(config.adaptation, learner, drafter, target_identity=loaded.parts.identity)
-    _say_origin(folder, config, loaded, network.config, source)
+        learner = build_learner(config.adaptation, drafter, folder=folder, emit=log_event)
+        worker, replicas = join_replicas(
+            config.adaptation, learner, drafter, Tuning(), target_identity=loaded.parts.identity
+        )
+    _write_origin(folder, config, loaded, network.config, source)
 
     def write() -> None:
-        learner.weights.between_steps()  # nobody takes steps here that whatever is staged would have to wait for
+        learner.weights.between_steps()  # no engine runs here, so staged weights serve at once
 
-    learner.weights.waits = write
+    learner.weights.on_staged = write
     learner.restore()
     write()
     logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
@@ -218,7 +218,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What is configured cannot be had: the server does not start."""
+    """Turn a ValueError of the configuration into a StartupError."""
     try:
         yield
     except ValueError as error:
@@ -226,16 +226,16 @@ def _refusing() -> Iterator[None]:
 
 
 def stop_learning(worker: Worker, replicas: Replicas) -> None:
-    """End both threads; the one that learns stores its state."""
+    """End both threads; the learning thread saves its state."""
     if not replicas.stop():
-        logger.warning("the store of the replicas did not answer in time; leaving without a word")
+        logger.warning("the store of the replicas did not answer in time; the lease ends by itself")
     if not worker.stop(_STORING_SECONDS):
         logger.error("learning did not end within %.0f seconds; its last state may be lost", _STORING_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineHooks:
-    """The engine's `Learning`: weights come in here, and what a query left behind goes out."""
+    """Implements the engine's `Learning`: weights come in, and feedback of finished queries goes out."""
 
     weights: DrafterWeights
     time: TrainingTime
@@ -243,6 +243,7 @@ class _EngineHooks:
     replicas: Replicas
 
     def stepped(self, stats: StepStats) -> bool:
+        """Record the time of a step. # -> whether no training ran beside it"""
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
         return self.time.stepped(kind, stats.seconds)
 
@@ -267,21 +268,21 @@ def _replaceable(assembly: Assembly) -> Replaceable:
     return replace(found, weights=replace(known, network=found.weights.network, embed=found.weights.embed))
 
 
-def _say_origin(
+def _write_origin(
     folder: Path, config: ServiceConfig, loaded: LoadedModel, drafter: SpecBlockConfig, deployed: Path | None
 ) -> None:
-    """Write beside the snapshots what whoever exports them must know; without it they serve as well."""
+    """Write drafter provenance next to the snapshots, which an export needs; a failure is logged."""
     try:
         sha256 = None if deployed is None else hashlib.sha256(published.weights_bytes(deployed)).hexdigest()
         model = drafter_weights.source_of(config)
-        write_origin(folder, Origin(loaded.parts.identity, drafter, model, sha256))
+        Origin(loaded.parts.identity, drafter, model, sha256).write(folder)
     except (NotStored, OSError) as error:
         logger.warning("what is learnt cannot be exported: %s", error)
 
 
 def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) -> Path:
-    """Where the state of learning lies: what was learnt fits one target and one deployed drafter only, or the shapes of
-    the one that is made."""
+    """The folder of the learning state: it belongs to one target and one deployed drafter, or to the shapes of a
+    drafter that is solved from traffic."""
     digest = hashlib.sha256()
     if drafter is None:
         assert loaded.initial_drafter is not None, "nothing learns"
@@ -293,8 +294,8 @@ def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) 
 
 
 def log_event(event: Event) -> None:
-    """What learning did, as one line."""
-    level = logging.WARNING if event.kind in _WORTH_A_LOOK else logging.INFO
+    """Log an event as one line."""
+    level = logging.WARNING if event.kind in _WARNINGS else logging.INFO
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in event.numbers.items())
     reason = " ".join(event.reason.split())  # messages of exceptions may have several lines
     line = f"learning: {event.kind.replace('_', ' ')} ({reason}), drafter version {event.version}"

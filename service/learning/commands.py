@@ -1,21 +1,31 @@
-"""The sub-commands `adaptree drafter ...`: look at drafters, and move them between servers.
+"""The commands `adaptree drafter ...`, which inspect and move drafters, and `adaptree trainer`, which learns for other
+replicas.
 
 Imports nothing heavy before a command runs, so that help answers at once.
 """
 
 import json
+import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Column, Table
 
+from adaptation.config import AdaptationConfig
 from service.config import LoadedConfig, ServiceConfig
+from service.errors import StartupError
 
 if TYPE_CHECKING:
     from service.learning.moving import Learnt
+
+logger = logging.getLogger(__name__)
 
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
 """Adds one option per setting to a command, whose first argument then is the configuration."""
@@ -63,8 +73,8 @@ def _inspect(
     from service.learning.moving import described, is_learning_folder, learnt, look_at
 
     if folder is not None and not is_learning_folder(folder):
-        told = described(folder)
-        print(json.dumps(told, indent=2)) if as_json else Console(markup=False).print(_folder_table(told))
+        content = described(folder)
+        print(json.dumps(content, indent=2)) if as_json else Console(markup=False).print(_folder_table(content))
         return
     found = learnt(loaded.config) if folder is None else [look_at(folder)]
     if as_json:
@@ -128,20 +138,20 @@ def _import(
         say(f"as configured the next start does not: drafter is {loaded.config.drafter}; set it to auto")
 
 
-def _folder_table(told: Mapping[str, Any]) -> Table:
-    table = Table(Column("drafter", no_wrap=True), Column(told["folder"], overflow="fold"))
-    shape = told["drafter"]
-    head = "stored" if told["stores_head"] else "the target's own"
+def _folder_table(content: Mapping[str, Any]) -> Table:
+    table = Table(Column("drafter", no_wrap=True), Column(content["folder"], overflow="fold"))
+    shape = content["drafter"]
+    head = "stored" if content["stores_head"] else "the target's own"
     rows: dict[str, object] = {
-        "architecture": told["architecture"],
+        "architecture": content["architecture"],
         "kind": shape.get("kind", "specblock"),
-        "target identity": told["target_identity"],
+        "target identity": content["target_identity"],
         **{name: shape[name] for name in _SHAPES},
         **{f"layers.{name}": shape["target"].get(name) for name in _TARGET_SHAPES},
-        "parameters": f"{told['parameters']:,}; head: {head}",
-        "bytes": f"{told['bytes']:,}, {told['dtype']}",
-        "weights SHA-256": told["weights_sha256"],
-        **dict(_flat(told["facts"], "facts")),
+        "parameters": f"{content['parameters']:,}; head: {head}",
+        "bytes": f"{content['bytes']:,}, {content['dtype']}",
+        "weights SHA-256": content["weights_sha256"],
+        **dict(_flat(content["facts"], "facts")),
     }
     for name, value in rows.items():
         table.add_row(name, "" if value is None else str(value))
@@ -167,18 +177,67 @@ def _print_learnt(config: ServiceConfig, found: "Sequence[Learnt]") -> None:
             soft_wrap=True,
         )
     for one in found:
-        told = one.as_json()
-        known = f"learnt from drafter {told['origin_sha256'][:16]}" if told["origin_sha256"] else "made from traffic"
+        content = one.as_json()
+        known = (
+            f"learnt from drafter {content['origin_sha256'][:16]}" if content["origin_sha256"] else "made from traffic"
+        )
         title = f"{one.folder.name}: {known if one.origin else 'of an unknown drafter'}"
         table = Table("version", "parent", "date", "tokens per verify, by the gate", "weights SHA-256", "", title=title)
         as_deployed = "served" if one.served == 0 else ""
         table.add_row("0", "", "", "", "as deployed", as_deployed)
-        for row in told["versions"]:
+        for row in content["versions"]:
             scores = ", ".join(f"{name} {value:.3f}" for name, value in (row["scores"] or {}).items())
             marks = [mark for mark in ("served", "taken_back") if row[mark]]
             state = row["complaint"] or ", ".join(marks).replace("_", " ")
             cells = (row["version"], row["parent"], row["date"], scores, (row["weights_sha256"] or "")[:16], state)
             table.add_row(*("" if cell is None else str(cell) for cell in cells))
         console.print(table)
-        for complaint in told["complaints"]:
+        for complaint in content["complaints"]:
             console.print(complaint, soft_wrap=True)
+
+
+def trainer(
+    loaded: LoadedConfig,
+    redis: Annotated[
+        str | None, typer.Option("--redis", metavar="URL", help="The same as --adaptation.redis-url.")
+    ] = None,
+) -> None:
+    """Learn for the replicas that share a Redis server, in a process of its own that serves no requests."""
+    from service.logging import configure_logging
+
+    configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
+    train(with_url(loaded.config, redis))
+
+
+def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
+    """The configuration of the trainer: it learns even if the replicas of the same configuration do not. Raises
+    StartupError without a store."""
+    settings = config.adaptation
+    chosen = settings.redis_url if url is None else SecretStr(url)
+    if chosen is None:
+        raise StartupError("a trainer needs replicas to learn for: give --redis URL, or set adaptation.redis_url")
+    policy = AdaptationConfig().policy if settings.policy == "never" else settings.policy
+    changes = {"enabled": True, "redis_url": chosen, "policy": policy}
+    return config.model_copy(update={"adaptation": settings.model_copy(update=changes)})
+
+
+def train(config: ServiceConfig) -> None:
+    """Learn until SIGTERM or SIGINT. Raises StartupError."""
+    import torch
+
+    from service.learning.adaptive import build_trainer, stop_learning
+
+    torch.set_num_threads(config.num_threads)
+    worker, replicas = build_trainer(config)
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    worker.start()
+    replicas.start()
+    logger.info("ready: learning for the replicas that share the store")
+    stopped.wait()
+    stop_learning(worker, replicas)

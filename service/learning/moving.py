@@ -1,5 +1,5 @@
-"""Drafters on their way between servers: what was learnt leaves as a drafter folder, a drafter folder is checked and
-put where the configured model finds it. Neither loads a model."""
+"""Moves drafters between servers: exports what was learnt as a drafter folder, and checks and copies a drafter folder
+to where the configured model finds it. Loads no model."""
 
 import json
 import shutil
@@ -12,61 +12,91 @@ import torch
 
 from adaptation.checkpoint import (
     SNAPSHOTS,
-    SavedLearner,
     Snapshot,
-    SnapshotInfo,
+    all_finite,
     read_manifest,
     read_snapshot,
-    saved_learner,
-    stored_layout,
+    replace_file,
     stored_versions,
     sync_folder,
     write_synced,
 )
-from adaptation.records import Damaged
-from adaptation.trainer import all_finite
+from adaptation.persistence import SavedLearner, saved_learner
+from adaptation.records import Damaged, NotStored
 from adaptation.weights import ANCHOR
 from drafters import published
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
+from drafters.specblock.config import SpecBlockConfig, config_from
 from service import __version__
 from service.config import ServiceConfig
 from service.engine.drafter_weights import import_place, shipped_folder, source_of
 from service.errors import StartupError
-from service.learning.origin import DRAFTER_FILE, Origin, read_origin
 
+DRAFTER_FILE = "drafter.json"
 _MOVED = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptVersion:
-    """A version in a learning folder."""
+class Origin:
+    """Which drafter learns in a folder, so that its snapshots can be read without the target and the deployed
+    drafter."""
 
-    version: int
-    info: SnapshotInfo | None  # None: damaged
-    weights_sha256: str | None
-    complaint: str | None  # why it cannot be trusted
+    target_identity: str  # as in drafter folders
+    config: SpecBlockConfig
+    model: str | None = None  # the target as `source_of` names it; None: not known
+    origin_sha256: str | None = None  # of the deployed drafter's weights; None: there was none
+
+    def write(self, folder: Path) -> None:
+        """Write the file in a learning folder. Raises NotStored, and then the file is unchanged."""
+        content: dict[str, Any] = {
+            "target_identity": self.target_identity,
+            "drafter": self.config.described,
+            "model": self.model,
+            "origin_sha256": self.origin_sha256,
+        }
+        try:
+            replace_file(folder / DRAFTER_FILE, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        except OSError as error:
+            raise NotStored(f"{DRAFTER_FILE} could not be stored in {folder}: {error}") from error
+
+    @staticmethod
+    def read(folder: Path) -> "Origin | None":
+        """Read the file of a learning folder; None: there is none. Raises Damaged."""
+        try:
+            content: dict[str, Any] = json.loads((folder / DRAFTER_FILE).read_text())
+            config = config_from(content["drafter"])
+            return Origin(str(content["target_identity"]), config, content.get("model"), content.get("origin_sha256"))
+        except FileNotFoundError:
+            return None
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"{DRAFTER_FILE} does not describe a drafter: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What one learning folder holds; it may be a running server's."""
+    """Contents of one learning folder, which may be a running server's."""
 
     folder: Path
-    origin: Origin | None  # None: a release that did not tell has written it
+    origin: Origin | None  # None: not known
     saved: SavedLearner
-    versions: tuple[KeptVersion, ...]  # rising
+    versions: tuple[dict[str, Any], ...]  # kept ones, ascending, each as JSON values; a damaged one has a complaint
     complaint: str | None  # why there is no origin
 
     @property
     def served(self) -> int:
-        """The version that first had the weights that are served; 0: those that were deployed."""
+        """The version that first had the served weights; 0: the deployed ones."""
         return self.saved.origin
 
+    @property
+    def intact(self) -> list[int]:
+        """Versions that can be read."""
+        return [one["version"] for one in self.versions if one["complaint"] is None]
+
     def as_json(self) -> dict[str, Any]:
-        """What a program reads."""
+        """The contents as JSON values."""
         origin = self.origin
         return {
             "folder": str(self.folder),
@@ -77,25 +107,12 @@ class Learnt:
             "served": self.served,
             "newest": self.saved.newest,
             "complaints": [*self.saved.complaints, *([self.complaint] if self.complaint else [])],
-            "versions": [self._version_as_json(kept) for kept in self.versions],
-        }
-
-    def _version_as_json(self, kept: KeptVersion) -> dict[str, Any]:
-        info = kept.info
-        return {
-            "version": kept.version,
-            "parent": info and info.parent,
-            "date": info and info.date,
-            "scores": None if info is None else dict(info.scores),
-            "weights_sha256": kept.weights_sha256,
-            "served": kept.version == self.served,
-            "taken_back": kept.version in self.saved.condemned,
-            "complaint": kept.complaint,
+            "versions": list(self.versions),
         }
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """What a drafter folder holds, for a program to read. Raises StartupError for one that cannot be used."""
+    """Contents of a drafter folder as JSON values. Raises StartupError for one that cannot be used."""
     description = _checked(folder)
     config = description.config
     weights = checkpoint.read_weights(folder, config)
@@ -116,7 +133,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def learnt(config: ServiceConfig) -> list[Learnt]:
-    """What was learnt in the state folder for the configured model, and what does not say for which."""
+    """Learning folders in the state folder that are of the configured model, or do not name theirs."""
     parent, source = config.state_dir / "adaptation", source_of(config)
     folders = sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
     found = [look_at(folder) for folder in folders]
@@ -124,39 +141,51 @@ def learnt(config: ServiceConfig) -> list[Learnt]:
 
 
 def is_learning_folder(folder: Path) -> bool:
-    """Whether somebody learns, or has learnt, in this folder."""
+    """Whether this is a learning folder."""
     return (folder / SNAPSHOTS).is_dir()
 
 
 def look_at(folder: Path) -> Learnt:
-    """What a learning folder holds; nothing in it is changed."""
-    snapshots, origin, complaint = folder / SNAPSHOTS, None, None
+    """Read a learning folder; nothing in it is changed."""
+    origin, complaint, saved = None, None, saved_learner(folder)
     try:
-        origin = read_origin(folder)
+        origin = Origin.read(folder)
     except Damaged as error:
         complaint = str(error)
-    versions = tuple(_kept(snapshots, version) for version in stored_versions(snapshots))
-    return Learnt(folder, origin, saved_learner(folder), versions, complaint)
+    versions = (
+        _described_version(folder / SNAPSHOTS, version, saved) for version in stored_versions(folder / SNAPSHOTS)
+    )
+    return Learnt(folder, origin, saved, tuple(versions), complaint)
 
 
-def _kept(snapshots: Path, version: int) -> KeptVersion:
+def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> dict[str, Any]:
+    info = sha256 = complaint = None
     try:
-        manifest = read_manifest(snapshots, version)
+        info, sha256 = read_manifest(snapshots, version)
     except Damaged as error:
-        return KeptVersion(version, None, None, str(error))
-    return KeptVersion(version, manifest.info, manifest.weights_sha256, None)
+        complaint = str(error)
+    return {
+        "version": version,
+        "parent": info and info.parent,
+        "date": info and info.date,
+        "scores": info and dict(info.scores),
+        "weights_sha256": sha256,
+        "served": version == saved.origin,
+        "taken_back": version in saved.condemned,
+        "complaint": complaint,
+    }
 
 
 def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
-    """Write the served version, or that one, as a drafter folder. `source`: the learning folder, by its path or its
-    name; None: the only one with something learnt. # -> the version; raises StartupError"""
+    """Write the served version, or the given one, as a drafter folder. `source`: path or name of the learning folder;
+    None: the only one with a version. # -> the version; raises StartupError"""
     out = out.expanduser().resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
     chosen = _chosen(config, source)
     version = _version_of(chosen, version)
     origin = _origin_of(chosen)
-    snapshot, sha256 = _read(chosen, version, origin)
+    snapshot = _read(chosen, version, origin)
     facts = {
         "target": _shown_name(origin),
         "lineage": {
@@ -165,7 +194,7 @@ def export(config: ServiceConfig, out: Path, *, version: int | None, source: Pat
             "date": snapshot.info.date,
             "scores": dict(snapshot.info.scores),
             "origin_sha256": origin.origin_sha256,
-            "weights_sha256": sha256,
+            "weights_sha256": next(one["weights_sha256"] for one in chosen.versions if one["version"] == version),
         },
         "versions": {"adaptree": __version__, "torch": str(torch.__version__)},
     }
@@ -199,21 +228,20 @@ def _chosen(config: ServiceConfig, source: Path | None) -> Learnt:
 
 def _summary(one: Learnt) -> str:
     last = one.versions[-1]
-    dated = "" if last.info is None else f" of {last.info.date}"
-    return f"{len(one.versions)} versions, newest {last.version}{dated}, served {one.served}"
+    dated = f" of {last['date']}" if last["date"] else ""
+    return f"{len(one.versions)} versions, newest {last['version']}{dated}, served {one.served}"
 
 
 def _version_of(chosen: Learnt, version: int | None) -> int:
     """The version to export. Raises StartupError."""
-    kept = [one.version for one in chosen.versions if one.complaint is None]
-    listed = ", ".join(map(str, kept)) or "none"
+    listed = ", ".join(map(str, chosen.intact)) or "none"
     if version is None and chosen.served == ANCHOR:
         raise StartupError(
             f"{chosen.folder.name} serves the drafter as it was deployed: copy its folder, "
             f"or name a version with --version (kept: {listed})"
         )
     version = chosen.served if version is None else version
-    if version not in [one.version for one in chosen.versions]:
+    if version not in [one["version"] for one in chosen.versions]:
         raise StartupError(f"version {version} is not kept in {chosen.folder}: name one with --version ({listed})")
     return version
 
@@ -228,22 +256,21 @@ def _origin_of(chosen: Learnt) -> Origin:
     return chosen.origin
 
 
-def _read(chosen: Learnt, version: int, origin: Origin) -> tuple[Snapshot, str]:
-    """The snapshot, and the hash of its file of weights. Raises StartupError for one that cannot be trusted."""
-    snapshots = chosen.folder / SNAPSHOTS
+def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
+    """Raises StartupError for a damaged snapshot, or one that does not fit its drafter."""
     try:
-        types = {name: dtype for name, (_, dtype) in stored_layout(snapshots, version).items()}
-        shapes = checkpoint.shapes_of(origin.config)
-        layout = {name: (shape, types.get(name, torch.bfloat16)) for name, shape in shapes.items()}
-        snapshot = read_snapshot(snapshots, version, layout)
+        snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
+        found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
+        if found != checkpoint.shapes_of(origin.config):
+            raise Damaged("its tensors do not fit its drafter")
         if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
             raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
-        return snapshot, read_manifest(snapshots, version).weights_sha256
+        return snapshot
     except Damaged as error:
-        others = [one.version for one in chosen.versions if one.complaint is None and one.version != version]
-        listed = ", ".join(map(str, others)) or "none"
+        listed = ", ".join(str(other) for other in chosen.intact if other != version) or "none"
         raise StartupError(
-            f"version {version} in {snapshots} cannot be trusted: {error}; name another with --version ({listed})"
+            f"version {version} in {chosen.folder / SNAPSHOTS} cannot be trusted: {error}; name another with --version "
+            f"({listed})"
         ) from error
 
 
@@ -254,13 +281,15 @@ def _shown_name(origin: Origin) -> str:
 
 
 def _card(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> str:
-    """What a person should know before using the weights in this folder."""
+    """The model card of an exported drafter."""
     config, lineage = origin.config, facts["lineage"]
     parent = lineage["parent"]
     before = (
         "the drafter as deployed" if parent == ANCHOR else f"version {parent}" if parent else "nothing that is known"
     )
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: no gate was asked"
+    scores = (
+        ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: not judged by the gate"
+    )
     deployed = f"SHA-256 {origin.origin_sha256}" if origin.origin_sha256 else "none: it was made from traffic"
     size = (folder / WEIGHTS_FILE).stat().st_size
     return f"""# A drafter of kind {config.kind} for {facts["target"]}, learnt while serving
@@ -286,7 +315,7 @@ and every later start takes it.
 
 
 def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
-    """Put a copy of a drafter folder where the configured model finds it. # -> that place; raises StartupError"""
+    """Copy a drafter folder to where the configured model finds it. # -> that place; raises StartupError"""
     identity, shipped = _checked(folder).target_identity, shipped_folder(config.model_source)
     if shipped is not None and identity != (expected := checkpoint.describe(shipped).target_identity):
         raise StartupError(
@@ -308,7 +337,7 @@ def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
 
 
 def _checked(folder: Path) -> Description:
-    """Raises StartupError unless a server could serve with this folder, as far as can be told without its target."""
+    """Check all that can be checked without the target. Raises StartupError for a folder that no server can use."""
     if published.form_of(folder) is not None:
         raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
     try:
@@ -327,8 +356,8 @@ def _checked(folder: Path) -> Description:
 
 
 def _put(place: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder by one rename, in place of any that is there. Raises StartupError, and then that one is still
-    there."""
+    """Write a folder and put it in place by a rename, replacing any that is there. Raises StartupError, and then the
+    old one is still there."""
     unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (_UNFINISHED, _REPLACED))
     try:
         for left in (unfinished, replaced):

@@ -109,7 +109,6 @@ VERSION_FATES: Final = ("announced", "followed", "not_served", "old", "fork", *_
 ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_version", "Version of the serving drafter; 0 as deployed.", lambda s: s.version),
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
-    Gauge("drafter_exchanged_tokens", "Draft tokens not in the deployed vocabulary.", lambda s: s.exchanged_tokens),
     Gauge(
         "adaptation_phase{phase}",
         "1 for the current phase; collecting: positions of texts for a new drafter.",

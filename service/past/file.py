@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adaptation.checkpoint import sync_folder
-from adaptation.worker import step_back
+from adaptation.worker import lower_priority
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
@@ -207,7 +207,7 @@ class MemoryFile:
         self._at_once.set()
 
     def _run(self) -> None:
-        step_back(_NICENESS)
+        lower_priority(_NICENESS)
         with suppress(CancelledError):
             try:
                 with self.path.with_name(f"{self.path.name}.key").open("rb") as key:

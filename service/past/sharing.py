@@ -22,7 +22,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.records import Refused, StoreLost
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore
 from adaptation.replicas.wire import sign, verify
-from adaptation.worker import step_back
+from adaptation.worker import lower_priority
 from drafters.memory.drafter import MAX_ANSWER_TOKENS, MemoryDrafter
 from kernels.memory import CONTEXT
 from service.engine.thread import EngineThread
@@ -176,7 +176,7 @@ class SharedAnswers:
             self._to_forget.append(self._stream.entry(scope))
 
     def _run(self) -> None:
-        step_back(_NICENESS)
+        lower_priority(_NICENESS)
         is_lost = False
         while not self._stopping.is_set():
             try:

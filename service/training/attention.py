@@ -1,9 +1,9 @@
-"""Attention of whole texts, and of branches behind them, for reading what a target's layers say.
+"""Attention over whole sequences, with branches below their positions, for extracting features of a target.
 
-Legend: batch, heads, length = rows of a line, dim.
+Legend: batch, heads, length = rows of a sequence, dim.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,19 @@ def dense_attention(
     attention_mask: Tensor | None,
     *,
     attended: list[int],
-    rows: "Rows | None" = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
+    """Attend as transformers' attention interface asks. Raises StartupError for an option that would change the result
+    and is not implemented.
 
-    `attended` collects the layers that came by; `rows` are there where they are no plain texts. Raises StartupError for
-    anything that would change the result unseen.
+    query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim];
+    `attended` collects the layers that were run; options: rows (None: plain sequences), scaling, sliding_window,
+    softcap, dropout (ignored)
     """
-    refuse_unknown(module, {**unused, "attention_mask": attention_mask}, "so its features cannot be read here")
+    known = {name: options.pop(name, None) for name in ("rows", "scaling", "sliding_window", "softcap", "dropout")}
+    refuse_unknown(module, {**options, "attention_mask": attention_mask}, "so its features cannot be read here")
     attended.append(module.layer_idx)  # type: ignore[arg-type]
+    rows, scaling, sliding_window, softcap, _ = known.values()
     dtype = query.dtype
     if query.device.type == "cpu":
         query, key, value = query.float(), key.float(), value.float()
@@ -51,25 +50,27 @@ def dense_attention(
 
 
 class Rows(NamedTuple):
-    """Texts, each with branches behind it: rows that stand below one of its positions and see nothing else there."""
+    """Sequences followed by branches: rows that continue one position of the sequence and attend to nothing after
+    it."""
 
     positions: Tensor  # [batch or 1, rows] int64
-    ends: Tensor  # [batch or 1, rows] int64, the last of the text that a row sees
-    branches: int  # rows at the end that are branches, which see themselves
+    ends: Tensor  # [batch or 1, rows] int64, the last position of the sequence that a row attends to
+    branches: int  # number of branch rows, at the end; each also attends to itself
 
     @staticmethod
     def of_text(length: int, device: torch.device) -> "Rows":
+        """Rows of sequences without branches. # -> of shape [1, length]"""
         positions = torch.arange(length, device=device)[None]
         return Rows(positions, positions, 0)
 
     @staticmethod
     def branched(length: int, parents: Tensor) -> "Rows":
-        """# parents [batch, branches] int64, the position that each stands below"""
+        """Rows of sequences of this length and of branches below `parents`. # parents [batch, branches] int64"""
         text = torch.arange(length, device=parents.device).expand(len(parents), -1)
         return Rows(torch.cat([text, parents + 1], dim=1), torch.cat([text, parents], dim=1), parents.shape[1])
 
     def seen(self, window: int | None) -> Tensor:
-        """Which rows each sees, with a window only so many positions, its own included.
+        """Which rows each row attends to; `window`: at most so many positions, its own included.
         # -> [batch or 1, rows, rows] bool"""
         count = self.positions.shape[1]
         row = torch.arange(count, device=self.positions.device)
@@ -79,7 +80,7 @@ class Rows(NamedTuple):
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, softcap: float | None) -> Tensor:
-    """softmax(cap(q k)) v over the rows that are seen. # seen [batch or 1, length, length]"""
+    """softmax(cap(q k)) v over the rows that are attended to. # seen [batch or 1, length, length]"""
     grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
     scores = grouped @ key[:, :, None].transpose(3, 4)
     if softcap is not None:

@@ -18,13 +18,13 @@ from service.config_sources import load_config
 from service.errors import StartupError
 
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
-"""Parts of the method that a run can leave out, to see what they are worth."""
+"""Parts of the method that a run can leave out, to measure their effect."""
 
 _KINDS = tuple(name for name, kind in TRAINED_KINDS.items() if not kind.with_target)
 
 _ANSWER_SHARE = 0.4
 _FEATURE_SHARE = 0.3
-"""Most of the time these stages may take in a run of all stages; what they leave goes to training."""
+"""Largest shares of the time of a run of all stages; training gets the rest."""
 
 _TREE_BRANCHES = 2
 
@@ -46,8 +46,7 @@ _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """Options of every command that trains; each field is one. Raises StartupError for a kind or a part to leave out
-    that is unknown."""
+    """Options of the commands that train, one per field. Raises StartupError for an unknown kind or ablation."""
 
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
     kind: Annotated[  # named, for typer 0.27 takes a metavar of the same letters for the name
@@ -92,17 +91,17 @@ class FitOptions:
 
     @property
     def branches(self) -> int:
-        """That the loss learns from, at each token of an answer."""
+        """Alternative tokens per answer token that the loss needs."""
         return _TREE_BRANCHES if self.loss == "tree" else 0
 
     @property
     def without(self) -> frozenset[str]:
-        """Of ABLATIONS."""
+        """The ablations, a subset of ABLATIONS."""
         return frozenset(name.strip() for name in self.ablate.split(",") if name.strip())
 
 
 def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per field of `FitOptions`, which it gets as its first argument."""
+    """Add one option per field of `FitOptions` to a command, which gets them as its first argument."""
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     added = inspect.signature(FitOptions, eval_str=True).parameters.values()
 
@@ -117,6 +116,7 @@ def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def train_app() -> typer.Typer:
+    """The commands `adaptree train ...`."""
     app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
     app.command("drafter")(with_fit_options(_drafter))
     app.command("regenerate")(_regenerate)
@@ -154,18 +154,18 @@ def _drafter(
     features = out / "work" / "features"
     ranks = processes(config)
     began = time.monotonic()
-    # A run that is taken up again goes on with the texts it began with.
+    # A resumed run keeps its texts.
     if ranks.rank == 0 and not (out / STATE_FILE).exists():
         if not responses:
             if not prompts:
-                raise StartupError("say what to learn from: give --prompts to be answered, or --responses")
+                raise StartupError("no data: give --prompts to be answered, or --responses")
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
         deadline = _deadline(_FEATURE_SHARE * minutes)
         make_features(config, responses, features, branches=options.branches, deadline=deadline)
     ranks.wait()
-    length = kept_length(out)  # a run that is taken up again ends where it was to end
+    length = kept_length(out)  # a resumed run keeps its length
     if length is None:
         left = ranks.first(minutes * 60 - (time.monotonic() - began))
         say(f"{max(left, 0.0) / 60:.1f} minutes are left for training")
@@ -209,7 +209,7 @@ def _features(
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
-    """Stage 2: the target reads its answers, and what its layers say is kept."""
+    """Stage 2: run the target over its answers, and store its features and distributions."""
     config = _config(target, device, threads)
     from service.training.features import make_features, processes
 
@@ -229,24 +229,25 @@ def _fit(
 ) -> None:
     """Stage 3: train on features, for so many minutes or steps. Runs under torchrun too.
 
-    A run that is taken up again goes on to the end it was given, unless another one is.
+    A resumed run keeps its length, unless another one is given.
     """
     config = _config(target, device, threads)
     from drafters.training.fit import Length
     from service.training.features import processes
     from service.training.fit import fit_drafter, kept_length
 
-    is_said = minutes is not None or steps is not None
-    length = Length(steps, None if minutes is None else minutes * 60) if is_said else kept_length(out)
+    is_given = minutes is not None or steps is not None
+    length = Length(steps, None if minutes is None else minutes * 60) if is_given else kept_length(out)
     if length is None:
-        raise StartupError("say how long to train: give --minutes or --steps")
+        raise StartupError("no length of the run: give --minutes or --steps")
     ranks = processes(config)
     fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()
 
 
 def _config(target: str, device: str, threads: int | None, concurrency: int | None = None) -> ServiceConfig:
-    """Settings as for serving, but decoding plainly: many at once keep the machine busy, and no cost is measured."""
+    """Settings as for serving, but without a drafter: concurrent requests use the machine, and no costs are
+    measured."""
     from service.logging import configure_logging
 
     given = {"model": target, "device": device, "threads": threads, "max_sequences": concurrency}

@@ -1,8 +1,7 @@
-"""Stage 2: what the target's layers say while it reads its own answers, and what else it might have said.
+"""Stage 2: extracts the target's features and next-token distributions over its own answers.
 
-Tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, perhaps also of those behind other
-tokens than the response's, in shards on disk that are kept when they hold these very texts. The manifest says for which
-target they are and from which files.
+Shards on disk hold tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, with branches
+also those after alternative tokens. A shard that holds the same texts is kept. The manifest names target and files.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from adaptation.trainer import bf16_is_faster
+from adaptation.timing import bf16_is_faster
 from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
 from service.assembly import device_of, load_target
@@ -46,9 +45,9 @@ _CUDA_BATCH_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Written when the last shard is."""
+    """Description of a features folder, written after its last shard."""
 
-    target: str  # the name it was asked for by
+    target: str  # name as given on the command line
     target_identity: str
     tap_layers: tuple[int, ...]
     files: dict[str, str]  # name -> SHA-256
@@ -60,11 +59,12 @@ class Manifest:
     shards: int
 
     def write(self, folder: Path) -> None:
+        """Write the manifest's file."""
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """Raises StartupError."""
+        """Read the manifest of a folder. Raises StartupError."""
         file = folder / MANIFEST_FILE
         try:
             values = json.loads(file.read_text())
@@ -75,7 +75,7 @@ class Manifest:
             ) from error
 
     def shard_paths(self, folder: Path) -> list[Path]:
-        """Raises StartupError when one is missing."""
+        """Paths of all shards. Raises StartupError when one is missing."""
         paths = sorted(folder.glob("shard*.safetensors"))[: self.shards]
         if len(paths) < self.shards:
             raise StartupError(
@@ -85,6 +85,7 @@ class Manifest:
 
 
 def sha256_of(file: Path) -> str:
+    """SHA-256 of a file, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -94,17 +95,19 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 class FeatureReader:
-    """Runs a target over whole texts."""
+    """Runs a target over whole sequences and collects its features and distributions."""
 
     def __init__(
         self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int, branches: int = 0
     ) -> None:
-        """`branches`: other tokens at each of a response's behind which the target is asked."""
+        """`branches`: alternative tokens at each response position after which the target is evaluated too."""
         self.branches = branches
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._device = model.device
-        self._batch_tokens = batch_tokens // 4 if branches else batch_tokens  # of twice the rows; scores are squares
+        self._batch_tokens = (
+            batch_tokens // 4 if branches else batch_tokens
+        )  # twice the rows; attention scores grow with their square
         self._num_layers = len(decoder_layers(model))
         self._taps = FeatureTaps(decoder_layers(model), tap_layers)
         config = model.config.get_text_config()
@@ -113,7 +116,8 @@ class FeatureReader:
 
     @torch.inference_mode()
     def read(self, responses: Sequence[Response]) -> Shard:
-        """Everything about these texts, in their order. Raises StartupError for tokens the target does not have."""
+        """Features and distributions of these responses, in their order. Raises StartupError for tokens the target does
+        not have."""
         for response in responses:
             largest = max(*response.prompt, *response.response)
             if largest >= self.vocab_size:
@@ -123,17 +127,17 @@ class FeatureReader:
                 )
         texts = [_Text(response.prompt + response.response, len(response.prompt)) for response in responses]
         found: dict[int, _Read] = {}
-        for places in by_length([response.num_tokens for response in responses], self._batch_tokens):
-            found.update(zip(places, self._read([texts[place] for place in places]), strict=True))
-        reads = [found[place] for place in range(len(responses))]
+        for indices in by_length([response.num_tokens for response in responses], self._batch_tokens):
+            found.update(zip(indices, self._read([texts[index] for index in indices]), strict=True))
+        reads = [found[index] for index in range(len(responses))]
         shard = Shard(
             tokens=torch.tensor([t for one in responses for t in (*one.prompt, *one.response)], dtype=torch.int32),
             features=torch.cat([read.features for read in reads]),
             lengths=torch.tensor([response.num_tokens for response in responses]),
             prompts=torch.tensor([len(response.prompt) for response in responses]),
             temps=torch.tensor([response.temperature for response in responses]),
-            top_ids=torch.cat([read.said.ids for read in reads]),
-            top_logprobs=torch.cat([read.said.logprobs for read in reads]),
+            top_ids=torch.cat([read.tops.ids for read in reads]),
+            top_logprobs=torch.cat([read.tops.logprobs for read in reads]),
         )
         if not self.branches:
             return shard
@@ -141,20 +145,20 @@ class FeatureReader:
         return replace(shard, branch_ids=ids, branch_logprobs=logprobs)
 
     def _read(self, texts: Sequence["_Text"]) -> list["_Read"]:
-        """Texts together, then the branches of all of them, one of each position at a time."""
+        """Run the texts, then their branches, one branch of every position at a time."""
         reads = list(self._run(texts))
         if not self.branches:
             return reads
         others = [
-            read.said.ids[:-1].gather(1, likeliest_others(read.said.ids[:-1], torch.tensor(response), self.branches))
+            read.tops.ids[:-1].gather(1, likeliest_others(read.tops.ids[:-1], torch.tensor(response), self.branches))
             for read, response in zip(reads, (text.tokens[text.prompt :] for text in texts), strict=True)
         ]
-        behind = [
+        branches = [
             list(self._run_branches(texts, [tokens[:, number] for tokens in others])) for number in range(self.branches)
         ]
         return [
             read._replace(branches=_Tops(*(torch.stack(values, dim=1) for values in zip(*mine, strict=True))))
-            for read, mine in zip(reads, zip(*behind, strict=True), strict=True)
+            for read, mine in zip(reads, zip(*branches, strict=True), strict=True)
         ]
 
     def _run(self, texts: Sequence["_Text"]) -> Iterator["_Read"]:
@@ -162,31 +166,31 @@ class FeatureReader:
         ids = _padded([torch.tensor(text.tokens) for text in texts])
         first = min(text.prompt for text in texts) - 1  # the position that predicts the first response token
         logits = self._logits(ids, torch.arange(first, length))
-        for line, (tokens, prompt) in enumerate(texts):
-            features = self._taps.take(len(tokens), line).to(torch.bfloat16).cpu()
-            yield _Read(features, _Tops.of(logits[line, prompt - 1 - first : len(tokens) - first]))
+        for row, (tokens, prompt) in enumerate(texts):
+            features = self._taps.take(len(tokens), row).to(torch.bfloat16).cpu()
+            yield _Read(features, _Tops.of(logits[row, prompt - 1 - first : len(tokens) - first]))
 
     def _run_branches(self, texts: Sequence["_Text"], others: Sequence[Tensor]) -> Iterator["_Tops"]:
-        """What follows these tokens in place of each text's response. # others [response] each"""
-        ids, beside = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
+        """Distributions after these alternatives to each text's response tokens. # others [response] each"""
+        ids, branched = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
         length = ids.shape[1]
         parents = _padded([torch.arange(text.prompt - 1, len(text.tokens) - 1) for text in texts])
         rows = Rows.branched(length, parents.to(self._device))
-        kept = torch.arange(length, length + beside.shape[1])
-        logits = self._logits(torch.cat([ids, beside], dim=1), kept, rows)
-        for line, tokens in enumerate(others):
-            yield _Tops.of(logits[line, : len(tokens)])
+        kept = torch.arange(length, length + branched.shape[1])
+        logits = self._logits(torch.cat([ids, branched], dim=1), kept, rows)
+        for row, tokens in enumerate(others):
+            yield _Tops.of(logits[row, : len(tokens)])
 
     def _logits(self, ids: Tensor, kept: Tensor, rows: Rows | None = None) -> Tensor:
         """# ids [batch, rows], kept [logits] -> [batch, logits, vocab]"""
         attended: list[int] = []
-        asked = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
+        extra = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
         output = self._model(
             input_ids=ids.to(self._device),
             use_cache=False,
             logits_to_keep=kept.to(self._device),
             attended=attended,
-            **asked,
+            **extra,
         )
         if attended != list(range(self._num_layers)):
             raise StartupError(
@@ -216,19 +220,19 @@ class _Tops(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """All about one text."""
+    """Results of one text."""
 
     features: Tensor  # [length, taps * hidden]
-    said: _Tops  # of [labels]
-    branches: _Tops | None = None  # of [response, branches]
+    tops: _Tops  # [labels]
+    branches: _Tops | None = None  # [response, branches]
 
 
-def _padded(lines: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(lines), batch_first=True).long()
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True).long()
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:
-    """One shard after the other, those that were there included; yields what each holds. Raises StartupError."""
+    """Write the missing shards; yields the responses of each shard, existing ones included. Raises StartupError."""
     make_folder(folder)
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
@@ -259,7 +263,7 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
 
 
 def _holds(path: Path, responses: Sequence[Response], branches: int) -> bool:
-    """Whether the shard is there with all these texts, not the first of them only. Raises StartupError for others."""
+    """Whether the shard holds all of these texts; it may hold only the first ones. Raises StartupError for others."""
     if not path.exists():
         return False
     try:
@@ -280,7 +284,7 @@ def _holds(path: Path, responses: Sequence[Response], branches: int) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Raises StartupError."""
+    """Create a folder. Raises StartupError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -290,7 +294,7 @@ def make_folder(folder: Path) -> None:
 def make_features(
     config: ServiceConfig, responses: Sequence[Path], out: Path, *, branches: int = 0, deadline: float | None
 ) -> None:
-    """Stage 2 as a command runs it. After the deadline (time.monotonic()) no further shard is begun."""
+    """Run stage 2. After the deadline (time.monotonic()) no further shard is begun. Raises StartupError."""
     wanted = read_responses(responses)
     device = device_of(config.device)
     loaded = load_target(config, device)
@@ -327,7 +331,7 @@ def make_features(
 
 
 def processes(config: ServiceConfig) -> Ranks:
-    """Those of this run, on the device each has."""
+    """The processes of this run, each on its device."""
     torch.set_num_threads(config.num_threads)
     device = local_device(device_of(config.device))
     if device.type == "cuda":

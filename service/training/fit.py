@@ -1,4 +1,4 @@
-"""Stage 3: from features to a drafter's weights, with a curve of the held-out texts and a state to go on from."""
+"""Stage 3: trains a drafter on features, evaluates it on held-out texts, and saves a state to resume from."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaptation.trainer import bf16_is_faster
+from adaptation.timing import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.config import layers_for
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
@@ -46,13 +46,13 @@ _INITIAL_POSITIONS = 100_000
 _HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
 _MAX_LENGTH = 512
-_ONCE_UNSAID = ("target_identity", "tap_layers")
-"""Settings that a run of an earlier version does not name."""
+_OPTIONAL = ("target_identity", "tap_layers")
+"""Settings that states of earlier releases lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitPlan:
-    """What to train, on what, for how long."""
+    """Inputs, output, length and options of a run."""
 
     features: Path
     out: Path
@@ -62,6 +62,7 @@ class FitPlan:
 
     @property
     def settings(self) -> FitSettings:
+        """Settings of the training loop."""
         options = self.options
         return FitSettings(
             learning_rate=options.learning_rate,
@@ -74,13 +75,13 @@ class FitPlan:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As `TrainedKind.shape`, with what was asked for."""
-        asked = {} if self.options.layers is None else {"num_layers": self.options.layers}
+        """`TrainedKind.shape` with the options applied."""
+        given = {} if self.options.layers is None else {"num_layers": self.options.layers}
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
-        return {**TRAINED_KINDS[self.options.kind].shape, **asked, **left_out}
+        return {**TRAINED_KINDS[self.options.kind].shape, **given, **left_out}
 
     def describe(self, manifest: Manifest) -> dict[str, Any]:
-        """Everything that shapes the weights but the texts and the length of the run, as plain values."""
+        """All settings that the weights depend on, except texts and length of the run, as plain values."""
         options, settings = self.options, self.settings
         start_from = options.start_from
         return {
@@ -102,7 +103,7 @@ class FitPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A drafter before its first step, or where a run stopped."""
+    """A drafter before the first step of a run, new or resumed."""
 
     model: SpecBlock
     embed: Embed
@@ -113,13 +114,13 @@ class _Start:
 
 
 def kept_length(out: Path) -> Length | None:
-    """How long the run in a folder is to be; None: none is there, or none that says it. Raises StartupError."""
+    """Length of the run in a folder; None: there is none, or its state lacks it. Raises StartupError."""
     kept = _kept_notes(out).get("length")
     return None if kept is None else Length(**kept)
 
 
 def _kept_notes(out: Path) -> Mapping[str, Any]:
-    """What the run in a folder remembers, if one is there. Raises StartupError."""
+    """Notes in the state of the run in a folder; empty without one. Raises StartupError."""
     try:
         return SavedRun.read(out / STATE_FILE).notes if (out / STATE_FILE).exists() else {}
     except TrainingError as error:
@@ -129,9 +130,9 @@ def _kept_notes(out: Path) -> Mapping[str, Any]:
 def fit_drafter(
     config: ServiceConfig, ranks: Ranks, features: Path, out: Path, length: Length, options: FitOptions
 ) -> None:
-    """Stage 3 as a command runs it: train until the end and write the drafter. Raises StartupError."""
+    """Run stage 3: train to the end and write the drafter. Raises StartupError."""
     device = local_device(device_of(config.device))
-    # A run goes on with the products with which it began, whatever is faster now.
+    # A resumed run keeps its type of products, whichever is faster now.
     autocast = _kept_notes(out).get("autocast")
     autocast = bf16_is_faster(device) if autocast is None else bool(autocast)
     plan = FitPlan(features=features, out=out, length=length, options=options, autocast=autocast)
@@ -176,7 +177,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         position=start.position,
     )
     if ranks.rank != 0:
-        for _ in trainer.run(trained, plan.length):  # the first process watches
+        for _ in trainer.run(trained, plan.length):  # the first process evaluates
             pass
         return
     tokens, autocast = 2 * settings.batch_tokens, settings.autocast
@@ -198,7 +199,7 @@ def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
 def _watched(
     trainer: FitLoop, examples: list[Example], start: _Start, plan: FitPlan, score: Callable[[], HeldOutScores]
 ) -> list[CurvePoint]:
-    """The run with a bar, evaluations, a curve and a saved state."""
+    """Run the training loop with a progress bar, evaluations, a curve and saved states."""
     curve = Curve(plan.out, up_to_step=start.position.step)
     reports: list[FitReport] = []
 
@@ -225,7 +226,7 @@ def _watched(
     if reports:
         evaluate()
     elif trainer.position.step:
-        save()  # that the run is over
+        save()  # the end of the run
     return curve.points
 
 
@@ -235,13 +236,13 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     described, text = plan.describe(manifest), loaded.model.config.get_text_config()
     saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
     if saved is not None:
-        saved.refuse_others(described, may_lack=_ONCE_UNSAID)
+        saved.refuse_others(described, may_lack=_OPTIONAL)
         d2t = saved.d2t
     elif begun is not None:
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # somebody's folder
+    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # a local path
     model = _model(plan, layers_for(known), manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
@@ -268,8 +269,8 @@ def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
 
 
 def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
-    """Go on from another drafter's weights, which may be of another kind: of longer blocks the first positions' are
-    taken, and what the new one has no use for is left."""
+    """Copy another drafter's weights, which may be of another kind: of longer blocks the first positions, and only
+    tensors that the new drafter has."""
     own, others = checkpoint.weights_of(model), checkpoint.weights_of(begun)
     known = {name: others[name][: len(value)] for name, value in own.items() if name in others}
     fits = {name: value.shape for name, value in known.items()} == {name: value.shape for name, value in own.items()}
@@ -310,6 +311,6 @@ def _refuse_too_few(examples: list[Example], plan: FitPlan, ranks: Ranks) -> Non
     tokens, needed = sum(example.length for example in examples), plan.settings.batch_tokens * ranks.size
     if tokens < needed:
         raise StartupError(
-            f"{plan.features} leaves {tokens} tokens to train on beside the held-out texts, fewer than one step's "
+            f"{plan.features} leaves {tokens} tokens to train on besides the held-out texts, fewer than one step's "
             f"{needed}: answer more prompts, or lower --batch-tokens"
         )

@@ -41,18 +41,19 @@ class Response(BaseModel):
 
     @property
     def num_tokens(self) -> int:
+        """Of prompt and response."""
         return len(self.prompt) + len(self.response)
 
 
 def read_responses(files: Sequence[Path]) -> list[Response]:
-    """All responses long enough to teach. Raises StartupError naming file and line, or when there are none."""
+    """All responses long enough to train on. Raises StartupError naming file and line, or when there are none."""
     found = [response for file in files for _, response in read_lines(file, Response, "response file")]
     kept = [response for response in found if len(response.response) >= FEWEST_TOKENS]
     if not kept:
         names = ", ".join(str(file) for file in files)
         raise StartupError(f"{names}: no response of at least {FEWEST_TOKENS} tokens; answer more prompts first")
     if len(kept) < len(found):
-        say(f"left out {len(found) - len(kept)} responses that are too short to teach")
+        say(f"left out {len(found) - len(kept)} responses that are too short to train on")
     return kept
 
 
@@ -61,10 +62,11 @@ _BEGINS = b'{"id":"'
 
 
 class ResponseFile:
-    """A file of responses that grows."""
+    """A file of responses that is appended to."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StartupError for one that cannot be written, or holds something else: nothing is cut off there."""
+        """Open or create it, and cut off a torn last line. Raises StartupError for a file that cannot be written, or
+        that holds something else, which is left unchanged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +75,9 @@ class ResponseFile:
             whole, _, torn = content.rpartition(b"\n")
             self.done = {line.id for _, line in lines_of(whole, Response, f"response file {path}")}
             if torn[: len(_BEGINS)] != _BEGINS[: len(torn)]:
-                raise StartupError(f"response file {path} ends with what is no response: give another file")
+                raise StartupError(f"response file {path} does not end with a response: give another file")
             self._stream = path.open("a", encoding="utf-8")
-            self._stream.truncate(len(content) - len(torn))  # what a kill tore off
+            self._stream.truncate(len(content) - len(torn))  # the rest of a line that a kill cut off
         except OSError as error:
             raise StartupError(f"response file {path} cannot be written ({error}): give another file") from error
 
@@ -89,6 +91,7 @@ class ResponseFile:
         self.done.add(response.id)
 
     def close(self) -> None:
+        """Close the file."""
         self._stream.close()
 
 
@@ -111,21 +114,21 @@ def regenerate(
     *,
     max_model_len: int,
 ) -> int:
-    """Append the missing answers; returns how many responses the file holds then. Raises StartupError."""
+    """Append the missing answers. # -> number of responses in the file; raises StartupError"""
     missing = [prompt for prompt in prompts if prompt.id not in file.done]
     if file.done:
         say(f"{file.path}: {len(file.done)} responses are there already, {len(missing)} prompts to answer")
-    asked = [_asked(tokenizer, prompt, how) for prompt in missing]
+    pending = [_request_of(tokenizer, prompt, how) for prompt in missing]
     most = max_model_len - how.max_tokens
-    fitting = [(request, response) for request, response in asked if len(request.prompt) <= most]
-    if len(fitting) < len(asked):
-        say(f"left out {len(asked) - len(fitting)} prompts of more than {most} tokens")
+    fitting = [(request, response) for request, response in pending if len(request.prompt) <= most]
+    if len(fitting) < len(pending):
+        say(f"left out {len(pending) - len(fitting)} prompts of more than {most} tokens")
     _answer(engine, fitting, file, how)
     return len(file.done)
 
 
-def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
-    """A request, and the response that is to be filled."""
+def _request_of(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[GenerationRequest, Response]:
+    """A request, and its response without tokens."""
     try:
         tokens = prompt.tokens(tokenizer)
     except RequestError as error:
@@ -138,12 +141,12 @@ def _asked(tokenizer: ChatTokenizer, prompt: Prompt, how: Answering) -> tuple[Ge
 
 
 def _answer(
-    engine: Engine, asked: Sequence[tuple[GenerationRequest, Response]], file: ResponseFile, how: Answering
+    engine: Engine, pending: Sequence[tuple[GenerationRequest, Response]], file: ResponseFile, how: Answering
 ) -> None:
-    """Keep the engine busy with as many as may run together."""
+    """Answer the requests, `how.concurrency` at a time."""
     began, finished, num_tokens = time.perf_counter(), 0, 0
-    waiting, running = iter(asked), dict[str, Response]()
-    with bar("answering", len(asked)) as advance:
+    waiting, running = iter(pending), dict[str, Response]()
+    with bar("answering", len(pending)) as advance:
         while True:
             # The first prompts are answered however late it is: without them nothing follows.
             is_late = how.deadline is not None and time.monotonic() > how.deadline and num_tokens > 0
@@ -166,9 +169,9 @@ def _answer(
 
 
 def answer_prompts(config: ServiceConfig, prompts: Sequence[Path], out: Path, how: Answering) -> None:
-    """Stage 1 as a command runs it."""
+    """Run stage 1. Raises StartupError."""
     wanted = read_prompts(prompts)
-    with closing(ResponseFile(out)) as file:  # before the model is loaded: it may be no such file
+    with closing(ResponseFile(out)) as file:  # before the model is loaded: it may be refused
         assembly = assemble(config)
         most = assembly.limits.max_model_len
         regenerate(assembly.engine(), assembly.tokenizer, wanted, file, how, max_model_len=most)

@@ -1,6 +1,7 @@
-"""What is said of a training: its curve, one line per evaluation, the facts in the drafter's config, and its card."""
+"""Reports of a training run: its curve, the facts in the drafter's config, and the model card."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from drafters.specblock import checkpoint
@@ -32,7 +32,7 @@ _DATA = ("files", *_COUNTS, "response_tokens", "tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One evaluation; before the first step there is nothing to say of training."""
+    """One evaluation; the training fields are None before the first step."""
 
     step: int = 0
     tokens: int = 0
@@ -45,7 +45,7 @@ class CurvePoint:
 
     @staticmethod
     def of(reports: Sequence[FitReport], scores: HeldOutScores) -> "CurvePoint":
-        """After these steps."""
+        """The evaluation after these steps."""
         last = reports[-1]
         return CurvePoint(
             step=last.position.step,
@@ -69,16 +69,17 @@ class CurvePoint:
 
 
 class Curve:
-    """The points so far, in the file and at hand; each is said, kept and drawn."""
+    """The evaluations so far: logged, appended to a file of JSON lines, and drawn if matplotlib is installed."""
 
     def __init__(self, folder: Path, *, up_to_step: int) -> None:
-        """Points after `up_to_step` belong to steps that a kill undid."""
+        """Drop points after `up_to_step`: their steps were lost by a kill."""
         self._file = folder / CURVE_FILE
         self._picture = folder / PICTURE_FILE
         self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
         self._file.write_text("".join(_point_line(point) for point in self.points))
 
     def add(self, point: CurvePoint) -> None:
+        """Add an evaluation."""
         self.points.append(point)
         with self._file.open("a") as stream:
             stream.write(_point_line(point))
@@ -96,27 +97,34 @@ def _read_points(file: Path) -> list[CurvePoint]:
 
 
 def _draw(points: Sequence[CurvePoint], picture: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        if len(points) == 1:
+            say(f"no {picture.name}: install `adaptree[plots]` for matplotlib; the numbers are in {CURVE_FILE}")
+        return
+    scores = [point.scores for point in points]
+    panels: dict[str, dict[str, Sequence[float | None]]] = {
+        "distance to the target": {
+            "held-out texts, cross-entropy": [one.loss for one in scores],
+            "held-out texts, total variation": [one.total_variation for one in scores],
+            "training texts, as trained": [point.train_loss for point in points],
+        },
+        "alpha: likeliest token is the target's": {
+            **{f"depth {depth + 1}": [one.alpha[depth] for one in scores] for depth in range(len(scores[0].alpha[:4]))},
+            "depth 1, ranks 1-4": [one.covered[0] for one in scores],
+        },
+        "tau, replayed": {
+            "chain": [one.chain_tau for one in scores],
+            "tree of 16 nodes": [one.tree_tau for one in scores],
+        },
+    }
     figure = Figure(figsize=(11, 4), layout="constrained")
-    losses, shares, taus = figure.subplots(1, 3)
-    tokens = [point.tokens / 1e6 for point in points]
-    losses.plot(tokens, [point.scores.loss for point in points], marker=".", label="held-out texts, cross-entropy")
-    trained = [point for point in points if point.train_loss is not None]
-    losses.plot(
-        [p.tokens / 1e6 for p in trained], [p.train_loss or 0.0 for p in trained], label="training texts, as trained"
-    )
-    losses.plot(tokens, [p.scores.total_variation for p in points], marker=".", label="held-out texts, total variation")
-    losses.set_title("distance to the target")
-    for place in range(min(4, len(points[0].scores.alpha))):
-        values = [point.scores.alpha[place] for point in points]
-        shares.plot(tokens, [float("nan") if v is None else v for v in values], marker=".", label=f"place {place + 1}")
-    covered = [point.scores.covered[0] or 0.0 for point in points]
-    shares.plot(tokens, covered, linestyle="--", label="place 1, ranks 1-4")
-    shares.set_title("alpha: likeliest token is the target's")
-    taus.plot(tokens, [point.scores.chain_tau for point in points], marker=".", label="chain")
-    taus.plot(tokens, [point.scores.tree_tau for point in points], marker=".", label="tree of 16 nodes")
-    taus.set_title("tau, replayed")
-    for axes in (losses, shares, taus):
-        axes.set_xlabel("million training tokens")
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for label, values in curves.items():
+            numbers = [math.nan if value is None else value for value in values]
+            axes.plot([point.tokens / 1e6 for point in points], numbers, marker=".", label=label)
+        axes.set(title=title, xlabel="million training tokens")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
@@ -131,7 +139,7 @@ def facts_of(
     device: torch.device,
     num_processes: int,
 ) -> dict[str, Any]:
-    """Everything that the weights depend on and what they can do, as JSON values."""
+    """Provenance and scores of the weights as JSON values."""
     return {
         "target": manifest.target,
         "data": {name: getattr(manifest, name) for name in _DATA},
@@ -160,13 +168,14 @@ def facts_of(
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """What a person should know before using the weights in this folder."""
+    """Write the model card."""
     weights_bytes = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
     data, training, machine = facts["data"], facts["training"], facts["machine"]
     shape = f"{training['draft_vocab_size']} draft tokens, {training['num_layers']} layers"
     shape += f", blocks of {training['block_size']}"
     processes = "1 process" if machine["processes"] == 1 else f"{machine['processes']} processes"
     without = ", ".join(training["without"]) or "nothing"
+    picture = f"![training curve]({PICTURE_FILE})" if (folder / PICTURE_FILE).exists() else f"Curve: {CURVE_FILE}"
     card = f"""# A drafter of kind {training["kind"]} for {facts["target"]}
 
 Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
@@ -189,10 +198,10 @@ Proposes draft trees for this one target; the target verifies them, so the draft
 |---|---:|---:|
 {_score_rows(facts["scores_at_start"], facts["scores"])}
 
-alpha: share of places on the text whose likeliest draft token is the target's. tau: tokens per verify when the
-recorded texts are replayed. Places beyond the first are counted only where everything before could have been drafted.
+alpha: share of positions whose likeliest draft token is the target's. tau: tokens per verify when the recorded texts
+are replayed. Depths beyond the first count only where all tokens before could have been drafted.
 
-![training curve]({PICTURE_FILE})
+{picture}
 
 ## Data
 
@@ -208,8 +217,8 @@ The prompts' licences follow from their sources; the responses are the target's 
 
 
 def _score_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    rows = [(f"alpha at place {place + 1}", "alpha", place) for place in range(len(now["alpha"]))]
-    rows.insert(1, ("ranks 1-4 at place 1", "covered", 0))
+    rows = [(f"alpha at depth {depth + 1}", "alpha", depth) for depth in range(len(now["alpha"]))]
+    rows.insert(1, ("ranks 1-4 at depth 1", "covered", 0))
     lines = [f"| {title} | {_shown(before[name][at])} | {_shown(now[name][at])} |" for title, name, at in rows]
     plain = {"tau, chain": "chain_tau", "tau, tree of 16 nodes": "tree_tau", "cross-entropy": "loss"}
     plain["total variation to the target"] = "total_variation"

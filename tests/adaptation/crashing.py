@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adaptation import checkpoint
+from adaptation import checkpoint, persistence
 
 
 class Killed(BaseException):
@@ -50,8 +50,9 @@ class Fuel:
 def running_on(fuel: Fuel) -> Iterator[None]:
     """Kill at the end of the fuel; leave without a trace."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_synced", fuel.write)
-        patch.setattr(checkpoint, "sync_folder", fuel.guard(checkpoint.sync_folder))
+        for module in (checkpoint, persistence):
+            patch.setattr(module, "write_synced", fuel.write)
+            patch.setattr(module, "sync_folder", fuel.guard(checkpoint.sync_folder))
         patch.setattr(shutil, "rmtree", fuel.guard(shutil.rmtree))
         for name in ("rename", "replace", "mkdir"):
             patch.setattr(Path, name, fuel.guard(getattr(Path, name)))

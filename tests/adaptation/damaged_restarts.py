@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from adaptation.gate import Gate
+from adaptation.evaluator import Gate
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.damage import Damage, all_files, snapshot_files
 from tests.adaptation.drafts import same
@@ -19,7 +19,7 @@ PUBLISHES = 4
 
 
 def fresh(folder: Path) -> Bench:
-    return bench(folder, head_queries=2, head_steps=1, snapshots_in_memory=1, snapshots_on_disk=3)
+    return bench(folder, head_queries=2, head_steps=1, snapshots=3)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Left:
         origin = later.weights.origin
         assert oldest <= origin <= self.newest
         assert same(weights_of(later.serving), self.known[origin])
-        trained = later.learner._trainer.tensors()
+        trained = later.learner.training.trainer.tensors()
         if not (origin in self.trained and same(trained, self.trained[origin])):
             assert same(weights_of(later.weights.training), self.known[origin])
             assert not any(bool(value.any()) for name, value in trained.items() if not name.startswith("weights."))
@@ -59,7 +59,7 @@ def leave(folder: Path) -> Left:
             before.learner.update()
             before.weights.between_steps()
             left.known[before.weights.origin] = _copies(weights_of(before.serving))
-            left.trained[before.weights.origin] = _copies(before.learner._trainer.tensors())
+            left.trained[before.weights.origin] = _copies(before.learner.training.trainer.tensors())
             seed += 1
     return left
 

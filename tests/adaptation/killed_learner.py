@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from adaptation.gate import Gate
+from adaptation.evaluator import Gate
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.crashing import Fuel, running_on
 from tests.adaptation.samples import Bench, bench, feedback
@@ -82,7 +82,7 @@ def hashed(tensors: Mapping[str, Tensor]) -> str:
 
 
 def resumed(folder: Path) -> Bench:
-    process = bench(folder, head_queries=2, head_steps=1, snapshots_in_memory=1, snapshots_on_disk=3)
+    process = bench(folder, head_queries=2, head_steps=1, snapshots=3)
     process.learner.restore()
     process.weights.between_steps()
     return process

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from adaptation.checkpoint import LearnerCheckpoint, SnapshotInfo, SnapshotRing, layout_of
+from adaptation.checkpoint import SnapshotInfo, SnapshotRing, layout_of
+from adaptation.persistence import LearnerCheckpoint
 
 TENSORS = {"w": torch.zeros(200_000)}
 
@@ -27,7 +28,7 @@ class Left(NamedTuple):
 
 def store_for_ever(folder: Path, version: int, told: int) -> None:
     """Tells each version once it is stored, its snapshot and its state."""
-    ring = SnapshotRing(folder, in_memory=1, on_disk=3)
+    ring = SnapshotRing(folder, size=3)
     states = LearnerCheckpoint(folder)
     while True:
         version += 1
@@ -57,7 +58,7 @@ def kill_once(folder: Path, left: Left, seconds: float) -> Left:
 
 def check(folder: Path, told: Left) -> Left:
     """At most what was being written may be missing, and nothing may be damaged."""
-    ring = SnapshotRing(folder, in_memory=1, on_disk=3)
+    ring = SnapshotRing(folder, size=3)
     saved = LearnerCheckpoint(folder).load()
     assert saved.complaints == ()
     left = Left(max(ring.versions, default=0), saved.newest)

@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adaptation.config import AdaptationConfig
-from adaptation.learner import Learner
+from adaptation.config import AdaptationConfig, Tuning
+from adaptation.learner import Learner, build_learner
+from adaptation.policy import Policy
+from adaptation.publisher import Publisher
 from adaptation.records import Event
-from adaptation.samples import TrainingSample, training_sample
+from adaptation.samples import SampleBuffers, TrainingSample, training_sample
+from adaptation.timing import TrainingTime
+from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.regret import RegretLedger
@@ -150,9 +154,30 @@ class Bench:
     events: list[Event]
     config: AdaptationConfig
     drafter: ServedDrafter
+    tuning: Tuning
 
     def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
         self.learner.observe(made(seed, version=self.weights.version, **told))
+
+    @property
+    def buffers(self) -> SampleBuffers:
+        return self.learner._feedback.buffers
+
+    @property
+    def policy(self) -> Policy:
+        return self.learner._policy
+
+    @property
+    def publisher(self) -> Publisher:
+        return self.learner._publisher
+
+    @property
+    def trainer(self) -> OnlineTrainer:
+        return self.learner.training.trainer
+
+    @property
+    def time(self) -> TrainingTime:
+        return self.learner.training.time
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
@@ -180,7 +205,7 @@ def bench(folder: Path, **knobs: object) -> Bench:
         embed=EMBED,
         made=made,
     )
-    learner = Learner(
+    learner = build_learner(
         config,
         served,
         folder=folder,
@@ -189,4 +214,4 @@ def bench(folder: Path, **knobs: object) -> Bench:
         ledger=RegretLedger(),
         tuning=tuning,
     )
-    return Bench(learner, learner.weights, serving, clock, events, config, served)
+    return Bench(learner, learner.weights, serving, clock, events, config, served, tuning)

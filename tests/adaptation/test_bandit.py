@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptation.bandit import LEARNING, Bandit, BanditRules
-from adaptation.policy import ARMS, Arm, Judgement, QueryReport, State
+from adaptation.policy import ARMS, LEARNING, Arm, Bandit, BanditRules, Judgement, QueryReport, State
 from drafters.regret import RegretLedger
 from tests.adaptation.worlds import Buffers, World, serve
 

@@ -19,15 +19,12 @@ from torch import Tensor
 from adaptation.checkpoint import (
     MANIFEST,
     WEIGHTS,
-    LearnerCheckpoint,
-    SavedLearner,
     Snapshot,
     SnapshotInfo,
     SnapshotRing,
     digest,
     folder_name,
     layout_of,
-    owned,
     read_snapshot,
     remove_snapshot,
     seal,
@@ -37,6 +34,7 @@ from adaptation.checkpoint import (
     write_snapshot,
     write_synced,
 )
+from adaptation.persistence import LearnerCheckpoint, SavedLearner, owned
 from adaptation.policy import State
 from adaptation.records import Damaged, NotRemoved, NotStored
 from tests.adaptation.crashing import Fuel, Killed, disk_full_after, running_on
@@ -266,8 +264,8 @@ def test_what_is_written_can_be_read_by_others(stored: Path) -> None:
     assert content["weights_sha256"] == digest((folder / WEIGHTS).read_bytes())
 
 
-def ring_in(folder: Path, *versions: int, in_memory: int = 2, on_disk: int = 3) -> SnapshotRing:
-    ring = SnapshotRing(folder, in_memory=in_memory, on_disk=on_disk)
+def ring_in(folder: Path, *versions: int, size: int = 3) -> SnapshotRing:
+    ring = SnapshotRing(folder, size=size)
     for version in versions:
         ring.add(info_of(version), tensors_of(version))
     return ring
@@ -301,29 +299,8 @@ def test_nothing_stored_is_nothing_found(tmp_path: Path) -> None:
     assert ring_in(tmp_path / "not yet there").versions == []
 
 
-def test_memory_outlives_the_disk(tmp_path: Path) -> None:
-    ring = ring_in(tmp_path, 1, 2, 3)
-    for version in (1, 2, 3):
-        damage(tmp_path, version)
-    assert is_version(ring.get(3, LAYOUT), 3)
-    assert is_version(ring.get(2, LAYOUT), 2)
-    with pytest.raises(Damaged):
-        ring.get(1, LAYOUT)
-
-
-def test_snapshots_are_copies_on_the_way_in_and_out(tmp_path: Path) -> None:
-    ring = ring_in(tmp_path)
-    tensors = tensors_of(1)
-    ring.add(info_of(1), tensors)
-    tensors["head.weight"].zero_()
-    ring.get(1, LAYOUT).tensors["head.weight"].zero_()
-    assert is_version(ring.get(1, LAYOUT), 1)
-    assert is_version(ring_in(tmp_path).get(1, LAYOUT), 1)
-
-
-def test_shared_and_strided_tensors_are_stored(tmp_path: Path) -> None:
-    shared = torch.arange(12.0).reshape(3, 4)
-    tensors = {"one": shared, "two": shared.T, "row": shared[1]}
+def test_strided_tensors_are_stored(tmp_path: Path) -> None:
+    tensors = {"one": torch.arange(12.0).reshape(3, 4), "two": torch.arange(12.0).reshape(3, 4).T}
     ring_in(tmp_path).add(info_of(1), tensors)
     read = ring_in(tmp_path).get(1, layout_of(tensors)).tensors
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
@@ -377,14 +354,14 @@ def test_a_crash_at_any_byte_loses_at_most_the_snapshot_being_written(tmp_path: 
 
 def crash_in_ring(amount: int, folder: Path) -> bool:
     """False when everything was done before the fuel ran out."""
-    ring = ring_in(folder, 1, 2, on_disk=2)
+    ring = ring_in(folder, 1, 2, size=2)
     crashed = False
     with running_on(Fuel(amount)):
         try:
             ring.add(info_of(3), tensors_of(3))
         except Killed:
             crashed = True
-    resumed = ring_in(folder, on_disk=2)
+    resumed = ring_in(folder, size=2)
     newest = resumed.versions[-1]
     assert newest == 3 or (crashed and newest == 2)
     assert all(is_version(resumed.get(version, LAYOUT), version) for version in resumed.versions)
@@ -404,7 +381,7 @@ def test_a_real_kill_loses_at_most_the_snapshot_being_written(tmp_path: Path) ->
 def owner_of(folder: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process that owns a folder until it is killed, and the folder it has got."""
     program = (
-        "import sys; from pathlib import Path; from adaptation.checkpoint import owned; "
+        "import sys; from pathlib import Path; from adaptation.persistence import owned; "
         "print(owned(Path(sys.argv[1])), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(folder)]
@@ -425,7 +402,7 @@ def test_each_process_learns_in_a_folder_of_its_own_and_a_killed_one_leaves_it_t
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert owned(tmp_path / "file" / "learning") == tmp_path / "file" / "learning"
-    assert "no other process is kept from learning" in caplog.text
+    assert "other processes may learn there too" in caplog.text
 
 
 CURRENT, PREVIOUS = "learner.json", "learner.previous.json"

@@ -4,23 +4,6 @@ from pydantic import ValidationError
 from adaptation.config import AdaptationConfig
 
 
-def test_the_defaults_are_those_of_the_paper() -> None:
-    config = AdaptationConfig()
-    assert (config.alpha, config.anchor_weight, config.s_min) == (0.10, 0.01, 5.0)
-    assert config.epsilon == (0.30, 0.10)
-    assert config.policy == "bandit"
-    assert not config.enabled
-
-
-def test_every_knob_says_what_it_is() -> None:
-    assert [name for name, field in AdaptationConfig.model_fields.items() if not field.description] == []
-
-
-@pytest.mark.parametrize("symbol", ["(alpha)", "(lambda)", "(epsilon)", "(s_min)"])
-def test_the_symbols_of_the_paper_are_named(symbol: str) -> None:
-    assert any(symbol in (field.description or "") for field in AdaptationConfig.model_fields.values())
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.evaluator import OfflineEvaluator, replay_of
-from adaptation.gate import Gate
-from adaptation.losses import TextDivergence
+from adaptation.evaluator import AnchorDistance, Gate, OfflineEvaluator, replay_of
+from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.samples import ValidationText, example_of
-from adaptation.vocabulary import untrained_rows
 from adaptation.weights import DrafterWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -48,9 +46,8 @@ def evaluator_of(
     folder: Path, replay: Counted, *, least: int = 4, known: int = 100
 ) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
-    gate = Gate(least_texts=least, alpha=0.5, judgements=1)
-    divergence = TextDivergence(weights.anchor, EMBED, untrained_rows(weights.anchor, None), anchors=8)
-    return OfflineEvaluator(weights, gate, replay, divergence, drift_texts=3, max_known=known), weights
+    gate = Gate(min_texts=least, alpha=0.5, judgements=1)
+    return OfflineEvaluator(weights, gate, replay, max_scores=known), weights
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
@@ -150,11 +147,13 @@ def test_replays_are_those_of_the_drafters() -> None:
 
 
 def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_distance(tmp_path: Path) -> None:
-    evaluator, weights = evaluator_of(tmp_path, Counted())
+    weights = weights_in(tmp_path, drafter())
+    divergence = TextDivergence(weights.anchor, EMBED, untrained_rows(weights.anchor, None), anchors=8)
+    measure = AnchorDistance(weights, divergence, num_texts=3)
     measured: list[float | None] = []
     for number in range(4):
-        measured.append(evaluator.kl_to_anchor())
-        evaluator.probe(text(number))
+        measured.append(measure.value())
+        measure.add(text(number))
     assert measured == [None, None, None, 0.0]
     distances = [0.0]
     for size in (0.05, 0.2):
@@ -163,10 +162,11 @@ def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_dis
             random = torch.randn(value.shape, generator=noise)
             moved[name] = value + size * random if value.is_floating_point() else value
         weights.adopt(moved)
-        distance = evaluator.kl_to_anchor()
+        distance = measure.value()
         assert distance is not None
+        assert not measure.is_due, "measured once per version"
         distances.append(distance)
     assert distances == sorted(set(distances))
-    evaluator._known_drift = None
-    evaluator.probe(text(9))
-    assert evaluator.kl_to_anchor() == distances[-1]
+    measure.forget()
+    measure.add(text(9))
+    assert measure.value() == distances[-1]

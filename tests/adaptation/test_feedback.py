@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.bandit import Bandit, policy_of
 from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
+from adaptation.policy import Bandit, policy_of
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger

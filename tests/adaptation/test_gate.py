@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from scipy.special import stdtrit
 
 from adaptation.config import Tuning
-from adaptation.gate import Gate, GateDecision, t_quantile
+from adaptation.evaluator import Gate, GateDecision, t_quantile
 from tests.adaptation.streams import Texts
 
 TUNING = Tuning()
 JUDGEMENTS = TUNING.kept_refusals + 1
 LEVEL = TUNING.gate_alpha / JUDGEMENTS
-GATE = Gate(least_texts=16, alpha=TUNING.gate_alpha, judgements=JUDGEMENTS)
+GATE = Gate(min_texts=16, alpha=TUNING.gate_alpha, judgements=JUDGEMENTS)
 
 
 def replay(seed: int, candidate: float, serving: float = 1.0, count: int = 64) -> GateDecision:
@@ -39,7 +39,7 @@ def first_publish(seed: int, quality: float, *, count: int) -> int | None:
     texts = Texts(seed)
     chances = texts.difficulties(count)
     serving, anchor = texts.scores(chances), texts.scores(chances)
-    gate = Gate(least_texts=TUNING.gate_texts, alpha=TUNING.gate_alpha, judgements=JUDGEMENTS)
+    gate = Gate(min_texts=TUNING.gate_texts, alpha=TUNING.gate_alpha, judgements=JUDGEMENTS)
     candidates = (texts.scores(chances, quality) for _ in range(JUDGEMENTS))
     return next((i for i, candidate in enumerate(candidates) if gate.decide(candidate, serving, anchor).publish), None)
 

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from adaptation import learner
 from adaptation.config import PolicyName
-from adaptation.gate import GateDecision, GateReason
+from adaptation.evaluator import GateDecision, GateReason
 from adaptation.policy import Arm, Judgement
 from adaptation.records import AdaptationStatus, NotStored
 from adaptation.samples import ValidationText
-from adaptation.trainer import RATE, Outcome, UpdateReport
+from adaptation.trainer import Outcome, UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 from tests.adaptation.worlds import Clock
@@ -69,13 +67,13 @@ def spoil(tried: Bench, seed: int = 7) -> None:
 def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement, bool]]:
     """Of each judged update from now on, what the policy is told of it, and whether it was published."""
     told: list[tuple[Judgement, bool]] = []
-    ended = tried.learner._policy.ended
+    ended = tried.policy.ended
 
     def listening(arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
         told.append((judgement, published))
         ended(arm, signal, judgement, seconds, published=published)
 
-    monkeypatch.setattr(tried.learner._policy, "ended", listening)
+    monkeypatch.setattr(tried.policy, "ended", listening)
     return told
 
 
@@ -88,50 +86,16 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     assert published[-1].numbers["candidate"] > published[-1].numbers["anchor"] + 1
     assert all(event.numbers["candidate"] > event.numbers["serving"] for event in published)
     assert not same(weights_of(tried.serving), weights_of(drafter()))
-    assert tried.learner.time.seconds > 0
+    assert tried.time.seconds > 0
     assert "rolled_back" not in tried.kinds()
-
-
-def test_tokens_that_could_not_be_proposed_come_to_be(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
-    for seed in range(40):
-        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
-        tried.learner.update()
-        tried.weights.between_steps()
-    assert "published" in tried.kinds()
-    assert int(tried.serving.t2d[foreign]) >= 0
-    assert int(tried.serving.d2t[tried.serving.t2d[foreign]]) == foreign
-    tried.learner.save(training=False)
-    later = full_bench(tmp_path)
-    later.learner.restore()
-    later.weights.between_steps()
-    assert same(weights_of(later.serving), weights_of(tried.serving))
-    assert later.learner._vocabulary.counts.of(torch.tensor([foreign])).item() > 0
-    tried.learner.rollback()
-    while tried.weights.latest.origin:
-        tried.learner.rollback()
-    tried.weights.between_steps()
-    assert same(weights_of(tried.serving), weights_of(drafter()))
-
-
-def test_where_the_vocabulary_is_kept_it_stays(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path, exchange_count=0)
-    foreign = int((tried.serving.t2d < 0).nonzero()[3, 0])
-    for seed in range(16):
-        tried.learner.observe(feedback(seed, token=foreign, version=tried.weights.version))
-        tried.learner.update()
-        tried.weights.between_steps()
-    assert tried.learner.num_updates["full"] > 0
-    assert torch.equal(tried.weights.training.d2t, drafter().d2t)
 
 
 def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, validation_share=0.001)
     serve(tried, range(12))
     assert tried.events == []
-    assert tried.learner.time.seconds == 0.0
-    assert sum(tried.learner.num_updates.values()) == 0
+    assert tried.time.seconds == 0.0
+    assert sum(tried.learner.training.num_updates.values()) == 0
 
 
 def test_lessons_wait_for_the_texts_that_judge(tmp_path: Path) -> None:
@@ -139,7 +103,9 @@ def test_lessons_wait_for_the_texts_that_judge(tmp_path: Path) -> None:
     serve_until(tried, range(60), "published")
     first = next(event for event in tried.events if event.kind in ("published", "refused"))
     assert first.numbers["sequences"] == 8
-    assert tried.learner.num_updates["full"] == sum(event.kind in ("published", "refused") for event in tried.events)
+    assert tried.learner.training.num_updates["full"] == sum(
+        event.kind in ("published", "refused") for event in tried.events
+    )
 
 
 def test_the_policy_never_leaves_the_drafter_as_it_is(tmp_path: Path) -> None:
@@ -172,7 +138,7 @@ def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
     spoil(tried)
     poisoned = tried.weights.publish({})
     tried.weights.between_steps()
-    tried.learner._monitor.weights_changed()
+    tried.publisher.monitor.weights_changed()
     tried.events.clear()
     queries = 0
     while tried.weights.origin == poisoned:
@@ -190,7 +156,7 @@ def test_a_drafter_poisoned_after_publish_is_taken_back(tmp_path: Path) -> None:
 def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60))
-    assert tried.learner._monitor.state()["cusum"]["freedom"] == 0.0
+    assert tried.publisher.monitor.alarms["cusum"].state()["freedom"] == 0.0
 
 
 def changed(tried: Bench, seeds: range) -> None:
@@ -206,8 +172,8 @@ def changed(tried: Bench, seeds: range) -> None:
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     changed(tried, range(60))
-    assert not tried.learner._buffers._replay
-    assert len(tried.learner._validation.texts) >= 4
+    assert not tried.buffers._replay
+    assert len(tried.learner._feedback.validation.texts) >= 4
     assert tried.learner.update() is None
     serve_until(tried, range(100, 160), "published")
     judged = next(event for event in tried.events if event.kind in ("published", "refused"))
@@ -232,29 +198,22 @@ def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkey
         gained = (0.0, 0.0) if published or gain < -error else (gain, error)
 
 
-def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
-    serve(tried, range(12), update=False)
-    told = told_of_updates(tried, monkeypatch)
     report = UpdateReport("full", "applied", 0.0)
 
-    def judged(gain: float, reason: GateReason = "within_noise", signal: float | None = None) -> None:
-        decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
-        monkeypatch.setattr(tried.learner._evaluator, "evaluate", lambda _: (decision, 0.0))
-        tried.learner._finish(report, signal)
-
     def updated(gain: float, reason: GateReason = "within_noise") -> float | None:
-        told.clear()
-        judged(gain, reason, signal=8.0)
-        return told[0][0].gain - told[0][0].before if told else None
+        decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
+        judgement, published = tried.publisher.judgement(decision), tried.publisher.publish(decision)
+        tried.publisher.conclude(report, decision, 0.0, published=published)
+        return None if judgement is None else judgement.gain - judgement.before
 
     assert updated(0.02) == pytest.approx(0.02)
     assert updated(0.06) == pytest.approx(0.04)
-    judged(0.10)  # an idle one
-    assert updated(0.10, "better") == pytest.approx(0.0)
+    assert updated(0.10, "better") == pytest.approx(0.04)
     tried.weights.between_steps()
     assert updated(0.03) == pytest.approx(0.03)
-    tried.learner._traffic_changed()
+    tried.publisher.traffic_changed()
     assert updated(0.05) is None
     assert updated(0.06) == pytest.approx(0.01)
     assert updated(-0.20) == pytest.approx(-0.26)
@@ -267,14 +226,14 @@ def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
     """The optimizer is reset after each of them, and its rate rises anew, over more steps than a head update has."""
     tried = bench(tmp_path, policy="head_only", warm_up_steps=8)
     told = told_of_updates(tried, monkeypatch)
-    judge = tried.learner._evaluator.evaluate
+    judge = tried.publisher.evaluator.evaluate
 
     def worse(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
         decision, seconds = judge(texts)
         candidate = decision.serving_mean - 3 * decision.standard_error - 0.5
         return replace(decision, candidate_mean=candidate, reason="worse_than_serving"), seconds
 
-    monkeypatch.setattr(tried.learner._evaluator, "evaluate", worse)
+    monkeypatch.setattr(tried.publisher.evaluator, "evaluate", worse)
     seed = 0
     while len(told) < 4:
         serve(tried, range(seed, seed + 1))
@@ -305,20 +264,6 @@ def test_a_pause_outlasts_the_process(tmp_path: Path) -> None:
         assert later.learner.paused == paused
 
 
-def test_a_rollback_overtakes_a_publish_on_its_way(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    for seed in range(60):
-        tried.observe(feedback, seed, token=TOKEN)
-        tried.learner.update()
-        if tried.weights.pending:
-            break
-    assert tried.weights.pending
-    tried.learner.rollback()
-    tried.weights.between_steps()
-    assert tried.weights.origin == 0
-    assert same(weights_of(tried.serving), weights_of(drafter()))
-
-
 def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     for seed in range(40):
@@ -337,7 +282,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
         tried.learner.update()
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
-    assert tried.learner._buffers.take("full") == [], "it would break the next update too"
+    assert tried.buffers.take("full") == [], "it would break the next update too"
 
 
 def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_ever(
@@ -345,19 +290,19 @@ def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_
 ) -> None:
     tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
     serve(tried, range(16), update=False)
-    tried.learner._buffers._replay.extend(samples(4))
+    tried.buffers._replay.extend(samples(4))
     cases: list[tuple[Outcome, list[str]]] = [("interrupted", []), ("nothing_to_learn", ["nothing_to_learn"] * 2)]
     for outcome, told in cases:
         report = UpdateReport("full", outcome, 0.0)
-        monkeypatch.setattr(tried.learner, "_update", lambda *_, report=report, **__: report)
+        monkeypatch.setattr(tried.learner.training, "update", lambda *_, report=report, **__: report)
         for _ in range(5):
             tried.learner.update()
         assert [event.reason for event in tried.events if event.kind == "discarded"] == told
-    tried.learner._buffers.num_remembered += 1
-    monkeypatch.setattr(tried.learner, "_update", lambda *_, **__: UpdateReport("full", "loss_not_finite", 0.0))
+    tried.buffers.num_remembered += 1
+    monkeypatch.setattr(tried.learner.training, "update", lambda *_, **__: UpdateReport("full", "loss_not_finite", 0.0))
     tried.learner.update()
     assert tried.events[-1].reason == "loss_not_finite"
-    assert not tried.learner._buffers._replay
+    assert not tried.buffers._replay
 
 
 @pytest.mark.parametrize("stage", ["_train", "_conclude"])
@@ -375,7 +320,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
     tried.learner.recover("RuntimeError")
     assert tried.kinds()[-1] == "failed"
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
-    assert not tried.learner._buffers._replay
+    assert not tried.buffers._replay
     serve_until(tried, range(40, 100), "published")
 
 
@@ -401,23 +346,9 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
     assert after.weights.version == before.weights.version + 1
     assert after.weights.origin == before.weights.origin
     assert same(weights_of(after.serving), weights_of(before.serving))
-    assert same(after.learner._trainer.tensors(), before.learner._trainer.tensors())
+    assert same(after.learner.training.trainer.tensors(), before.learner.training.trainer.tensors())
     assert after.learner._policy.state() == before.learner._policy.state()
     assert [(event.kind, event.reason) for event in after.events] == [("restored", "same_weights")]
-
-
-def test_a_training_copy_without_rates_of_an_earlier_release_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules_of = learner._rules_of
-    monkeypatch.setattr(learner, "_rules_of", lambda *given, **named: replace(rules_of(*given, **named), relative=True))
-    before, after = full_bench(tmp_path), full_bench(tmp_path)
-    before.learner._trainer.update("full", samples(4))
-    left = {name: value for name, value in before.learner._trainer.tensors().items() if not name.endswith(RATE)}
-    assert len(left) < len(before.learner._trainer.tensors())
-    before.learner._checkpoint.save_tensors("training", left, origin=0)
-    after.learner.restore()
-    assert same({name: value for name, value in after.learner._trainer.tensors().items() if name in left}, left)
 
 
 def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
@@ -461,20 +392,11 @@ def test_another_policy_starts_anew(tmp_path: Path) -> None:
 
 def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path: Path) -> None:
     tried = taught(tmp_path)
-    before = tried.learner._monitor.state()
+    alarms = tried.publisher.monitor.alarms
+    before = [alarm.state() for alarm in alarms.values()]
     for seed in range(300, 340):
         tried.learner.observe(feedback(seed, token=TOKEN, version=0))
-    assert tried.learner._monitor.state() == before
-
-
-def test_what_training_took_is_told_once(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    now, time = Clock(), tried.learner.time
-    time._clock = now
-    time.stepped("decode", 0.05)
-    with time.spent():
-        now.now += 0.5
-    assert [time.taken(), time.taken()] == [0.5 * time.taken_share, 0.0]
+    assert [alarm.state() for alarm in alarms.values()] == before
 
 
 def taking(tried: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, seconds: float) -> None:
@@ -482,7 +404,7 @@ def taking(tried: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: s
     call = getattr(owner, name)
 
     def takes(*given: object, **named: object) -> object:
-        tried.learner.time._uncharged += seconds
+        tried.time._uncharged += seconds
         return call(*given, **named)
 
     monkeypatch.setattr(owner, name, takes)
@@ -491,7 +413,7 @@ def taking(tried: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: s
 def charges(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What is charged from here on, of what is no update."""
     charged: list[float] = []
-    monkeypatch.setattr(tried.learner._policy, "spent", lambda seconds: charged.append(seconds) if seconds else None)
+    monkeypatch.setattr(tried.policy, "spent", lambda seconds: charged.append(seconds) if seconds else None)
     return charged
 
 
@@ -506,13 +428,13 @@ def test_each_text_that_is_collected_is_charged_at_once(tmp_path: Path, monkeypa
 def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = taught(tmp_path, idle_share=1.0)
     charged = charges(tried, monkeypatch)
-    taking(tried, monkeypatch, tried.learner._evaluator, "scored", 2.0)
+    taking(tried, monkeypatch, tried.publisher.evaluator, "scored", 2.0)
     serve(tried, range(100, 104), update=False)
     assert charged
     assert set(charged) == {2.0}
     charged.clear()
-    taking(tried, monkeypatch, tried.learner, "_update", 3.0)
-    monkeypatch.setattr(tried.learner._policy, "due", lambda signals: None)
+    taking(tried, monkeypatch, tried.learner.training, "update", 3.0)
+    monkeypatch.setattr(tried.policy, "due", lambda signals: None)
     tried.learner.update()
     assert charged == [3.0]
 
@@ -521,23 +443,12 @@ def test_an_arm_pays_for_its_update_alone(tmp_path: Path, monkeypatch: pytest.Mo
     tried = full_bench(tmp_path)
     serve(tried, range(12), update=False)
     charged, paid = charges(tried, monkeypatch), list[float]()
-    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
-    taking(tried, monkeypatch, tried.learner._evaluator, "_drift", 2.0)
-    taking(tried, monkeypatch, tried.learner, "_update", 3.0)
+    monkeypatch.setattr(tried.policy, "ended", lambda *given, **_: paid.append(given[-1]))
+    taking(tried, monkeypatch, tried.publisher.distance, "_measure", 2.0)
+    taking(tried, monkeypatch, tried.learner.training, "update", 3.0)
     seen(tried)
     assert tried.learner.update() is not None
     assert (charged, paid) == ([2.0], [3.0])
-
-
-def test_drift_is_measured_on_the_first_held_back_texts(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    assert tried.learner._evaluator.kl_to_anchor() is None
-    serve(tried, range(8), update=False)
-    assert tried.learner._evaluator.kl_to_anchor() == 0.0
-    serve(tried, range(8, 48))
-    drift = tried.learner._evaluator.kl_to_anchor()
-    assert drift is not None
-    assert drift > 0
 
 
 def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> None:
@@ -575,14 +486,14 @@ def test_a_policy_that_breaks_while_it_is_told_of_a_publish_is_asked_again(
         raise RuntimeError("broken on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tried.learner._policy, "ended", breaks)
+        patch.setattr(tried.policy, "ended", breaks)
         with pytest.raises(RuntimeError, match="on purpose"):
             serve(tried, range(60))
     assert tried.weights.between_steps() == 1
     tried.learner.recover("RuntimeError")
-    updates = tried.learner.num_updates["full"]
+    updates = tried.learner.training.num_updates["full"]
     serve(tried, range(60, 90))
-    assert tried.learner.num_updates["full"] > updates
+    assert tried.learner.training.num_updates["full"] > updates
 
 
 def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: Path) -> None:
@@ -637,14 +548,14 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     tried = full_bench(tmp_path)
     told = told_of_updates(tried, monkeypatch)
     serve(tried, range(40), update=False)
-    heard, waiting = len(tried.learner._buffers._replay), dict(tried.learner._buffers.counts)
+    heard, waiting = len(tried.buffers._replay), dict(tried.buffers.counts)
     assert waiting["full"] > 0
     for _ in range(2):
         tried.learner.update(lambda: True)
     assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
     assert told == []
-    assert tried.learner._buffers.counts == waiting
-    assert len(tried.learner._buffers._replay) >= heard
+    assert tried.buffers.counts == waiting
+    assert len(tried.buffers._replay) >= heard
     tried.learner.update()
     assert tried.events[-1].kind in ("published", "refused")
 
@@ -654,10 +565,10 @@ class Serving:
 
     def __init__(self, tried: Bench, monkeypatch: pytest.MonkeyPatch, *, begins: int) -> None:
         self.num_steps, self._begins = 0, begins
-        self._clock, self._time = Clock(), tried.learner.time
-        self._step = tried.learner._trainer._step
+        self._clock, self._time = Clock(), tried.time
+        self._step = tried.trainer._step
         self._time._clock = self._clock
-        monkeypatch.setattr(tried.learner._trainer, "_step", self._stepping)
+        monkeypatch.setattr(tried.trainer, "_step", self._stepping)
 
     def _stepping(self, *given: Any) -> dict[str, float]:
         self.num_steps += 1
@@ -673,10 +584,10 @@ def test_an_update_in_a_thread_is_charged_for_the_steps_that_it_took_beside_serv
     tried, paid = full_bench(tmp_path, full_steps=6), list[float]()
     serve(tried, range(40), update=False)
     serving = Serving(tried, monkeypatch, begins=4)
-    monkeypatch.setattr(tried.learner._policy, "ended", lambda *given, **_: paid.append(given[-1]))
+    monkeypatch.setattr(tried.policy, "ended", lambda *given, **_: paid.append(given[-1]))
     assert tried.learner.update() is not None
     assert serving.num_steps == 6
-    assert paid == [pytest.approx(2.0 * tried.learner.time.taken_share)]
+    assert paid == [pytest.approx(2.0 * tried.time.taken_share)]
 
 
 def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes_on_where_it_does(
@@ -684,9 +595,9 @@ def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes
 ) -> None:
     tried, waits = full_bench(tmp_path, full_steps=6), list[int]()
     serve(tried, range(40), update=False)
-    serving, time = Serving(tried, monkeypatch, begins=0), tried.learner.time
+    serving, time = Serving(tried, monkeypatch, begins=0), tried.time
     time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
-    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
+    time._covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
     report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
     assert report is not None
     assert (report.outcome, len(report.losses)) == ("interrupted", 3)
@@ -700,30 +611,21 @@ def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = taught(tmp_path)
-    monkeypatch.setattr(type(tried.learner._policy), "resting", property(lambda policy: True))
+    monkeypatch.setattr(type(tried.policy), "resting", property(lambda policy: True))
     seed = 1000
     seen: set[tuple[bool, bool]] = set()
     while (True, True) not in seen:
         serve(tried, range(seed, seed + 1))
-        seen.add((not tried.learner._monitor.on_probation, tried.learner.sampler.resting))
+        seen.add((not tried.publisher.monitor.on_probation, tried.learner.sampler.resting))
         seed += 1
     assert seen == {(False, False), (True, True)}
 
 
 def seen(tried: Bench) -> AdaptationStatus:
     worker = Worker(tried.learner, max_waiting=4)
-    worker.num_dropped, worker.num_restarts = 3, 2
+    worker.inbox.num_dropped, worker.num_restarts = 3, 2
     worker.failures["observe"] = 1
     return tried.learner.status(worker)
-
-
-def test_before_anything_happened(tmp_path: Path) -> None:
-    status = seen(bench(tmp_path, policy="bandit"))
-    assert (status.policy, status.version, status.origin, status.newest) == ("bandit", 0, 0, 0)
-    assert status.values == {"head": 0.0, "full": 0.0}
-    assert status.waiting == {"head": 0, "full": 0}
-    assert (status.kl_to_anchor, status.balance_seconds, status.paused) == (None, None, False)
-    assert (status.queries_dropped, status.restarts, status.failures) == (3, 2, {"observe": 1})
 
 
 def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
@@ -735,7 +637,11 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
         tried.weights.between_steps()
     tried.learner.observe(feedback(99, rejected=0, accepted=()))
     tried.learner.rollback()
-    status = seen(tried)
+    before, status = seen(bench(tmp_path / "first", policy="bandit")), seen(tried)
+    assert (before.policy, before.version, before.newest, before.paused) == ("bandit", 0, 0, False)
+    assert (before.values, before.waiting) == ({"head": 0.0, "full": 0.0}, {"head": 0, "full": 0})
+    assert (before.kl_to_anchor, before.balance_seconds) == (None, None)
+    assert (before.queries_dropped, before.restarts, before.failures) == (3, 2, {"observe": 1})
     kinds = tried.kinds()
     assert status.publishes == kinds.count("published") > 0
     assert status.refusals == kinds.count("refused")
@@ -746,30 +652,5 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     assert status.snapshots == tuple(tried.weights.snapshots.versions)
     assert status.condemned == tuple(sorted(tried.weights.condemned)) != ()
     assert status.kl_to_anchor is not None
-    assert status.training_seconds == tried.learner.time.seconds > 0
+    assert status.training_seconds == tried.time.seconds > 0
     assert [past.kind for past in status.events] == kinds[-50:]
-
-
-def test_the_distance_to_the_anchor_is_measured_once_per_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = bench(tmp_path, policy="never")
-    for seed in range(8):
-        tried.observe(feedback, seed)
-    asked: list[int] = []
-    whole = tried.weights.served_in_full
-
-    def counted() -> SpecBlock:
-        asked.append(1)
-        return whole()
-
-    monkeypatch.setattr(tried.weights, "served_in_full", counted)
-    assert tried.learner._evaluator.kl_to_anchor() == tried.learner._evaluator.kl_to_anchor() == 0.0
-    assert len(asked) == 1
-    with torch.no_grad():
-        tried.weights.training.lm_head.weight.mul_(1.5)
-    tried.weights.publish({})
-    changed = tried.learner._evaluator.kl_to_anchor()
-    assert changed is not None
-    assert changed > 0
-    assert len(asked) == 2

@@ -5,12 +5,11 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import kl_div
 
-from adaptation.losses import TextDivergence, anchor_divergence, rank_loss
+from adaptation.losses import TextDivergence, anchor_divergence, rank_loss, untrained_rows
 from adaptation.samples import example_of
-from adaptation.vocabulary import untrained_rows
 from drafters.specblock.heads import rank_features
 from drafters.training.corpus import Batch, Example
-from tests.adaptation.samples import EMBED, drafter, feedback
+from tests.adaptation.samples import EMBED, HEAD, drafter, feedback
 
 torch.set_num_threads(1)
 
@@ -62,3 +61,14 @@ def test_a_block_teaches_as_far_as_the_anchor_could_have_drafted_it() -> None:
                 token = int(anchor.t2d[batch.tokens[line, min(place, batch.tokens.shape[1] - 1)]])
                 reached = reached and token in ranked[line, number, entry].tolist()
     assert valid.any()
+
+
+def test_rows_are_the_anchors_where_it_has_them_and_the_targets_elsewhere() -> None:
+    deployed = drafter()
+    rows = untrained_rows(deployed, HEAD)
+    assert torch.equal(rows(deployed.d2t), deployed.lm_head.weight)
+    foreign = (deployed.t2d < 0).nonzero()[:3, 0]
+    mixed = torch.cat([foreign, deployed.d2t.flip(0)[3:]])
+    assert torch.equal(rows(mixed)[:3], HEAD[foreign])
+    assert torch.equal(rows(mixed)[3:], deployed.lm_head.weight.flip(0)[3:])
+    assert torch.equal(untrained_rows(deployed, None)(deployed.d2t), deployed.lm_head.weight)

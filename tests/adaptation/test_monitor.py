@@ -171,8 +171,6 @@ def test_new_weights_are_on_probation_for_four_windows() -> None:
 def test_state_goes_on() -> None:
     one, other = watch(), watch()
     feed(one, [TextScores(1.0, 1.1 + 0.1 * number, 1.2) for number in range(4)])
-    for name, state in one.state().items():
-        other.restore(name, state)
-    assert one.state() == other.state()
-    with pytest.raises(ValueError, match="no such alarm"):
-        other.restore("elsewhere", {})
+    for name, alarm in one.alarms.items():
+        other.alarms[name].restore(alarm.state())
+        assert other.alarms[name].state() == alarm.state()

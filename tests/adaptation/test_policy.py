@@ -49,6 +49,6 @@ def test_a_foreign_state_is_refused(state: State) -> None:
 def test_never_learns_nothing() -> None:
     policy: Policy = EveryBatch(None)
     for _ in range(100):
-        assert policy.decide(report()).choice == "skip"
+        assert policy.decide(report()).arm is None
         assert policy.due({arm: [7.0] for arm in ARMS}) is None
     assert policy.resting

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from adaptation.traffic import RisingScores, TrafficMonitor
+from adaptation.monitor import RisingScores, TokenCounts, TrafficMonitor
+from adaptation.policy import State
 
 torch.set_num_threads(1)
 
@@ -129,3 +130,43 @@ def test_of_a_long_text_only_its_end_is_heard() -> None:
     ends = [text * 60 for text in texts(110, language=1)[:100] + texts(10, language=2)]
     whole, cut = ([[*before, *text[:512]] for text in ends] for before in ([7] * 3000, []))
     assert noticed(words(), whole) == noticed(words(), cut) != []
+
+
+def test_the_most_frequent_tokens_are_those_of_most_answers_and_old_ones_count_less() -> None:
+    counts = TokenCounts(20)
+    counts.observe([11] * 500)  # no single answer decides
+    for _ in range(2):
+        counts.observe([3] * 4)
+    assert counts.of(torch.tensor([11, 3])).tolist() == pytest.approx([4.0, 8.0], rel=0.01)
+    assert counts.most_frequent(3).tolist() == [0, 3, 11]
+    for _ in range(3):
+        counts.observe([1] * 65_536)
+    assert counts.of(torch.tensor([11])).item() == pytest.approx(0.5, rel=0.02)
+
+
+def test_counts_outlive_the_process() -> None:
+    counts, later = TokenCounts(20), TokenCounts(20)
+    counts.observe([11, 11, 8, 2])
+    later.restore(counts.state())
+    assert later.state() == counts.state() == {"tokens": [2, 8, 11], "counts": [1.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"tokens": [1], "counts": 3.0},
+        {"tokens": [1], "counts": [1.0, 2.0]},
+        {"tokens": [20], "counts": [1.0]},
+        {"tokens": [-1], "counts": [1.0]},
+        {"tokens": [1], "counts": [float("nan")]},
+        {"tokens": ["a"], "counts": [1.0]},
+    ],
+)
+def test_what_are_no_counts_is_refused_and_changes_nothing(state: State) -> None:
+    counts = TokenCounts(20)
+    counts.observe([11, 11])
+    before = counts.state()
+    with pytest.raises(ValueError, match=r"tokens|_StoredCounts"):
+        counts.restore(state)
+    assert counts.state() == before

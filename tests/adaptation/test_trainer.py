@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from adaptation.config import Tuning
+from adaptation.losses import untrained_rows
 from adaptation.policy import ARMS, Arm
+from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, training_sample
-from adaptation.trainer import Pace, Rules, Trainer, UpdateReport, bf16_is_faster
-from adaptation.vocabulary import untrained_rows
+from adaptation.timing import bf16_is_faster
+from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of
@@ -48,7 +50,7 @@ def trainer(
     relative: bool = False,
     size: float = 1.0,
     **tuned: Any,
-) -> tuple[Trainer, SpecBlock]:
+) -> tuple[OnlineTrainer, SpecBlock]:
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
         relative=relative,
@@ -63,10 +65,10 @@ def trainer(
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(size)
-    return Trainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
+    return OnlineTrainer(model, anchor, EMBED, untrained_rows(anchor, HEAD), rules=rules, seed=0), model
 
 
-def state_of(trained: Trainer) -> dict[str, Tensor]:
+def state_of(trained: OnlineTrainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trained.tensors().items()}
 
 
@@ -127,7 +129,7 @@ def test_the_first_steps_are_small(arm: Arm) -> None:
     (at_once, left), (warming, kept) = trainer(steps=8), trainer(steps=8, warm_up_steps=8)
     taught = samples(4, token=TOKEN)
 
-    def first_step(trained: Trainer, model: SpecBlock) -> float:
+    def first_step(trained: OnlineTrainer, model: SpecBlock) -> float:
         before = model.lm_head.weight.detach().clone()
         trained._step(arm, trained._steps(arm, taught)[0](), 1.0)
         return float((model.lm_head.weight.detach() - before).norm())
@@ -166,14 +168,15 @@ def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
 
 
 def test_a_head_update_moves_heads_only() -> None:
-    trained, _ = trainer()
-    before = {name: value.clone() for name, value in trained.weights.items()}
+    trained, model = trainer()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    before = {name: value.clone() for name, value in weights.items()}
     trained.update("head", samples(4))
-    moved = {name for name, value in trained.weights.items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in weights.items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.startswith(HEADS)}
     assert moved
     trained.update("full", samples(4))
-    assert any(not torch.equal(trained.weights[name], before[name]) for name in before if name not in moved)
+    assert any(not torch.equal(weights[name], before[name]) for name in before if name not in moved)
 
 
 def test_the_anchor_holds_a_drafter_back() -> None:
@@ -192,11 +195,12 @@ def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_t
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
-    trained, _ = trainer(update_norm=0.001)
-    names = [name for name in trained.weights if arm == "full" or name.startswith(HEADS)]
-    before = {name: trained.weights[name].clone() for name in names}
+    trained, model = trainer(update_norm=0.001)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    names = [name for name in weights if arm == "full" or name.startswith(HEADS)]
+    before = {name: weights[name].clone() for name in names}
     report = trained.update(arm, samples(4))
-    moved = math.sqrt(sum(float((trained.weights[name] - before[name]).square().sum()) for name in names))
+    moved = math.sqrt(sum(float((weights[name] - before[name]).square().sum()) for name in names))
     size = math.sqrt(sum(float(value.square().sum()) for value in before.values()))
     assert report.moved == 0.001
     assert moved / size == pytest.approx(0.001, rel=1e-3)
@@ -221,100 +225,24 @@ def test_a_resumed_trainer_goes_on_to_the_bit(relative: bool) -> None:
     assert same(going.tensors(), resumed.tensors())
 
 
-def test_rates_that_were_not_kept_are_taken_of_what_is_loaded() -> None:
-    going, resumed = trainer(relative=True)[0], trainer(relative=True, size=50.0)[0]
-    going.update("full", samples(4))
-    kept = {name: value for name, value in state_of(going).items() if not name.endswith(".rate")}
-    resumed.load_tensors(kept)
-    moved = going.update("full", samples(2)).moved
-    assert resumed.update("full", samples(2)).moved == pytest.approx(moved, rel=0.2)
-
-
-def exchanged(model: SpecBlock, count: int = 5) -> Tensor:
-    """Its vocabulary with tokens in the first places that it cannot propose."""
-    vocabulary = model.d2t.clone()
-    vocabulary[:count] = (model.t2d < 0).nonzero()[:count, 0]
-    return vocabulary
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_exchanged_tokens_start_from_the_targets_rows_and_nothing_else_changes(arm: Arm) -> None:
-    trained, model = trainer(steps=1, rate=1e-9)
-    for each in ARMS:
-        trained.update(each, samples(4))
-    before, wanted = state_of(trained), exchanged(model)
-    assert trained.update(arm, samples(4), vocabulary=wanted).applied
-    after = trained.tensors()
-    assert torch.equal(trained.vocabulary, wanted)
-    assert torch.equal(model.t2d[wanted], torch.arange(wanted.shape[0]))
-    assert int((model.t2d >= 0).sum()) == wanted.shape[0]
-    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-6)
-    assert torch.allclose(model.lm_head.weight[5:], before["weights.lm_head.weight"][5:], atol=1e-6)
-    (other,) = (each for each in ARMS if each != arm)
-    moments = after[f"{other}.lm_head.weight.exp_avg"], before[f"{other}.lm_head.weight.exp_avg"]
-    assert moments[1][:5].any()
-    assert not moments[0][:5].any()
-    assert torch.equal(moments[0][5:], moments[1][5:])
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_an_update_learns_tokens_that_could_not_be_proposed(arm: Arm) -> None:
-    trained, model = trainer(steps=12)
-    wanted = exchanged(model)
-    taught = samples(4, token=int(wanted[2]))
-    losses = [loss["draft"] for loss in trained.update(arm, taught, vocabulary=wanted).losses]
-    assert losses[-1] < 0.9 * losses[0]
-    went_on = trained.update(arm, taught, vocabulary=wanted)
-    assert went_on.losses[0]["draft"] < losses[0]
-
-
-def test_how_far_an_update_may_move_weights_does_not_bound_exchanged_rows() -> None:
-    trained, model = trainer(update_norm=1e-7)
-    wanted = exchanged(model)
-    assert trained.update("full", samples(4), vocabulary=wanted).moved == 1e-7
-    assert torch.allclose(model.lm_head.weight[:5], HEAD[wanted[:5]], atol=1e-4)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_a_broken_update_exchanges_no_tokens(arm: Arm) -> None:
-    trained, model = trainer()
-    for each in ARMS:
-        trained.update(each, samples(4))
-    before = state_of(trained)
-    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    assert trained.update(arm, samples(4), vocabulary=exchanged(model)).outcome == "gradient_not_finite"
-    assert same(before, trained.tensors())
-    assert torch.equal(model.t2d[model.d2t], torch.arange(model.d2t.shape[0]))
-
-
-def test_a_resumed_trainer_proposes_from_the_same_tokens() -> None:
-    (going, model), (resumed, other) = trainer(), trainer()
-    going.update("full", samples(4), vocabulary=exchanged(model))
-    resumed.load_tensors(state_of(going))
-    assert torch.equal(other.t2d, model.t2d)
-    going.update("head", samples(2))
-    resumed.update("head", samples(2))
-    assert same(going.tensors(), resumed.tensors())
-
-
-def broken_loss(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_loss(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     taught = samples(4)
     for values in (taught[2].draft_labels.states, taught[2].example.features if taught[2].example else torch.empty(0)):
         values[-3:].fill_(math.nan)
     return taught
 
 
-def broken_gradient(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_gradient(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     return samples(4)
 
 
-def broken_optimizer(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_optimizer(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     trained.tensors()[f"{arm}.lm_head.weight.exp_avg"][3, 4] = math.nan
     return samples(4)
 
 
-def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
+def broken_later(trained: OnlineTrainer, model: SpecBlock, arm: Arm) -> list[TrainingSample]:
     """The first step is fine."""
     calls: list[int] = []
 
@@ -337,7 +265,7 @@ def broken_later(trained: Trainer, model: SpecBlock, arm: Arm) -> list[TrainingS
     ],
 )
 def test_what_is_not_finite_leaves_no_trace(
-    arm: Arm, breaks: Callable[[Trainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
+    arm: Arm, breaks: Callable[[OnlineTrainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
 ) -> None:
     trained, model = trainer()
     trained.update("head", samples(4))
@@ -356,8 +284,9 @@ def test_what_is_not_finite_leaves_no_trace(
 
 
 def test_a_broken_weight_is_no_update() -> None:
-    trained, _ = trainer()
-    trained.weights["rank_head.2.bias"][0] = math.nan
+    trained, model = trainer()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    weights["rank_head.2.bias"][0] = math.nan
     assert trained.update("head", samples(4)).outcome == "weights_not_finite"
 
 

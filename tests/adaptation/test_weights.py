@@ -28,7 +28,7 @@ def weights_in(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | No
         weights_of(serving),
         serving.config,
         prepare=in_place(serving),
-        snapshots=SnapshotRing(folder, in_memory=1, on_disk=4),
+        snapshots=SnapshotRing(folder, size=4),
         train_device="cpu",
         replica_dtype=replica_dtype,
     )
@@ -130,7 +130,7 @@ def test_publishes_that_are_taken_back_push_nothing_out_that_can_be_gone_back_to
 
 
 def test_what_serves_makes_no_room_for_others(tmp_path: Path) -> None:
-    ring = SnapshotRing(tmp_path, in_memory=0, on_disk=2)
+    ring = SnapshotRing(tmp_path, size=2)
     for version in range(1, 5):
         ring.add(info_of(version), tensors_of(version), served=1)
     assert ring.versions == [1, 4]
@@ -255,7 +255,7 @@ def test_weights_that_somebody_brings_are_served_and_can_be_gone_back_to(tmp_pat
 def test_whoever_waits_for_weights_is_told(tmp_path: Path) -> None:
     weights = weights_in(tmp_path, drafter())
     told: list[bool] = []
-    weights.waits = lambda: told.append(weights.pending)
+    weights.on_staged = lambda: told.append(weights.pending)
     weights.publish({})
     weights.between_steps()
     weights.restore(0)
@@ -282,7 +282,7 @@ def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
         done.append(("prepared", threading.current_thread().name))
         return lambda: done.append(("written", threading.current_thread().name))
 
-    snapshots = SnapshotRing(tmp_path, in_memory=1, on_disk=1)
+    snapshots = SnapshotRing(tmp_path, size=1)
     weights = DrafterWeights(
         weights_of(serving), serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu"
     )
@@ -316,4 +316,4 @@ def test_a_publish_that_breaks_does_not_stand_in_the_way_of_the_next(
     assert same(bits(serving), before)
     assert weights.publish({}) == weights.between_steps() == 3
     assert same(bits(serving), bits(weights.training))
-    assert weights_in(tmp_path, drafter()).newest == 3
+    assert weights_in(tmp_path, drafter()).highest == 3

@@ -91,7 +91,7 @@ def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
     wait_until(lambda: loop.told.count("observe") == 20)
     assert worker.stop()
     assert loop.told == ["observe"] * 20 + ["save"]
-    assert worker.num_dropped == 0
+    assert worker.inbox.num_dropped == 0
 
 
 def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
@@ -105,7 +105,7 @@ def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
     for _ in range(1000):
         worker.offer(FEEDBACK)
     assert time.monotonic() - began < 1.0
-    assert worker.num_dropped == 995
+    assert worker.inbox.num_dropped == 995
     going.set()
     wait_until(lambda: loop.told == ["observe"] * 6)
 
@@ -230,7 +230,7 @@ def test_a_command_that_is_urgent_ends_an_update_and_comes_before_others(made: M
     worker.ask(lambda: ran.append("urgent"), urgent=True).result(10)
     usual.result(10)
     assert ran == ["urgent", "usual"]
-    assert not worker.is_urged
+    assert not worker.inbox.urged.is_set()
 
 
 def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from adaptation.bandit import Bandit
-from adaptation.policy import ARMS, Arm, Decision, Judgement, Policy, QueryReport
+from adaptation.policy import ARMS, Arm, Bandit, Decision, Judgement, Policy, QueryReport
 
 
 @dataclass

@@ -115,5 +115,5 @@ def name_of(requirement: str) -> str:
 
 def test_the_tests_bring_what_the_extras_bring() -> None:
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
-    assert "adaptree[gpu,redis]" in extras["dev"]
-    assert set(extras) == {"gpu", "redis", "ray", "dev"}  # Ray is tried in an environment of its own
+    assert "adaptree[gpu,plots,redis]" in extras["dev"]
+    assert set(extras) == {"gpu", "plots", "redis", "ray", "dev"}  # Ray is tried in an environment of its own

@@ -145,7 +145,7 @@ def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Asse
     config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process"})
     tuning = Tuning(full_steps=1024, gate_texts=2)
     adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None, tuning=tuning)
-    process = adaptive.learner.process
+    process = adaptive.learner.training.process
     assert process is not None
     learning = Learning(adaptive)
     player = Player("full_only", adaptive.engine, learning, Notes())

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.checkpoint import LearnerCheckpoint, SnapshotRing
+from adaptation.checkpoint import SnapshotRing
 from adaptation.config import AdaptationConfig
+from adaptation.persistence import LearnerCheckpoint
 from adaptation.records import Event, NotStored
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import weights_of

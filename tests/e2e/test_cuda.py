@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.worker import beside
+from adaptation.worker import low_priority_stream
 from drafters.protocol import Committed, DraftContext, Noise, Read, Scores
 from drafters.tree import DraftTree, VerifyResult
 from kernels.sample import hash_bits
@@ -135,7 +135,7 @@ def test_a_refusal_of_the_device_is_a_start_up_error() -> None:
 def test_priorities() -> None:
     with serving(DEVICE):
         high = torch.cuda.current_stream(DEVICE).priority
-        with beside(DEVICE):
+        with low_priority_stream(DEVICE):
             assert torch.cuda.current_stream(DEVICE).priority > high
 
 
@@ -151,7 +151,7 @@ def test_learning_waits_for_what_was_asked_for_before() -> None:
     value = torch.zeros((), device=DEVICE)
     torch.cuda._sleep(_LONG)
     value.fill_(1)
-    with beside(DEVICE):
+    with low_priority_stream(DEVICE):
         assert value.item() == 1
 
 
@@ -167,7 +167,7 @@ def test_learning_beside_serving(learned: Assembly, tmp_path: Path) -> None:
     with serving(DEVICE), learning(learned, tmp_path) as adaptive:
         found = texts(adaptive.engine, asked)
         assert adaptive.worker.settle(60)
-        assert sum(adaptive.learner.num_updates.values()) > 0
+        assert sum(adaptive.learner.training.num_updates.values()) > 0
         assert not adaptive.worker.failures
     assert found == expected
 

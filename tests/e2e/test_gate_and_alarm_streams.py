@@ -37,7 +37,7 @@ KNOBS: dict[str, object] = {
     "alarm_texts": WINDOW // 2,
     "client_free_queries": 10**6,
     "client_share": 1.0,
-    "snapshots_on_disk": 3,
+    "snapshots": 3,
 }
 
 
@@ -77,8 +77,8 @@ def perturb(weights: dict[str, Tensor], scale: float, seed: int) -> None:
 def test_the_trained_drafter_is_good(known: Practised, tmp_path: Path) -> None:
     built = serving_the_good_one(known, tmp_path, [])
     observe(built, known.stream(0, 80, version=1))
-    texts = built._validation.texts
-    serving, anchor = fmean(built._evaluator.serving(texts)), fmean(built._evaluator.anchor(texts))
+    texts = built._feedback.validation.texts
+    serving, anchor = fmean(built._publisher.evaluator.serving(texts)), fmean(built._publisher.evaluator.anchor(texts))
     print(f"replayed tau {serving:.2f}, of the drafter it was trained from {anchor:.2f}")
     assert serving > anchor + 0.8
 
@@ -93,14 +93,12 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.weights._served.weights.items()}
     seeds = iter(range(20))
 
-    def spoil(
-        arm: object, samples: object, interrupted: object, *, vocabulary: object, rate_share: float
-    ) -> UpdateReport:
+    def spoil(arm: object, samples: object, interrupted: object, *, rate_share: float) -> UpdateReport:
         seed = next(seeds)
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         return UpdateReport("full", "applied", 0.0)
 
-    monkeypatch.setattr(built, "_update", spoil)
+    monkeypatch.setattr(built.training, "update", spoil)
     for number in range(20):
         while built.update() is None:
             observe(built, known.stream(100 + number, 2, version=1))
@@ -121,7 +119,7 @@ def test_poison_that_was_published_is_taken_back_within_one_window(known: Practi
     observe(built, known.stream(seed, 40, version=1))
     perturb(dict(built.weights.training.named_parameters()), (0.5, 1.0, 3.0)[seed % 3], seed)
     poisoned = built.weights.publish({})
-    built._monitor.weights_changed()
+    built._publisher.monitor.weights_changed()
     built.weights.between_steps()
     events.clear()
     queries = 0
@@ -142,7 +140,7 @@ def scores_of(known: Practised, built: Learner, weights: dict[str, Tensor]) -> l
     with torch.no_grad():
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
-    model, judge = built.weights.candidate(), built._evaluator
+    model, judge = built.weights.candidate(), built._publisher.evaluator
     examples = (training_sample(feedback, most_rejected=1).example for feedback in known.recorded)
     return [judge._replay(model, example) for example in examples if example is not None]
 
@@ -190,7 +188,7 @@ def publish(built: Learner, weights: dict[str, Tensor]) -> None:
         for name, value in built.weights.training.named_parameters():
             value.copy_(weights[name])
     built.weights.publish({})
-    built._monitor.weights_changed()
+    built._publisher.monitor.weights_changed()
     built.weights.between_steps()
 
 

@@ -125,7 +125,7 @@ def publish_in_mid_stream(
     """`parts` are the beginnings of the names of the weights that change; an empty one begins them all."""
     asked = requests(prompts[:SEQUENCES], temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
-    limits, tuning = replace(assembly.limits, num_slots=slots), Tuning(snapshots_on_disk=1, snapshots_in_memory=1)
+    limits, tuning = replace(assembly.limits, num_slots=slots), Tuning(snapshots=1)
     adaptive = build_adaptive(
         assembly, AdaptationConfig(), folder=folder, emit=lambda event: None, limits=limits, tuning=tuning
     )

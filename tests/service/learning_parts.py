@@ -56,8 +56,8 @@ def learning(
         yield adaptive
     finally:
         assert adaptive.worker.stop()
-        if adaptive.learner.process is not None:
-            adaptive.learner.process.close()
+        if adaptive.learner.training.process is not None:
+            adaptive.learner.training.process.close()
 
 
 def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int) -> list[GenerationRequest]:

@@ -35,7 +35,6 @@ STATUS = AdaptationStatus(
     paused=False,
     version=2,
     origin=1,
-    exchanged_tokens=17,
     newest=3,
     condemned=(2,),
     snapshots=(1, 3),

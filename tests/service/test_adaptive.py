@@ -241,7 +241,7 @@ def test_a_process_that_cannot_start_is_told_and_stops_no_server(
 
     config, tuning = tuned({**EAGER, "train_in": "process"})
     adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
-    process = adaptive.learner.process
+    process = adaptive.learner.training.process
     assert process is not None
     with monkeypatch.context() as patch:
         patch.setattr("adaptation.process.subprocess.Popen", full)

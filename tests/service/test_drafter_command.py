@@ -22,7 +22,7 @@ from service.engine import drafter_weights
 from service.engine.drafter_weights import import_place
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, learning_folder
-from service.learning.origin import DRAFTER_FILE, Origin, read_origin, write_origin
+from service.learning.moving import DRAFTER_FILE, Origin
 from tests.service.bench.parts import DRAFT_VOCAB, run_command
 from tests.service.learning_parts import EAGER, assembled
 from tests.tiny_models import VOCAB_SIZE
@@ -226,9 +226,9 @@ def test_one_of_several_drafters_has_to_be_chosen(assembly: Assembly, state: Pat
 
 def test_what_another_model_has_learnt_is_not_mixed_in(assembly: Assembly, state: Path) -> None:
     first = learning_folder_in(state)
-    origin = read_origin(copytree(first, first.with_name("second")))
+    origin = Origin.read(copytree(first, first.with_name("second")))
     assert origin is not None
-    write_origin(first.with_name("second"), Origin(origin.target_identity, origin.config, "another/model"))
+    Origin(origin.target_identity, origin.config, "another/model").write(first.with_name("second"))
     assert [one["folder"] for one in inspected(assembly, state)["learnt"]] == [str(first)]
 
 
@@ -384,7 +384,7 @@ def test_what_cannot_be_named_is_learnt_all_the_same(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("service.learning.origin.write_synced", full)
+    monkeypatch.setattr("service.learning.moving.replace_file", full)
     adaptive = learner_in(assembly, tmp_path)
     assert "what is learnt cannot be exported" in caplog.text
     adaptive.learner.adopt(moved(adaptive, 1))

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from adaptation.config import AdaptationConfig
+from adaptation.evaluator import GateReason
 from adaptation.feedback import QuotaReason
-from adaptation.gate import GateReason
 from adaptation.monitor import AlarmReason
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason

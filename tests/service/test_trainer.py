@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from service.cli import app
 from service.config_sources import load_config
 from service.errors import StartupError
-from service.learning.trainer import train, with_url
+from service.learning.commands import train, with_url
 from tests.service.bench.parts import save_two_layers, settings_for
 
 URL = "redis://localhost:1/0"

@@ -88,6 +88,7 @@ def member(
         made.config,
         made.learner,
         made.drafter,
+        made.tuning,
         target_identity=TARGET,
         lease_seconds=lease_seconds,
         max_queries=max_queries,
@@ -97,7 +98,7 @@ def member(
     def write() -> None:
         made.weights.between_steps()
 
-    made.weights.waits = write
+    made.weights.on_staged = write
     worker.start()
     try:
         yield Member(made.learner, made.weights, worker, exchange, made.serving, made.events)

@@ -130,7 +130,7 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     until([leader], lambda: server.client.exists(server.key("epoch").replace(b"epoch", b"state")) == 1)
     follower.end(3)
     follower.exchange.step()
-    leader.exchange._lease.release()
+    leader.exchange._replica.lease.release()
     until([follower], lambda: follower.status.queries.get("observed") == 3)
     assert (follower.status.role, follower.status.epoch, follower.status.number) == ("leading", 2, 2)
     assert same(follower.served, weights_of(drafter(1)))
@@ -144,9 +144,9 @@ def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
 ) -> None:
     follower.end(2)
     follower.exchange.step()
-    taken = leader.exchange._store.receive(2)
+    taken = leader.exchange._replica.store.receive(2)
     assert len(taken) == 2
-    leader.exchange._lease.release()
+    leader.exchange._replica.lease.release()
     until([follower], lambda: follower.status.queries.get("observed") == 2)
     assert server.client.xlen(server.key("queries")) == 0
 
@@ -157,7 +157,7 @@ def test_an_emptied_server_is_told_again_by_whoever_serves(
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     server.client.flushall()
-    follower.exchange._lease._ask_at = float("inf")  # it shall not lead
+    follower.exchange._replica.lease._ask_at = float("inf")  # it shall not lead
     follower.exchange.step()
     assert server.client.exists(server.key("version")) == 1
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.epoch == leader.status.epoch > 1)
@@ -183,8 +183,8 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
 
 def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Member, follower: Member) -> None:
     """It wakes up after another one has taken over, and does not know yet."""
-    leader.exchange._lease.release()
-    follower.exchange._lease._ask_at = 0.0
+    leader.exchange._replica.lease.release()
+    follower.exchange._replica.lease._ask_at = 0.0
     until([follower], lambda: follower.status.role == "leading" and follower.status.epoch == 2)
     leader.bring(seed=1)
     leader.exchange._leader.step(1)
@@ -203,7 +203,10 @@ def test_weights_that_take_longer_to_send_than_a_lease_lasts_are_announced(
     ):
         until([leader, other], lambda: leader.status.role == "leading" and agreed([leader, other]))
         leader.bring(seed=1)
-        at_once, num_pieces = leader.exchange._store.command, len(leader.exchange._replica.served.now().data) >> 12
+        at_once, num_pieces = (
+            leader.exchange._replica.store.command,
+            len(leader.exchange._replica.served.now().data) >> 12,
+        )
 
         def slow(*parts: Part) -> object:
             if parts[0] == "HSET":
@@ -211,7 +214,7 @@ def test_weights_that_take_longer_to_send_than_a_lease_lasts_are_announced(
                 other.exchange.attempt()
             return at_once(*parts)
 
-        monkeypatch.setattr(leader.exchange._store, "command", slow)
+        monkeypatch.setattr(leader.exchange._replica.store, "command", slow)
         leader.exchange.step()
         assert (leader.status.role, leader.status.epoch, leader.status.number) == ("leading", 1, 1)
         until([leader, other], lambda: agreed([leader, other]))
@@ -293,7 +296,7 @@ def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
     local = LocalOnly(worker)
     local.start()
     local.offer(feedback(0))
-    assert len(worker._waiting) == 1
+    assert len(worker.inbox.queries) == 1
     assert local.status() == ReplicaStatus()
     assert local.stop()
 

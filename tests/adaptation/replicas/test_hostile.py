@@ -146,7 +146,7 @@ def test_queries_of_others_are_not_heard(server: RedisServer, both: tuple[Member
 def test_a_state_that_others_left_is_not_taken_over(server: RedisServer, both: tuple[Member, Member]) -> None:
     leader, follower = both
     key = server.key("epoch").replace(b"epoch", b"state")
-    leader.exchange._lease.release()
+    leader.exchange._replica.lease.release()
     server.client.set(key, b"\n{}")
     before = len(follower.events)
     until([follower], lambda: follower.status.epoch == 2)

@@ -9,8 +9,8 @@ import torch
 
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import Tuning
-from adaptation.trainer import Rules, Trainer
-from adaptation.vocabulary import untrained_rows
+from adaptation.losses import untrained_rows
+from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
 from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
@@ -86,20 +86,19 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
         weights_of(served),
         served.config,
         prepare=in_place(served),
-        snapshots=SnapshotRing(tmp_path, in_memory=2, on_disk=8),
+        snapshots=SnapshotRing(tmp_path, size=8),
         train_device="cpu",
     )
     rules = Rules(relative=False, blocks=2, learning_rate=1e-3, anchor_weight=0.0, autocast=False, tuning=Tuning())
     embed = tiny_embedding(served.config.hidden_size)
     rows = untrained_rows(weights.anchor, None)
-    trainer = Trainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
+    trainer = OnlineTrainer(weights.training, weights.anchor, embed, rows, rules=rules, seed=0)
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
     served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
     count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
     serving = total_bytes(served.parameters())
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 3 * serving
-    undo += 4 * count + 3 * 4 * heads  # where tokens are exchanged
     assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
 
 

@@ -1,0 +1,256 @@
+"""Saves and restores what a later process needs to go on: which version serves, what policy and monitors know, and the
+training copy. Also decides which process owns a learning folder.
+"""
+
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import ConfigDict, JsonValue, NonNegativeInt, TypeAdapter
+from torch import Tensor
+
+from adaptation.checkpoint import (
+    FORMAT,
+    UNFINISHED,
+    SnapshotInfo,
+    SnapshotRing,
+    layout_of,
+    now,
+    seal,
+    sync_folder,
+    unseal_current,
+    write_synced,
+)
+from adaptation.policy import State
+from adaptation.records import Damaged, EventLog, NotStored
+from adaptation.trainer import OnlineTrainer
+from adaptation.weights import ANCHOR, DrafterWeights
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_KEPT_COPIES = 2
+
+TensorKind = Literal["training", "sums", "anchor"]
+"""Tensors saved besides versions: the training copy, the sums a drafter is solved from, and the solved anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLearner:
+    """State of an earlier process; the defaults are those of a first start."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    newest: NonNegativeInt = 0  # version there was
+    origin: NonNegativeInt = 0  # the version that first had the serving weights
+    condemned: set[NonNegativeInt] = field(default_factory=set)  # never to go back to
+    parts: Mapping[str, State] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()  # what was passed over, and why
+    paused: bool = False  # by an operator
+
+
+_SAVED = TypeAdapter(SavedLearner)
+
+
+def owned(folder: Path) -> Path:
+    """Lock this folder until the process ends, or the first free numbered one next to it if other processes learn here.
+    # -> the folder"""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        return folder
+    for number in itertools.count(1):
+        chosen = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise
+        except BlockingIOError:
+            continue
+        except OSError as error:  # a folder that cannot be written stores nothing either, which is logged then
+            logger.warning("%s cannot be locked, so other processes may learn there too: %s", chosen, error)
+        break
+    return chosen
+
+
+class LearnerCheckpoint:
+    """Files of one learner: its state (`learner.json`, and the one before it), and tensors by kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._current, self._previous = _learner_files(folder)
+        self._unfinished = folder / f"{UNFINISHED}learner.json"
+
+    def save(
+        self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State], paused: bool = False
+    ) -> None:
+        """Write the state. Raises NotStored, and then the state before can still be loaded."""
+        served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned)), "paused": paused}
+        state: State = {"version": newest, "parts": {**parts, "served": served}}
+        try:
+            data = seal({"format": FORMAT, "state": state})
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_synced(self._unfinished, data)
+            if self._is_good(self._current):  # a damaged file must not push a good previous one out
+                self._current.replace(self._previous)
+            self._unfinished.replace(self._current)
+            sync_folder(self._folder)
+        except (OSError, ValueError) as error:
+            raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
+
+    def load(self) -> SavedLearner:
+        """Read the state; what was passed over as damaged is in `complaints`."""
+        return saved_learner(self._folder)
+
+    def save_tensors(self, kind: TensorKind, tensors: Mapping[str, Tensor], *, origin: int) -> None:
+        """Store tensors of any shape [...] that belong to these serving weights. Raises NotStored, NotRemoved."""
+        ring = self._ring(kind)
+        ring.add(SnapshotInfo(max(ring.versions, default=0) + 1, origin, now(), {}), tensors)
+
+    def load_tensors(
+        self, kind: TensorKind, like: Mapping[str, Tensor], *, origin: int | None = None
+    ) -> dict[str, Tensor] | None:
+        """The newest undamaged tensors of this kind with the shapes [...] of `like`, and of these serving weights if
+        `origin` is given; None: there are none."""
+        ring = self._ring(kind)
+        for number in reversed(ring.versions):
+            try:
+                snapshot = ring.get(number, layout_of(like))
+            except Damaged:
+                continue  # an older one, or the serving weights themselves, are as good a start
+            if origin is None or snapshot.info.parent == origin:
+                return snapshot.tensors
+        return None
+
+    def drop_tensors(self, kind: TensorKind) -> None:
+        """Remove all tensors of this kind."""
+        shutil.rmtree(self._folder / kind, ignore_errors=True)
+
+    def _ring(self, kind: TensorKind) -> SnapshotRing:
+        return SnapshotRing(self._folder / kind, size=_KEPT_COPIES)
+
+    @staticmethod
+    def _is_good(path: Path) -> bool:
+        try:
+            return bool(_parsed_learner(path.read_bytes()))
+        except (OSError, Damaged):
+            return False
+
+
+def saved_learner(folder: Path) -> SavedLearner:
+    """The latest state saved in this folder, which may be another process's."""
+    complaints: list[str] = []
+    for path in _learner_files(folder):
+        try:
+            saved = _parsed_learner(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            complaints.append(f"{path.name}: unreadable: {error}")
+        except Damaged as error:
+            complaints.append(f"{path.name}: {error}")
+        else:
+            return replace(saved, complaints=tuple(complaints))
+    return SavedLearner(complaints=tuple(complaints))
+
+
+def _learner_files(folder: Path) -> tuple[Path, Path]:
+    """The newest state, and the one before it."""
+    return folder / "learner.json", folder / "learner.previous.json"
+
+
+def _parsed_learner(data: bytes) -> SavedLearner:
+    """Raises Damaged."""
+    state: Any = unseal_current(data).get("state")
+    try:
+        parts = dict(state["parts"])
+        return _SAVED.validate_python({"newest": state["version"], **parts.pop("served"), "parts": parts})
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged("does not describe a learner") from error
+
+
+class Part(Protocol):
+    """A part of the learner whose state is saved."""
+
+    def state(self) -> State:
+        """The state as plain values."""
+
+    def restore(self, state: State) -> None:
+        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
+
+
+class Persistence:
+    """Saves the learner and restores it in a later process. A full disk is an event, and costs nothing else."""
+
+    def __init__(
+        self,
+        checkpoint: LearnerCheckpoint,
+        weights: DrafterWeights,
+        trainer: OnlineTrainer,
+        parts: Mapping[str, Part],
+        log: EventLog,
+    ) -> None:
+        """`parts`: by the names under which their states are saved."""
+        self.checkpoint = checkpoint
+        self._weights = weights
+        self._trainer = trainer
+        self._parts = parts
+        self._log = log
+
+    def save(self, *, paused: bool, training: bool) -> None:
+        """Save the state, and with `training` the training copy with its optimizers.
+
+        The training copy is ten times as large as the serving weights: it is saved when the process ends, not at every
+        publish. A process that is killed goes on from what it served, with new optimizers.
+        """
+        weights, origin = self._weights, self._weights.latest.origin
+        states = {name: part.state() for name, part in self._parts.items()}
+        save = partial(self.checkpoint.save, newest=weights.newest, origin=origin, condemned=weights.condemned)
+        self._log.storing(lambda: save(parts=states, paused=paused))
+        if training:
+            tensors = self._trainer.tensors()
+            self._log.storing(lambda: self.checkpoint.save_tensors("training", tensors, origin=origin))
+
+    def restore(self) -> bool:
+        """Stage the weights that an earlier process served, and restore the parts. # -> whether learning was paused"""
+        saved, weights = self.checkpoint.load(), self._weights
+        for complaint in saved.complaints:
+            self._log.add("restored", complaint)
+        weights.resume(saved.newest, saved.condemned)
+        if weights.highest != ANCHOR:  # what serves now has a new version, even if it is the deployed drafter
+            self._restore_weights(saved.origin)
+        if weights.latest.origin == saved.origin:  # else the states are about other weights
+            self._restore_parts(saved.parts)
+        return saved.paused
+
+    def training_copy(self) -> dict[str, Tensor] | None:
+        """The saved training copy with its optimizers, shapes [...] as in `OnlineTrainer.tensors`; None: there is none
+        of these serving weights."""
+        return self.checkpoint.load_tensors("training", self._trainer.tensors(), origin=self._weights.latest.origin)
+
+    def _restore_weights(self, origin: int) -> None:
+        try:
+            self._weights.restore(origin)
+            self._log.add("restored", "same_weights", {"origin": origin})
+        except Damaged as error:
+            restored = self._weights.restore_before(origin)
+            self._log.add("restored", f"version {origin}: {error}", {"origin": restored.origin})
+
+    def _restore_parts(self, states: Mapping[str, State]) -> None:
+        """A part whose state cannot be used starts anew."""
+        for name, part in self._parts.items():
+            try:
+                if name in states:
+                    part.restore(states[name])
+            except ValueError as error:
+                self._log.add("restored", f"{name}: {error}")

@@ -1,0 +1,168 @@
+"""Training computes as far as the ledger covers it, and in its share of idle time as long as that leads anywhere."""
+
+import pytest
+import torch
+
+from adaptation.process import Training
+from adaptation.timing import IdleTime, TrainingTime
+from drafters.specblock.model import SpecBlock
+from drafters.training.corpus import Example
+from tests.adaptation.samples import drafter, samples
+from tests.adaptation.test_trainer import trainer
+from tests.adaptation.worlds import Clock
+
+torch.set_num_threads(1)
+
+
+def idle(share: float = 0.25, max_failures: int = 2) -> tuple[IdleTime, Clock]:
+    clock = Clock()
+    return IdleTime(share=share, max_failures=max_failures, clock=clock), clock
+
+
+@pytest.mark.parametrize(("share", "rest"), [(0.25, 30.0), (0.5, 10.0), (1.0, 0.0)])
+def test_it_rests_so_long_that_its_share_is_kept(share: float, rest: float) -> None:
+    time, clock = idle(share)
+    assert time.may_begin(1)
+    time.ended(10.0, published=True)
+    if rest:
+        clock.now += rest - 0.1
+        assert not time.may_begin(1)
+    clock.now += 0.2
+    assert time.may_begin(1)
+
+
+def test_without_a_share_nothing_begins() -> None:
+    time, _ = idle(0.0)
+    assert not time.may_begin(1)
+
+
+def test_updates_in_vain_end_it_until_new_texts_come() -> None:
+    time, _ = idle(1.0)
+    for _ in range(2):
+        assert time.may_begin(5)
+        time.ended(1.0, published=False)
+    assert not time.may_begin(5)
+    assert time.may_begin(6)
+
+
+def test_what_was_broken_off_was_not_in_vain() -> None:
+    time, _ = idle(1.0)
+    for _ in range(5):
+        assert time.may_begin(5)
+        time.ended(1.0, published=None)
+
+
+def test_a_publish_begins_the_count_anew() -> None:
+    time, _ = idle(1.0)
+    assert time.may_begin(5)
+    for published in (False, True, False):
+        time.ended(1.0, published=published)
+    assert time.may_begin(5)
+
+
+def timed(covered: float) -> tuple[TrainingTime, Clock]:
+    """With so many seconds to take from serving, whose steps take 50 ms, and twice as long beside training."""
+    clock = Clock()
+    return TrainingTime(torch.device("cpu"), lambda taken: taken < covered, clock=clock), clock
+
+
+def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+    time.stepped("decode", seconds)
+
+
+def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
+    """One percent of the time of serving is added to what it may take."""
+    clock, balance, waited = Clock(), 1.0, 0
+    trained: TrainingTime
+
+    def serve(seconds: float) -> None:
+        nonlocal balance
+        balance += 0.01 * seconds
+        step(trained, clock, seconds)
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += 1
+        serve(seconds)
+
+    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock, sleep=sleep)
+    serve(0.05)
+    clock.now += 5.0
+    with trained.spent():
+        for _ in range(100):
+            assert not trained.wait()
+            assert trained._uncharged < balance
+            serve(0.05 * 1.3)  # an optimizer step beside an engine step, which takes 0.3 times as long again
+    taken = trained.taken()
+    assert taken == pytest.approx(100 * 0.05 * 0.3, rel=0.01)
+    assert taken <= balance + 0.05
+    assert waited > 20
+
+
+def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
+    clock, order = Clock(), list[str]()
+    time = TrainingTime(
+        torch.device("cpu"), lambda _: len(order) == 2, clock=clock, sleep=lambda _: order.append("waits")
+    )
+    time.stepping()
+
+    def replay(model: SpecBlock, example: Example) -> float:
+        order.append("replays")
+        return 2.5
+
+    example = samples(1)[0].example
+    assert example is not None
+    with time.spent():
+        assert Training(trainer()[0], None, time).paced(replay)(drafter(), example) == 2.5
+    assert order == ["waits", "waits", "replays"]
+
+
+def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
+    time, clock = timed(covered=0.0)
+    with time.spent():
+        for _ in range(100):
+            clock.now += 0.05
+            assert time.may_compute()
+    assert time.taken() == 0.0
+
+
+@pytest.mark.parametrize("longer", [0.0, 0.25, 1.0])
+def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) -> None:
+    time, clock = timed(covered=1e9)
+    for _ in range(20):
+        for _ in range(50):
+            step(time, clock, 0.05)
+        with time.spent():
+            for _ in range(50):
+                step(time, clock, 0.05 * (1.0 + longer))
+                time.may_compute()
+    assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
+
+
+def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
+    """Prompts, which are read while nothing is trained, take ten times as long."""
+    time, clock = timed(covered=1e9)
+    for _ in range(20):
+        for number in range(50):
+            clock.now += 0.5
+            time.stepped("prompt", 0.5)
+            step(time, clock, 0.2 if number == 7 else 0.05)
+        with time.spent():
+            for _ in range(50):
+                step(time, clock, 0.05 * 1.25)
+                time.may_compute()
+    assert time.taken_share == pytest.approx(0.2, abs=0.04)
+
+
+def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
+    time, clock = timed(covered=1.0)
+    share, computed = time.taken_share, 0.0
+    with time.spent():
+        for _ in range(200):
+            step(time, clock, 0.05)
+            computed += 0.05 * time.may_compute()
+        assert share * computed == pytest.approx(1.0, abs=0.05)
+        clock.now += 5.0
+        assert time.may_compute(), "nobody is served any more"
+    assert time.taken() == pytest.approx(1.0, abs=0.05)
