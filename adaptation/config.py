@@ -36,58 +36,64 @@ class AdaptationConfig(BaseModel):
     )
     policy: PolicyName = Field(
         default="bandit",
-        description="Who decides about updates. bandit: the expected gain (algorithm 1). always: a full update every 8 "
+        description="Policy that decides about updates. bandit: expected gain (algorithm 1). always: a full "
+        "update every 8 "
         "queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
-        "never: nobody; of several replicas this one serves what others have learnt.",
+        "never: no updates; with several replicas, this one serves what the others learn.",
     )
     alpha: float = _knob(
         0.10,
-        "Least weight of a new measurement in the value of an arm (alpha); the first ones count as in a mean.",
+        "Smallest weight of a new measurement in the value of an arm (alpha). The first measurements are averaged.",
         gt=0,
         le=1,
     )
     epsilon: Annotated[tuple[float, float], BeforeValidator(_numbers)] = Field(
         default=(0.30, 0.10),
-        description="Share of queries that explore (epsilon), drawn for each that is learnt from: it goes to the arm "
-        "tried least, where the ledger covers that. In the beginning, and from the 8th judged update on.",
+        description="Share of queries that explore (epsilon): at first, and from the 8th judged update on. An "
+        "exploring query "
+        "goes to the arm that was tried least, if the ledger covers it.",
     )
-    s_min: float = _knob(5.0, "Updates triggered by less signal say nothing about their arm (s_min).", ge=0)
+    s_min: float = _knob(5.0, "Updates triggered by less signal do not change the value of their arm (s_min).", ge=0)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
-    learning_rate: float = _knob(2e-4, "Learning rate of updates, at most.", gt=0)
+    learning_rate: float = _knob(2e-4, "Largest learning rate of updates.", gt=0)
     train_device: str = Field(
         default="same",
-        description="Where updates are computed: same (beside the target), cpu, cuda or cuda:N.",
+        description="Device that computes updates: same (the target's), cpu, cuda or cuda:N.",
         pattern=r"^(same|cpu|cuda(:\d+)?)$",
     )
     train_in: Literal["auto", "process", "thread"] = Field(
         default="auto",
-        description="What computes updates. process: one of its own, which takes next to nothing from serving (CPU, "
-        "Linux). thread: one of the server's, which shares its interpreter. auto: a process where that can be had and "
-        "the drafter is not tiny.",
+        description="Where updates run. process: a process of its own, which hardly slows serving (CPU, Linux). "
+        "thread: a "
+        "thread of the server, which shares its interpreter. auto: a process where one can be started and the "
+        "drafter is not tiny.",
     )
     idle_share: float = _knob(
         0.25,
-        "Share of the time in which nobody asks that learning may compute in, over texts it has seen. It stops within "
-        "one optimizer step when a request comes. 0: it learns from new texts only.",
+        "Share of the engine's idle time that learning may use for full updates on the replay buffer. It stops "
+        "within one optimizer step when a request arrives. 0: learn from new texts only.",
         ge=0,
         le=1,
     )
     bootstrap_prompts: Path | None = Field(
         default=None,
-        description="JSON lines of prompts that the server answers itself while nobody asks, until the drafter that it "
-        "makes for a model without one is made: it is warm before its first user. Unset: users' queries alone make it.",
+        description="JSON Lines file of prompts that the server answers while it is idle, until it has made a "
+        "drafter for a "
+        "model that has none: the drafter is ready before the first user. Unset: only users' queries make it.",
     )
     redis_url: SecretStr | None = Field(
         default=None,
-        description="Redis server through which replicas share one learner and, with redis_secret, past answers, these "
-        "also without learning: redis://, rediss:// or unix://. Unset: each server is by itself. Texts of queries and "
-        "answers pass through it: let nobody else reach it.",
+        description="Redis server through which replicas share one learner and, with redis_secret, past answers "
+        "(these also "
+        "without learning): redis://, rediss:// or unix://. Unset: each server learns by itself. Texts of queries "
+        "and answers pass through it, so restrict access to it.",
     )
     redis_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
-        description="Secret of all replicas, with which they sign what they send. Unset: whoever can write to the "
-        "server can bring weights. Prefer the environment or the file.",
+        description="Secret of all replicas, with which they sign what they send. Unset: anyone who can write "
+        "to the Redis "
+        "server can inject weights. Prefer the environment or a file.",
     )
 
     @model_validator(mode="after")

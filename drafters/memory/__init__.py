@@ -1,2 +1,2 @@
-"""The drafter that remembers what was said: in the prompt and the answer so far, in the answer that a client predicts,
-and in past answers. It needs no training, and joins what a network proposes."""
+"""Drafts the tokens that followed the same contexts before: in prompt and answer, in the client's prediction, and in
+past answers. It needs no training, and joins a network's proposals in one tree."""

@@ -1,4 +1,4 @@
-"""Drafts from what texts have said (`kernels.memory`), and joins that with a network's proposals in one tree.
+"""Drafts by n-gram counts (`kernels.joint_tree`), joined with a network's proposals in one tree.
 Legend: batch; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence

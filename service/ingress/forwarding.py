@@ -149,7 +149,7 @@ class Forwarding:
                 return found
             settled = bool(found) and all(one.code not in waits_for for one in found)
             if settled or time.monotonic() >= deadline:
-                return found[0] if found else WholeAnswer.of(_nobody())
+                return found[0] if found else WholeAnswer.of(_no_replica())
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _try_replicas(self, request: ForwardedRequest) -> ReplicaAnswer | WholeAnswer | list[WholeAnswer]:
@@ -249,7 +249,7 @@ def _split(received: bytes) -> tuple[list[bytes], bytes]:
         received = rest
 
 
-def _nobody() -> NotReady:
+def _no_replica() -> NotReady:
     return NotReady("No replica answers.", code="no_replica", retry_after_seconds=_RETRY_AFTER_SECONDS)
 
 
