@@ -161,7 +161,8 @@ class Worker:
         self._revive()
 
     def ask(self, command: Callable[[], Result], *, urgent: bool = False) -> "Future[Result]":
-        """Run a function in the learning thread, before the next query; `urgent` interrupts an update."""
+        """Queue a function for the learning thread, ahead of queries, and return the Future of its result; `urgent`
+        interrupts an update."""
         answer = self.inbox.put_command(command, urgent=urgent)
         self._revive()
         return answer

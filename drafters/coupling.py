@@ -33,8 +33,8 @@ class TreeNoise(NamedTuple):
         return self.scores(logits[:, None], depths)[:, 0]
 
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """Return log q, or log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab], depths
-        [batch, starts, block]"""
+        """Return log q where T = 0, else log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab],
+        depths [batch, starts, block] -> like logits"""
         known = self.gumbel.shape[1]
         if not known:
             return logits

@@ -191,7 +191,7 @@ class RedisStore:
         return bool(self.script(_SHARE, [*self.lease_keys, self._state], self.name, epoch, raw))
 
     def shared(self) -> bytes | None:
-        """The state that a leader shared, if any."""
+        """The learning state that a leader stored for the next one; None: none is stored."""
         found: bytes | None = self.command("GET", self._state)
         return found
 

@@ -164,7 +164,7 @@ class PastAnswers:
 
 
 def num_shares(sizes: MemorySizes) -> int:
-    """Shares of all owners."""
+    """Most shares there can be: owners times scopes per owner."""
     return sizes.owners * sizes.scopes
 
 

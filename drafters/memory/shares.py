@@ -24,8 +24,8 @@ class Shares:
     _uses: int = 0
 
     def read(self, scope: str) -> int | None:
-        """The scope's share, for one more reader that adds nothing: which share is taken next stays as it was. None
-        where it has none."""
+        """Return the scope's share and count one more reader, without marking it as used; None if the scope has
+        none."""
         found = self._find(scope)
         if found is None:
             return None

@@ -133,7 +133,7 @@ class TreeGrower:
         self.tree = GraphRunner(self._tree, capture, trees)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Run entries without drafting. # rows [batch]"""
+        """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
         self._forward.ingest(rows, waiting)
 
     def _begin(self, keys: Keys, sizes: HostSizes) -> tuple[TreeStart, GrownBlock]:

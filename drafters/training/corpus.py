@@ -87,7 +87,7 @@ class Example:
         return self.tokens[self.prompt :].to(self.top_ids.device)
 
     def first(self, length: int) -> "Example":
-        """Return the first `length` tokens of it."""
+        """Return the example cut to its first `length` tokens, with features and labels cut to match."""
         labels = length - self.prompt + 1
         return replace(
             self,

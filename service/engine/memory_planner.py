@@ -90,7 +90,8 @@ def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: i
 
 @contextmanager
 def memory_for(what: str, lower: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a StartupError that names what was allocated and what to lower."""
+    """Within this context, turn an out-of-memory error into a StartupError that names `what` was allocated; `lower`
+    says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -60,7 +60,7 @@ class Trial:
             self.run([ExtendRows(row, first, tokens[first : first + chunk], completes=False)])
 
     def decode(self, row: int, token: int, position: int) -> Tensor:
-        """Logits after one more token, copied. # -> [vocab]"""
+        """Run one token of a sequence and return the logits after it, copied. # -> [vocab]"""
         return self.run([ExtendRows(row, position, [token], completes=True)])[1][0].clone()
 
     def verify(self, roots: list[ExtendRows], tree: DraftTree) -> Tensor:

@@ -54,7 +54,7 @@ class EngineThread:
 
     @property
     def num_running(self) -> int:
-        """Sequences that run."""
+        """Number of scheduled sequences, those in prefill included; waiting ones are not."""
         return len(self._engine.scheduler.running)
 
     def start(self, deliver: Deliver) -> None:

@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the type that weights are held in."""
+        """How weights are held, for logs: `bfloat16` and the like, `int8`, or `gguf+` and the dtype of the rest."""
         held = str(self.model.dtype).removeprefix("torch.")
         return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 

@@ -62,7 +62,8 @@ class FitPlan:
 
     @property
     def settings(self) -> FitSettings:
-        """Settings of the training loop."""
+        """The options of the training loop; the rank head trains from the end of the warm-up on, or not at all if
+        options leave it out."""
         options = self.options
         return FitSettings(
             learning_rate=options.learning_rate,
