@@ -1,7 +1,6 @@
 """The label sets are exactly what the modules that produce their values can say."""
 
 import re
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -12,7 +11,7 @@ from adaptation.feedback import QuotaReason
 from adaptation.monitor import AlarmReason
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
-from adaptation.records import EventKind, RefusalReason, ReplicaStatus
+from adaptation.records import EventKind, RefusalReason
 from adaptation.replicas.exchange import Role
 from adaptation.trainer import Outcome
 from adaptation.worker import Stage
@@ -30,7 +29,6 @@ from service.observability.learning_tables import (
     label_of,
 )
 from tests.architecture.rules import ROOT
-from tests.service.scripted import STATUS
 
 
 def words(name: EventKind) -> set[str]:
@@ -107,19 +105,3 @@ def test_every_fate_has_a_series() -> None:
     told = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
     assert told == {*QUERY_FATES, *VERSION_FATES}
     assert set(get_args(Role)) == set(ROLES)
-
-
-def test_the_series_are_read_from_the_status() -> None:
-    replicas = ReplicaStatus(
-        role="leading", connected=True, epoch=4, queries={"observed": 3}, versions={"old": 1}, connections_lost=2
-    )
-    status = replace(STATUS, replicas=replicas)
-    values = {series.name: series.values(status) for series in ADAPTATION}
-    assert {name: found for name, found in values.items() if name.startswith("replica_")} == {
-        "replica_connected": {"": 1.0},
-        "replica_role": {"leading": 1.0},
-        "replica_epoch": {"": 4.0},
-        "replica_connections_lost": {"": 2.0},
-        "replica_queries": {"observed": 3},
-        "replica_versions": {"old": 1},
-    }

@@ -54,13 +54,6 @@ async def test_metrics_can_be_closed() -> None:
         assert (await client.get("/metrics", headers=bearer("key"))).content == b"lag 1\n"
 
 
-@pytest.mark.parametrize(("admin_key", "offered", "status"), [("a", "a", 404), ("a", "key", 401), (None, "key", 401)])
-async def test_admin_has_a_key_of_its_own(admin_key: str | None, offered: str, status: int) -> None:
-    async with client_of(ScriptedEngine(say("x")), api_keys=("key",), admin_key=admin_key) as client:
-        for path in ("/v1/adaptation/x", "/update_weights_from_disk/x"):
-            assert (await client.get(path, headers=bearer(offered))).status_code == status
-
-
 async def test_the_host_header_has_no_say_in_who_is_let_in() -> None:
     async with client_of(ScriptedEngine(say("x")), api_keys=("key",)) as client:
         for host in ("test/livez", "test/livez?", "livez"):

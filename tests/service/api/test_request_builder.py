@@ -14,6 +14,17 @@ TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "now", **fields}}
+
+
+NOW = function()
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+}
+
+
 async def built(**fields: Any) -> Any:
     """The engine's request for a body."""
     engine = ScriptedEngine(say("x"))
@@ -200,6 +211,15 @@ async def test_harmless_values_are_accepted() -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"model": 5}, "model"),
+        ({"tools": [NOW, NOW]}, "tools.1.function.name"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
+        ({"tools": [function(parameters={"type": "x"}, strict=True)]}, "tools.0.function.parameters"),
+        ({"tools": [NOW], "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "(", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"items": {"not": {"pattern": "a"}}}}, "guided_json.items"),
+        ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens"),
+        ({"messages": [CALLED]}, "messages.0.tool_calls.0.function.arguments"),
     ],
 )
 async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
