@@ -236,7 +236,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     running.end()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("server", ["tiny", pytest.param("embedded", marks=pytest.mark.slow)])
 def test_an_agent_does_the_same_by_each_way(server: str, temperature: float, request: pytest.FixtureRequest) -> None:
     running: Process = request.getfixturevalue(server)

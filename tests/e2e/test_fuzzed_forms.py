@@ -3,25 +3,14 @@ validates, by a validator that is not ours; one that was cut is the beginning of
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.processes import serving_tiny
-
 LITERALS = ("a", "<|end|>", "x<|start|>", '<|end|>"', "\\<|extra_1|>\n", "ä€😀", "<|", "")
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it as JSON."}]
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    running = serving_tiny(tmp_path_factory.mktemp("fuzzed"))
-    with running.official() as official:
-        yield official
-    running.end()
 
 
 def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -1,14 +1,11 @@
 """`/v1/responses` with the official client and a real server: text, calls, structured answers, events in order, and
 conversations that the server remembers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
-
-from tests.processes import serving_tiny
 
 WEATHER: FunctionToolParam = {
     "type": "function",
@@ -21,13 +18,6 @@ WEATHER: FunctionToolParam = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    running = serving_tiny(tmp_path_factory.mktemp("responses"))
-    yield running.official()
-    running.end()
 
 
 def create(client: openai.OpenAI, **fields: Any) -> Any:

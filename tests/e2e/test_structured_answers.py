@@ -2,15 +2,12 @@
 grammar says holds at any temperature, and speculation changes no token of it."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
-
-from tests.processes import Process, serving_tiny
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say it as JSON."}]
 WEATHER: ChatCompletionToolParam = {
@@ -45,18 +42,6 @@ SIBLING = {
 }
 ROUND = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
 NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    running = serving_tiny(tmp_path_factory.mktemp("structured"))
-    yield running
-    running.end()
-
-
-@pytest.fixture(scope="module")
-def client(server: Process) -> openai.OpenAI:
-    return server.official()
 
 
 def answer(client: openai.OpenAI, **fields: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.processes import Process, serving_tiny
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 HOW = ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--seed", "1", "--no-color"]
-EXAMPLES, SECONDS_PER_EXAMPLE = 6, 50.0
+EXAMPLES, LEAST_SECONDS, SECONDS_PER_EXAMPLE = 2, 300.0, 50.0
 BODIES: dict[str, Any] = {"/v1/chat/completions": Chat, "/v1/completions": Text, "/v1/responses": Response}
 
 
@@ -37,7 +37,8 @@ def fuzz(sized: Callable[[int], int], tell: Callable[..., None]) -> Callable[...
         examples = sized(EXAMPLES)
         command = ["bin/schemathesis", "run", document, *HOW, "--max-examples", str(examples), *more]
         environment = python_environment(HERE / "schemathesis.txt")
-        count = re.search(r"(\d+) generated", run(command, environment, timeout_seconds=SECONDS_PER_EXAMPLE * examples))
+        seconds = max(LEAST_SECONDS, SECONDS_PER_EXAMPLE * examples)
+        count = re.search(r"(\d+) generated", run(command, environment, timeout_seconds=seconds))
         assert count is not None
         tell(requests=int(count[1]))
 
