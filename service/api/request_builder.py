@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pydantic import JsonValue
@@ -301,13 +301,20 @@ def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
 
 
 def _check_fields(body: Completion, server: Server) -> None:
+    """Refuse fields that cannot be honoured, and log unknown ones once. Raises RequestError."""
     check_model(body.model, server)
-    _refuse_unsupported(body, server)
+    extra = body.model_extra or {}
+    refuse(extra, _HARMLESS)
+    if isinstance(body, ChatCompletionRequest):
+        for position, message in enumerate(body.messages):
+            refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
+    for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
+        server.note_ignored(name)
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
         raise InvalidRequest("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
-    if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
+    if extra.get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
@@ -317,17 +324,6 @@ def _check_fields(body: Completion, server: Server) -> None:
         if not 0 <= token_id < card.vocab_size:
             message = f"Invalid value for 'logit_bias': token {token_id} is outside of the vocabulary."
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
-
-
-def _refuse_unsupported(body: CompletionFields, server: Server) -> None:
-    """Refuse fields that cannot be honoured, and log unknown ones once."""
-    extra = body.model_extra or {}
-    refuse(extra, _HARMLESS)
-    if isinstance(body, ChatCompletionRequest):
-        for position, message in enumerate(body.messages):
-            refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
-    for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
-        server.note_ignored(name)
 
 
 def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
@@ -343,18 +339,11 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
 
 
 def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
-    add_special_tokens = body.add_special_tokens is not False
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    encoded: list[list[int]] = []
-    single: list[int] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            encoded.append(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(prompt, int):
-            single.append(prompt)
-        else:
-            encoded.append(prompt)
-    return encoded or [single]
+    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
+    if not prompts or isinstance(prompts[0], int):
+        return [prompts]
+    special = body.add_special_tokens is not False
+    return [tokenizer.encode(one, add_special_tokens=special) if isinstance(one, str) else one for one in prompts]
 
 
 async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:

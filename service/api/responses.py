@@ -31,7 +31,7 @@ from service.api.responses_schemas import (
     ToolReference,
     function_name,
 )
-from service.api.resumption import HEADER, NoIds, resumable, resume_point
+from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response
@@ -129,7 +129,7 @@ def responses_router(server: Server) -> APIRouter:
             resumed = resume_point(chat, request.headers.get(HEADER))
             origin = None if resumed is None else resumed.origin
             job = _with_relaxed(tools, await build(chat, server, scope=scope, origin=origin), server)
-            ids: EventIds = NoIds()
+            ids = EventIds()
             if chat.stream:
                 job, ids = await resumable(job, body, resumed, runtime)
 

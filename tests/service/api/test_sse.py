@@ -6,8 +6,7 @@ from collections.abc import Iterable
 import pytest
 from fastapi import FastAPI
 
-from service.api.resumption import NoIds
-from service.api.sse import Chunk, EventStream, events
+from service.api.sse import Chunk, EventIds, EventStream, events
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from tests.service.api.client import ASK, Message, app_of, call_raw
 from tests.service.scripted import ScriptedEngine, runtime_of, step
@@ -122,7 +121,7 @@ async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ign
         await asyncio.sleep(60)
         return {"type": "http.disconnect"}
 
-    response = EventStream(events(generation, _Plain(), NoIds()), generation, ping_seconds=ping_seconds)
+    response = EventStream(events(generation, _Plain(), EventIds()), generation, ping_seconds=ping_seconds)
     await response({"type": "http"}, receive, send)
     await runtime.stop()
     return sent
@@ -146,7 +145,7 @@ async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
         request = GenerationRequest(request_id="slow", prompt=(1,), sampling=SamplingParams(seed=0, max_tokens=9))
         generation = runtime.generate(request)
         slow = asyncio.create_task(
-            EventStream(events(generation, _Plain(), NoIds()), generation)({"type": "http"}, forever, stall)
+            EventStream(events(generation, _Plain(), EventIds()), generation)({"type": "http"}, forever, stall)
         )
 
         async def leave() -> Message:
