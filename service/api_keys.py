@@ -84,10 +84,8 @@ class ApiKey(BaseModel):
 def distinct(keys: Sequence[ApiKey]) -> tuple[ApiKey, ...]:
     """The entries without repetitions. Raises ValueError if different entries share a key or a name."""
     entries = tuple(dict.fromkeys(keys))
-    for what, values in (
-        ("key", [entry.key for entry in entries]),
-        ("name", [entry.name for entry in entries if entry.name is not None]),
-    ):
+    names = [entry.name for entry in entries if entry.name is not None]
+    for what, values in (("key", [entry.key for entry in entries]), ("name", names)):
         if len(set(values)) < len(values):
             raise ValueError(f"two different entries have the same {what}; give each its own")
     return entries
