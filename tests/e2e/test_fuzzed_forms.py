@@ -62,7 +62,7 @@ def stream_of(
     return text, event_id, end
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_none_leaves_its_form(client: openai.OpenAI, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(8):
