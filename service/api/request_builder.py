@@ -370,18 +370,14 @@ def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, s
     if prompt_tokens == 0:
         raise InvalidRequest(f"'{source}' must not be empty.", param=source)
     if room < 1:
-        raise _too_long(context, f"your {source} resulted in {prompt_tokens} tokens", source)
+        raise InvalidRequest(
+            f"This model's maximum context length is {context} tokens. However, your {source} resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the {source}.",
+            param=source,
+            code="context_length_exceeded",
+        )
     requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if requested is not None and (body.min_tokens or 0) > requested:
         raise InvalidRequest(f"'min_tokens' must not exceed the {requested} tokens allowed.", param="min_tokens")
     # Agents request more than any context holds; the finish_reason reports where an answer was cut.
     return min(room, cap) if requested is None else max(1, min(room, cap, requested))
-
-
-def _too_long(context: int, problem: str, source: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"This model's maximum context length is {context} tokens. However, {problem}. "
-        f"Please reduce the length of the {source}.",
-        param=source,
-        code="context_length_exceeded",
-    )

