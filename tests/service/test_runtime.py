@@ -1,15 +1,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import CancelledError
 
 import pytest
 
-from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import EngineFailure, NotFound, NotReady, StartupError
 from service.runtime import Runtime, ServedModel
-from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, running, say, step
+from tests.service.scripted import CARD, TOKENIZER, Held, ScriptedAdaptation, ScriptedEngine, running, say, step
 
 pytestmark = pytest.mark.anyio
 
@@ -17,18 +16,6 @@ pytestmark = pytest.mark.anyio
 def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
     sampling = SamplingParams(seed=0, max_tokens=8)
     return GenerationRequest(request_id=request_id, prompt=(1, 2), sampling=sampling, n=n)
-
-
-class Gate:
-    """A script that says one piece, waits until it is opened, and says the last."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, 0, "the")]
-        assert self.opened.wait(10)
-        yield [step(request, 0, "w", "stop")]
 
 
 async def test_one_wakeup_serves_all_requests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +38,12 @@ async def test_one_wakeup_serves_all_requests_of_a_step(monkeypatch: pytest.Monk
 
 
 async def test_closing_early_aborts_and_drops_what_is_on_its_way() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
+    engine = Held("the", "w")
     async with running(engine) as runtime:
         with runtime.generate(ask("a")) as generation:
             assert (await anext(generation)).text == "the"
         assert engine.aborted == ["a"]
-        gate.opened.set()
+        engine.go_on.set()
         with pytest.raises(StopAsyncIteration):
             await anext(generation)
 
@@ -123,8 +109,7 @@ async def test_stopping_while_loading_does_not_wait_for_the_load() -> None:
 
 
 async def test_a_dead_engine_fails_every_generation() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
+    engine = Held("the", "w")
     async with running(engine) as runtime:
         with runtime.generate(ask()) as generation:
             await anext(generation)
@@ -132,7 +117,7 @@ async def test_a_dead_engine_fails_every_generation() -> None:
             with pytest.raises(EngineFailure, match="internal error"):
                 await anext(generation)
         assert runtime.state == "failed"
-        gate.opened.set()
+        engine.go_on.set()
 
 
 async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import threading
 import time
 from collections.abc import Iterable
 
@@ -9,30 +8,14 @@ from fastapi import FastAPI
 from service.api.sse import Chunk, EventIds, EventStream, events
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from tests.service.api.client import ASK, Message, app_of, call_raw
-from tests.service.scripted import ScriptedEngine, runtime_of, step
+from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, step
 
 pytestmark = pytest.mark.anyio
 
 
-class Trickle:
-    """A script of one step every few milliseconds, until somebody stops it."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-
-    def script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        while not self.stopped.wait(0.005):
-            yield [step(request, 0, "x")]
-
-    def abort(self, request_id: str) -> None:
-        self.stopped.set()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_aborts_its_answer_at_once(stream: bool) -> None:
-    trickle = Trickle()
-    engine = ScriptedEngine(trickle.script)
-    engine.abort = trickle.abort  # type: ignore[method-assign]
+    engine = Endless()
     runtime = runtime_of(engine)
     app, sent = app_of(runtime), list[Message]()
 
@@ -43,7 +26,7 @@ async def test_a_client_that_leaves_aborts_its_answer_at_once(stream: bool) -> N
     async with app.router.lifespan_context(app):
         await runtime.wait_until_loaded()
         await asyncio.wait_for(call_raw(app, "/v1/chat/completions", {**ASK, "stream": stream}, leave, sent), 10)
-    assert trickle.stopped.is_set()
+    assert engine.stopped_speaking.is_set()
     if stream:
         assert sum(b"content" in message.get("body", b"") for message in sent) > 2
         assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
@@ -52,14 +35,8 @@ async def test_a_client_that_leaves_aborts_its_answer_at_once(stream: bool) -> N
 
 
 async def test_pings_come_when_nothing_else_does() -> None:
-    release = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, 0, "x")]
-        assert release.wait(10)
-        yield [step(request, 0, "y", "stop")]
-
-    frames = await _frames_of(script, ping_seconds=0.05, then=release.set)
+    engine = Held("x", "y")
+    frames = await _frames_of(engine, ping_seconds=0.05, then=engine.go_on.set)
     assert frames[0].startswith(b"data: ")
     assert frames[1:4] == [b": ping\n"] * 3
     assert frames[-1] == b"data: [DONE]\n\n"
@@ -72,7 +49,7 @@ async def test_no_ping_while_chunks_come() -> None:
             yield [step(request, 0, "x")]
         yield [step(request, 0, "y", "stop")]
 
-    assert b": ping\n" not in await _frames_of(script, ping_seconds=0.2, then=lambda: None)
+    assert b": ping\n" not in await _frames_of(ScriptedEngine(script), ping_seconds=0.2, then=lambda: None)
 
 
 class _Plain:
@@ -91,9 +68,9 @@ class _Plain:
         return {"failed": error.message}
 
 
-async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ignore[no-untyped-def]
+async def _frames_of(engine, *, ping_seconds, then) -> list[bytes]:  # type: ignore[no-untyped-def]
     """Frames of a stream; `then` is called after the fourth."""
-    runtime, sent = runtime_of(ScriptedEngine(script)), list[bytes]()
+    runtime, sent = runtime_of(engine), list[bytes]()
     await runtime.start()
     await runtime.wait_until_loaded()
     request = GenerationRequest(request_id="a", prompt=(1,), sampling=SamplingParams(seed=0, max_tokens=9))
@@ -116,8 +93,8 @@ async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ign
 
 
 async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
-    trickle = Trickle()
-    runtime = runtime_of(ScriptedEngine(trickle.script))
+    engine = Endless()
+    runtime = runtime_of(engine)
     app: FastAPI = app_of(runtime)
     stuck, sent = asyncio.Event(), list[Message]()
 
@@ -144,4 +121,4 @@ async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
         assert sum(b"content" in message.get("body", b"") for message in sent) > 10
         stuck.set()
         await slow
-        trickle.stopped.set()
+        engine.stopped_speaking.set()

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from pydantic import SecretStr
 
 from service.api.tenants import Tenants
 from service.api_keys import ApiKey, digest_of
-from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
-from tests.service.scripted import ScriptedEngine, runtime_of, say, step
+from tests.service.scripted import Held, ScriptedEngine, runtime_of, say
 
 pytestmark = pytest.mark.anyio
 
@@ -165,23 +163,6 @@ async def test_what_is_only_looked_at_is_free() -> None:
             response = await client.post("/v1/adaptation/pause", headers={"authorization": "Bearer admin"})
             assert (error_of(response)["code"], left(response)) == ("adaptation_off", {})
         assert left(await client.post("/tokenize", json={"prompt": "a"}))["remaining-requests"] == "0"
-
-
-class Held(ScriptedEngine):
-    """Says one token, and the rest when it is told to."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        super().__init__(self._script)
-
-    def _script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, index, "a") for index in range(request.n)]
-        assert self.go_on.wait(10)
-        yield [step(request, index, "b", "stop") for index in range(request.n)]
-
-    def stop(self) -> None:
-        self.go_on.set()
-        super().stop()
 
 
 async def until(true: Callable[[], bool]) -> None:
