@@ -306,8 +306,8 @@ def _check_fields(body: Completion, server: Server) -> None:
     extra = body.model_extra or {}
     refuse(extra, _HARMLESS)
     if isinstance(body, ChatCompletionRequest):
-        for position, message in enumerate(body.messages):
-            refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
+        for position, turn in enumerate(body.messages):
+            refuse(turn.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
     for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
         server.note_ignored(name)
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
