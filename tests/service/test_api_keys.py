@@ -71,7 +71,7 @@ def test_neither_keys_nor_their_hashes_are_shown(tmp_path: Path) -> None:
         ({"key": "b", "max_concurrent": True}, "max_concurrent of entry 2: input should be a valid integer"),
         ({"key": "b", "tokens_per_minute": 1.5}, "tokens_per_minute of entry 2: input should be a valid integer"),
         ({"key": "b", "name": "a b"}, "name of entry 2: string should match pattern"),
-        ({"key": "sha256:12"}, "key of entry 2: behind sha256: there must be the 64 hexadecimal digits"),
+        ({"key": "sha256:12"}, "key of entry 2: sha256: must be followed by the 64 hexadecimal digits"),
         ({"key": "s3cret word"}, "key of entry 2: a key must not be empty or contain spaces"),
         (17, "entry 2: input should be a valid dictionary"),
         ({"key": "a", "max_concurrent": 1}, "two different entries have the same key"),

@@ -106,11 +106,6 @@ async def test_our_own_messages_are_accepted(message: dict[str, Any]) -> None:
     assert ("No." in TOKENIZER.decode(engine.submitted[0].prompt)) == ("No." in str(message))
 
 
-async def test_a_message_of_nothing_is_refused() -> None:
-    response = await post(ScriptedEngine(say("x")), messages=[{"role": "assistant", "content": None}])
-    assert error_of(response)["param"] == "messages.0.content"
-
-
 @pytest.mark.parametrize("part", ["image_url", "input_audio", "file", "video_url"])
 async def test_what_is_no_text_is_refused_by_name(part: str) -> None:
     content = [{"type": "text", "text": "What is it?"}, {"type": part, part: {"url": "data:,"}}]
