@@ -167,7 +167,6 @@ class MemoryFile:
         self, path: Path, drafter: MemoryDrafter, engine: EngineThread, *, tokenizer: str, names: bytes
     ) -> None:
         """`tokenizer`: a hash of the vocabulary; `names`: the key that hashes scopes. Raises StartupError."""
-        self.path = path
         self._file = AnswersFile(path, drafter, tokenizer=tokenizer, names=names)
         self._drafter, self._engine = drafter, engine
         self._pause = _LEAST_PAUSE_SECONDS
@@ -177,6 +176,11 @@ class MemoryFile:
         self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
         drafter.past.listeners.append(self)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
 
     def start(self) -> None:
         """Start the thread, which restores past answers from the file, and then writes them regularly."""
