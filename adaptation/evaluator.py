@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
-from typing import Literal
 
 import torch
 
 from adaptation.losses import TextDivergence
 from adaptation.monitor import TextScores
+from adaptation.records import GateReason
 from adaptation.samples import ValidationText
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
@@ -25,10 +25,6 @@ Replay = Callable[[SpecBlock, Example], float]  # -> tau
 # Replays of whole trees as they are served take tens of times as long.
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _NODES = 8  # some breadth: chains alone flatter a head that has only become more certain
-
-GateReason = Literal[
-    "better", "too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise"
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from adaptation.config import Tuning
 from adaptation.policy import Policy, QueryReport
+from adaptation.records import QuotaReason
 from adaptation.samples import (
     SampleBuffers,
     TrainingSample,
@@ -23,8 +23,6 @@ from adaptation.samples import (
     undrafted_steps,
 )
 from drafters.feedback import QueryFeedback
-
-QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
 
 _QUERY_POSITIONS = 32  # rejected positions of a query that are learnt from, at most
 _HALF_LIFE_SECONDS = 600.0  # after which a client's past use counts half

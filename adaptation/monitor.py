@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
-from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from adaptation.config import Tuning
 from adaptation.policy import State
-
-AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before"]
+from adaptation.records import AlarmReason
 
 _SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
 _THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)

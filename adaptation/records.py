@@ -58,6 +58,29 @@ class StoreRefused(StoreLost):
     """The shared store answered with an error of its own: out of memory, no permission, an unknown group."""
 
 
+GateReason = Literal[
+    "better", "too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise"
+]
+"""Why the gate publishes or refuses a candidate."""
+QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
+"""Why a query may be learnt from, or not."""
+AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before"]
+"""Why the monitor takes weights back."""
+Outcome = Literal[
+    "applied",
+    "nothing_to_learn",
+    "interrupted",
+    "loss_not_finite",
+    "gradient_not_finite",
+    "optimizer_not_finite",
+    "weights_not_finite",
+]
+"""What became of an update in training."""
+Stage = Literal["observe", "update", "command", "recover", "save"]
+"""Where in the learning thread an exception arose."""
+Role = Literal["alone", "following", "leading"]
+"""What a replica is among others."""
+
 EventKind = Literal[
     "solved",  # a drafter was solved from the collected sums, and is to be judged
     "published",  # an update is staged for the engine

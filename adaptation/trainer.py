@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.losses import Rows, TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
+from adaptation.records import Outcome
 from adaptation.samples import TrainingSample
 from adaptation.weights import ServedDrafter
 from drafters.coupling import TreeNoise
@@ -28,15 +28,6 @@ from drafters.training.corpus import Batch, Example
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops
 
-Outcome = Literal[
-    "applied",
-    "nothing_to_learn",
-    "interrupted",
-    "loss_not_finite",
-    "gradient_not_finite",
-    "optimizer_not_finite",
-    "weights_not_finite",
-]
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
 _GRADIENT_NORM = 1.0  # maximum, by clipping

@@ -15,17 +15,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from adaptation.records import Stage
 from adaptation.trainer import UpdateReport
 from drafters.feedback import DraftLabels, QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["observe", "update", "command", "recover", "save"]
 Result = TypeVar("Result")
 _Command = tuple[Future[Any], Callable[[], object]]
 _IDLE_SECONDS = 0.5

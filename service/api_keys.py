@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import (
@@ -84,11 +84,8 @@ class ApiKey(BaseModel):
 def distinct(keys: Sequence[ApiKey]) -> tuple[ApiKey, ...]:
     """The entries without repetitions. Raises ValueError if different entries share a key or a name."""
     entries = tuple(dict.fromkeys(keys))
-    for what, values in (("key", [entry.key for entry in entries]), ("name", list(_names(entries)))):
+    names = [entry.name for entry in entries if entry.name is not None]
+    for what, values in (("key", [entry.key for entry in entries]), ("name", names)):
         if len(set(values)) < len(values):
             raise ValueError(f"two different entries have the same {what}; give each its own")
     return entries
-
-
-def _names(keys: Sequence[ApiKey]) -> Iterator[str]:
-    return (entry.name for entry in keys if entry.name is not None)

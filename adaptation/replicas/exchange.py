@@ -12,11 +12,11 @@ import random
 import secrets
 import threading
 import time
-from typing import Final, Literal
+from typing import Final
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner, worker_of
-from adaptation.records import ReplicaStatus, StoreLost
+from adaptation.records import ReplicaStatus, Role, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
 from adaptation.replicas.leader import Leader
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
@@ -27,7 +27,6 @@ from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["alone", "following", "leading"]
 
 _STEP_SECONDS: Final = 0.1
 _FIRST_RETRY_SECONDS: Final = 0.1

@@ -93,7 +93,9 @@ class ChatReply(Reply):
         if output.index not in self._begun:
             yield self._opening(output.index)
         number = self._totals.add(output)
-        deltas = self._deltas(number, output)
+        ends = output.finish_reason is not None
+        pieces = self._readers[number].read(output.text, ends=ends, is_cut=output.is_cut)
+        deltas = [self._delta_of(number, piece) for piece in pieces]
         if not deltas and self._reports_tokens(output):
             deltas = [{"content": ""}]
         for index, delta in enumerate(deltas):
@@ -102,15 +104,10 @@ class ChatReply(Reply):
                 choice["logprobs"] = self._logprobs(output.logprobs)
                 choice |= self._tokens(output.token_ids) | self._trace(number, output)
             yield self._chunk(choice)
-        if output.finish_reason is not None:
+        if ends:
             reason = _finish_reason(output.finish_reason, self._readers[number])
             end: Json = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._chunk(_delta(number, {}) | end)
-
-    def _deltas(self, number: int, output: SequenceOutput) -> list[Json]:
-        """The deltas that an output adds to a choice."""
-        pieces = self._readers[number].read(output.text, ends=output.finish_reason is not None, is_cut=output.is_cut)
-        return [self._delta_of(number, piece) for piece in pieces]
 
     def _delta_of(self, number: int, piece: Piece) -> Json:
         if piece.kind == "thought":

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -30,7 +31,29 @@ _MINUTE_SECONDS = 60
 _SLACK = 1e-6  # rounding error of summed refills
 
 
-class PerMinute:
+class _Limit(ABC):
+    """A limit, and the sum of what running requests have reserved of it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._reserved = 0
+
+    @property
+    @abstractmethod
+    def remaining(self) -> int:
+        """The amount that can be reserved now."""
+
+    def reserve(self, amount: int) -> None:
+        """Set aside the most that a request may use; the caller has checked that it remains."""
+        assert amount <= self.remaining, "the caller checks"
+        self._reserved += amount
+
+    def release(self, amount: int) -> None:
+        """Give back an unused part of a reservation."""
+        self._reserved -= amount
+
+
+class PerMinute(_Limit):
     """A limit per minute: a bucket that refills continuously.
 
     The level is at most `limit` and grows by `limit / 60` per second. Admitting a request reserves the most it may use,
@@ -43,11 +66,10 @@ class PerMinute:
     """
 
     def __init__(self, limit: int, *, clock: Clock) -> None:
-        self.limit = limit
+        super().__init__(limit)
         self._clock = clock
         self._level = float(limit)
         self._read_at = clock()  # seconds
-        self._reserved = 0
 
     @property
     def remaining(self) -> int:
@@ -63,20 +85,11 @@ class PerMinute:
         """Seconds until `amount` can be reserved, if every reservation is used."""
         return max(0.0, amount - self._free() - _SLACK) * _MINUTE_SECONDS / self.limit
 
-    def reserve(self, amount: int) -> None:
-        """Set aside the most that a request may use; the caller has checked that it remains."""
-        assert amount <= self.remaining, "the caller checks"
-        self._reserved += amount
-
     def use(self, amount: int) -> None:
         """Use up a part of a reservation."""
         self._refill()
         self._reserved -= amount
         self._level -= amount
-
-    def release(self, amount: int) -> None:
-        """Give back an unused part of a reservation."""
-        self._reserved -= amount
 
     def _free(self) -> float:
         self._refill()
@@ -171,14 +184,13 @@ class MonthlyUse:
         return f"{self._now():%Y-%m}"
 
 
-class PerMonth:
+class PerMonth(_Limit):
     """A limit of tokens per calendar month (UTC), with reservations as in `PerMinute`."""
 
     def __init__(self, limit: int, use: MonthlyUse, account: str) -> None:
-        self.limit = limit
+        super().__init__(limit)
         self._use = use
         self._account = account
-        self._reserved = 0
 
     @property
     def used(self) -> int:
@@ -195,19 +207,10 @@ class PerMonth:
         """The start of the next month as text, and the seconds until then."""
         return self._use.next_month
 
-    def reserve(self, amount: int) -> None:
-        """Set aside the most that a request may use; the caller has checked that it remains."""
-        assert amount <= self.remaining, "the caller checks"
-        self._reserved += amount
-
     def use(self, amount: int) -> None:
         """Use up a part of a reservation."""
         self._reserved -= amount
         self._use.add(self._account, amount)
-
-    def release(self, amount: int) -> None:
-        """Give back an unused part of a reservation."""
-        self._reserved -= amount
 
 
 def duration(seconds: float) -> str:

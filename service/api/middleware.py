@@ -116,11 +116,7 @@ class RefusingMiddleware:
 
     def _complaint(self, scope: Scope) -> RequestError | None:
         headers = Headers(scope=scope)
-        if self._settings.allowed_hosts is not None:
-            error = _foreign_host(scope, headers, self._settings.allowed_hosts, self._settings.cors_origins)
-            if error is not None:
-                return error
-        error = _unknown_key(scope, headers, self._settings)
+        error = _foreign_host(scope, headers, self._settings) or _unknown_key(scope, headers, self._settings)
         if error is not None:
             return error
         announced, most = headers.get("content-length", ""), self._settings.max_request_bytes
@@ -129,22 +125,22 @@ class RefusingMiddleware:
         return None
 
 
-def _foreign_host(
-    scope: Scope, headers: Headers, allowed_hosts: frozenset[str], origins: tuple[str, ...]
-) -> RequestError | None:
+def _foreign_host(scope: Scope, headers: Headers, settings: ApiSettings) -> RequestError | None:
     """The refusal of a request under a foreign host name, or of a change that a page of a foreign origin requests.
 
     A web page can make its own name resolve to this machine (DNS rebinding), so that its browser takes our answers for
     those of the page; but the browser sends that name.
     """
+    if settings.allowed_hosts is None:
+        return None
     addresses = [("host", host, host) for host in headers.getlist("host")]
     if scope.get("method") not in _SAFE_METHODS:
-        foreign = [origin for origin in headers.getlist("origin") if origin not in origins]
+        foreign = [origin for origin in headers.getlist("origin") if origin not in settings.cors_origins]
         addresses += [("origin", origin, origin.partition("://")[2]) for origin in foreign]
     for header, value, address in addresses:
         match = _ADDRESS.fullmatch(address)
         name = match["name"].lower().strip("[].") if match else ""
-        if name not in allowed_hosts and not is_loopback(name):
+        if name not in settings.allowed_hosts and not is_loopback(name):
             named = f"the {header} {value[:_MAX_LOGGED_CHARACTERS]!r}"
             message = f"This server does not answer to {named}: see allowed_hosts."
             return Forbidden(message, code=f"{header}_not_allowed")

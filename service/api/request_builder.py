@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pydantic import JsonValue
@@ -301,13 +301,20 @@ def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
 
 
 def _check_fields(body: Completion, server: Server) -> None:
+    """Refuse fields that cannot be honoured, and log unknown ones once. Raises RequestError."""
     check_model(body.model, server)
-    _refuse_unsupported(body, server)
+    extra = body.model_extra or {}
+    refuse(extra, _HARMLESS)
+    if isinstance(body, ChatCompletionRequest):
+        for position, turn in enumerate(body.messages):
+            refuse(turn.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
+    for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
+        server.note_ignored(name)
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
         raise InvalidRequest("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
-    if (body.model_extra or {}).get("best_of") not in (None, body.n or 1):
+    if extra.get("best_of") not in (None, body.n or 1):
         raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
@@ -317,17 +324,6 @@ def _check_fields(body: Completion, server: Server) -> None:
         if not 0 <= token_id < card.vocab_size:
             message = f"Invalid value for 'logit_bias': token {token_id} is outside of the vocabulary."
             raise InvalidRequest(message, param=f"logit_bias.{token_id}")
-
-
-def _refuse_unsupported(body: CompletionFields, server: Server) -> None:
-    """Refuse fields that cannot be honoured, and log unknown ones once."""
-    extra = body.model_extra or {}
-    refuse(extra, _HARMLESS)
-    if isinstance(body, ChatCompletionRequest):
-        for position, message in enumerate(body.messages):
-            refuse(message.model_extra or {}, _HARMLESS_IN_MESSAGES, prefix=f"messages.{position}.")
-    for name in extra.keys() - _HARMLESS.keys() - _IGNORED_ON_PURPOSE:
-        server.note_ignored(name)
 
 
 def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
@@ -343,18 +339,11 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
 
 
 def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
-    add_special_tokens = body.add_special_tokens is not False
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    encoded: list[list[int]] = []
-    single: list[int] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            encoded.append(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(prompt, int):
-            single.append(prompt)
-        else:
-            encoded.append(prompt)
-    return encoded or [single]
+    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
+    if not prompts or isinstance(prompts[0], int):
+        return [prompts]
+    special = body.add_special_tokens is not False
+    return [tokenizer.encode(one, add_special_tokens=special) if isinstance(one, str) else one for one in prompts]
 
 
 async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:
@@ -381,18 +370,14 @@ def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, s
     if prompt_tokens == 0:
         raise InvalidRequest(f"'{source}' must not be empty.", param=source)
     if room < 1:
-        raise _too_long(context, f"your {source} resulted in {prompt_tokens} tokens", source)
+        raise InvalidRequest(
+            f"This model's maximum context length is {context} tokens. However, your {source} resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the {source}.",
+            param=source,
+            code="context_length_exceeded",
+        )
     requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if requested is not None and (body.min_tokens or 0) > requested:
         raise InvalidRequest(f"'min_tokens' must not exceed the {requested} tokens allowed.", param="min_tokens")
     # Agents request more than any context holds; the finish_reason reports where an answer was cut.
     return min(room, cap) if requested is None else max(1, min(room, cap, requested))
-
-
-def _too_long(context: int, problem: str, source: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"This model's maximum context length is {context} tokens. However, {problem}. "
-        f"Please reduce the length of the {source}.",
-        param=source,
-        code="context_length_exceeded",
-    )

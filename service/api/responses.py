@@ -31,7 +31,7 @@ from service.api.responses_schemas import (
     ToolReference,
     function_name,
 )
-from service.api.resumption import HEADER, NoIds, resumable, resume_point
+from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response
@@ -64,11 +64,6 @@ class Stored:
     response: Mapping[str, JsonValue]
     items: Sequence[JsonValue]
 
-    @property
-    def num_bytes(self) -> int:
-        """Its size as JSON."""
-        return len(pydantic_core.to_json([self.response, self.items]))
-
 
 class ResponseStore:
     """Responses of each owner (`Scope.owner`) by id, invisible to other owners; the least recently used are evicted.
@@ -83,7 +78,7 @@ class ResponseStore:
 
     def keep(self, owner: str, stored: Stored) -> None:
         """Store a response under its id; replaces the owner's one with the same id."""
-        key, size = (owner, str(stored.response["id"])), stored.num_bytes
+        key, size = (owner, str(stored.response["id"])), len(pydantic_core.to_json([stored.response, stored.items]))
         _, replaced = self._held.pop(key, (None, 0))
         self._held[key] = stored, size
         self._num_bytes += size - replaced
@@ -129,7 +124,7 @@ def responses_router(server: Server) -> APIRouter:
             resumed = resume_point(chat, request.headers.get(HEADER))
             origin = None if resumed is None else resumed.origin
             job = _with_relaxed(tools, await build(chat, server, scope=scope, origin=origin), server)
-            ids: EventIds = NoIds()
+            ids = EventIds()
             if chat.stream:
                 job, ids = await resumable(job, body, resumed, runtime)
 
@@ -268,15 +263,9 @@ def _renamed_errors(tools: ClientTools) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise _renamed(error, tools) from error
-
-
-def _renamed(error: InvalidRequest, tools: ClientTools) -> InvalidRequest:
-    """The error with the field's name on this route."""
-    param = error.param or ""
-    renamed = tools.renamed(param)
-    for pattern, name in _RENAMED:
-        renamed = re.sub(pattern, name, renamed)
-    if renamed == param:
-        return error
-    return InvalidRequest(error.message.replace(f"'{param}'", f"'{renamed}'"), param=renamed, code=error.code)
+        param = error.param or ""
+        renamed = tools.renamed(param)
+        for pattern, name in _RENAMED:
+            renamed = re.sub(pattern, name, renamed)
+        message = error.message.replace(f"'{param}'", f"'{renamed}'")
+        raise InvalidRequest(message, param=renamed or None, code=error.code) from error

@@ -109,7 +109,7 @@ def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
 async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runtime: Runtime) -> tuple[Job, EventIds]:
     """The job as its stream needs it, and the ids of its events. `sent`: the body as it came. Raises RequestError."""
     if job.requests[0].speculation.trace:
-        return job, NoIds()
+        return job, EventIds()
     digests = await runtime.off_loop(partial(_digests_of, job, sent, runtime.card.system_fingerprint))
     if resumed is not None:
         resumed.check(job, digests)
@@ -126,21 +126,7 @@ def _digests_of(job: Job, sent: BaseModel, system_fingerprint: str) -> Digests:
     return Digests(_digest(system_fingerprint), _digest(f"{type(sent).__name__} {prompts} {fields}"))
 
 
-class NoIds:
-    """Events without ids."""
-
-    num_received = 0
-
-    def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
-        """As in EventIds."""
-        return ((chunk, None) for chunk in form.chunks(output))
-
-    def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
-        """As in EventIds."""
-        return ((chunk, None) for chunk in trailer)
-
-
-class ResumableIds:
+class ResumableIds(EventIds):
     """Events with the ids by which a stream is resumed, without those that its client has received."""
 
     def __init__(self, job: Job, digests: Digests, resumed: ResumePoint | None) -> None:

@@ -7,7 +7,7 @@ One task sends, so a client that reads slowly delays only itself.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -112,12 +112,6 @@ async def _read(frames: AsyncGenerator[bytes, None], ready: asyncio.Queue[bytes 
     await ready.put(None)
 
 
-async def held_back(began: float, release: Release, token_counts: Iterable[int]) -> None:
-    """Delay an unstreamed answer until its last token would have been streamed. `began`: on the loop's clock."""
-    if release.seconds is not None:
-        await asyncio.sleep(began + release.seconds * sum(token_counts) - asyncio.get_running_loop().time())
-
-
 class StreamForm(Protocol):
     """The chunk format of one route."""
 
@@ -134,18 +128,19 @@ class StreamForm(Protocol):
         """The chunk with its sequence number, if the route reports one."""
 
 
-class EventIds(Protocol):
-    """Gives a stream's events their ids, and drops those that the client has already received."""
+class EventIds:
+    """Gives a stream's events their ids, and drops those that the client has already received; here there are none."""
 
-    @property
-    def num_received(self) -> int:
-        """Number of events that the client received before the stream was resumed."""
+    num_received = 0
+    """Number of events that the client received before the stream was resumed."""
 
     def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
         """The new events of one engine output."""
+        return ((chunk, None) for chunk in form.chunks(output))
 
     def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
         """The new events after the last output."""
+        return ((chunk, None) for chunk in trailer)
 
 
 async def events(
@@ -246,9 +241,11 @@ async def collect(request: Request, stream: OutputStream, release: Release) -> l
 
 
 async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
-    began = asyncio.get_running_loop().time()
-    outputs = [output async for output in stream]
-    await held_back(began, release, (len(output.token_ids) for output in outputs))
+    loop = asyncio.get_running_loop()
+    began, outputs = loop.time(), [output async for output in stream]
+    if release.seconds is not None:  # as late as the last token would have been streamed
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        await asyncio.sleep(began + release.seconds * num_tokens - loop.time())
     return outputs
 
 

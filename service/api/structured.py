@@ -2,9 +2,9 @@
 `guided_*`, and `json_schema`, `regex`, `ebnf` and `grammar` of SGLang and llama.cpp."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
@@ -112,16 +112,16 @@ def _constraints(body: CompletionFields) -> list[Constraint]:
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
         message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
         raise InvalidRequest(message, param="structured_outputs")
-    fields: list[tuple[str, GrammarKind, JsonValue]] = [
+    fields: list[tuple[str, GrammarKind, Any]] = [
         *_of_format(body.response_format),
         ("structured_outputs.json", "json_schema", structured.json_),
         ("structured_outputs.json_object", "json_schema", _ANY_OBJECT if structured.json_object else None),
         ("structured_outputs.regex", "regex", structured.regex),
-        ("structured_outputs.choice", "choice", _list(structured.choice)),
+        ("structured_outputs.choice", "choice", structured.choice),
         ("structured_outputs.grammar", "grammar", structured.grammar),
         ("guided_json", "json_schema", body.guided_json),
         ("guided_regex", "regex", body.guided_regex),
-        ("guided_choice", "choice", _list(body.guided_choice)),
+        ("guided_choice", "choice", body.guided_choice),
         ("guided_grammar", "grammar", body.guided_grammar),
         ("grammar", "grammar", body.grammar),
         ("json_schema", "json_schema", body.json_schema),
@@ -153,10 +153,6 @@ def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, 
         yield param, "json_schema", schema
     if not schemas:
         yield "response_format", "json_schema", _ANY_OBJECT
-
-
-def _list(choices: Sequence[str] | None) -> JsonValue:
-    return None if choices is None else list(choices)
 
 
 def _parsed(source: JsonValue, param: str) -> JsonValue:

@@ -2,37 +2,42 @@
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final, get_args
 
-from adaptation.records import AdaptationStatus, Event, EventKind
+from adaptation.records import (
+    AdaptationStatus,
+    AlarmReason,
+    Event,
+    EventKind,
+    GateReason,
+    Outcome,
+    QuotaReason,
+    RefusalReason,
+    Role,
+    Stage,
+)
 from service.observability.metric_tables import Counter, Gauge, Table, histogram
 
 OTHER: Final = "other"  # for reasons that are sentences, which the log has
 
-_GATE: Final = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor", "within_noise")
-_ALARMS: Final = ("not_finite", "worse_than_anchor", "worse_than_before")
-_STAGES: Final = ("observe", "update", "command", "recover", "save")
-_TRAINER: Final = (
-    "nothing_to_learn",
-    "interrupted",
-    "loss_not_finite",
-    "gradient_not_finite",
-    "optimizer_not_finite",
-    "weights_not_finite",
-)
+
+def _words(literal: Any, *but: str) -> tuple[str, ...]:
+    """The words of a Literal without some."""
+    return tuple(word for word in get_args(literal) if word not in but)
+
 
 EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
     "solved": ("enough_positions", OTHER),
     "published": ("better", OTHER),
-    "refused": (*_GATE, "not_stored", OTHER),
-    "discarded": (*_TRAINER, OTHER),
-    "rolled_back": ("operator", *_ALARMS, OTHER),
+    "refused": (*_words(GateReason, "better"), "not_stored", OTHER),
+    "discarded": (*_words(Outcome, "applied"), OTHER),
+    "rolled_back": ("operator", *_words(AlarmReason), OTHER),
     "changed": ("other_words", OTHER),
     "paused": ("operator", "inherited", OTHER),
     "resumed": ("operator", OTHER),
     "loaded": ("operator", "leader", OTHER),
     "restored": ("same_weights", OTHER),
-    "failed": (*_STAGES, "thread_died", OTHER),
+    "failed": (*_words(Stage), "thread_died", OTHER),
     "not_stored": (OTHER,),
 }
 
@@ -89,10 +94,10 @@ DECISIONS: Final = (
     *(f"skip:{reason}" for reason in ("warm_up", "not_admitted", "unusable", "no_gain", "not_covered", "never")),
     *(f"{arm}:{reason}" for arm in ARMS for reason in ("explore", "gain", "fixed")),
 )
-EXCLUDED: Final = ("not_stored", "nothing_to_learn", "over_share", "resting")
+EXCLUDED: Final = _words(QuotaReason, "admitted")
 LEARNING_PHASES: Final = ("collecting", "learning")
-ROLES: Final = ("alone", "following", "leading")
-_REFUSALS: Final = ("torn", "forged", "foreign", "misfit", "not_finite")  # of data from other replicas
+ROLES: Final = _words(Role)
+_REFUSALS: Final = _words(RefusalReason, "old", "fork")  # of data from other replicas
 QUERY_FATES: Final = (
     "sent",
     "observed",
@@ -147,7 +152,7 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
     Counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
     Counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
-    Counter("adaptation_failures{stage}", "Exceptions in the learning thread.", lambda s: s.failures, _STAGES),
+    Counter("adaptation_failures{stage}", "Exceptions in the learning thread.", lambda s: s.failures, _words(Stage)),
     Counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
     # Replicas; all zero for a single server.
     Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),

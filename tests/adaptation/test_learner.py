@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from adaptation.config import PolicyName
-from adaptation.evaluator import GateDecision, GateReason
+from adaptation.evaluator import GateDecision
 from adaptation.policy import Arm, Judgement
-from adaptation.records import AdaptationStatus, NotStored
+from adaptation.records import AdaptationStatus, GateReason, NotStored, Outcome
 from adaptation.samples import ValidationText
-from adaptation.trainer import Outcome, UpdateReport
+from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same

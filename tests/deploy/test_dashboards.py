@@ -12,11 +12,6 @@ from tests.deploy.dashboards import FILES, FOLDER, dashboard
 PROVISIONING = FOLDER.parent / "provisioning"
 
 
-def test_there_are_three() -> None:
-    assert [file.stem for file in FILES] == ["adaptation", "overview", "speculation"]
-    assert len({dashboard(file)["uid"] for file in FILES}) == len(FILES)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_files_are_what_the_panels_generate(file: Path) -> None:
     assert file.read_text() == generated()[file.name], "run `python deploy/grafana/generate.py`"

@@ -1,4 +1,4 @@
-"""An agent with three functions, whose schemas are as zod and MCP servers send them, by both routes of the official
+"""An agent with two functions, whose schemas are as zod and MCP servers send them, by both routes of the official
 client: the same calls and texts whether answers are streamed and whether they are drafted, and arguments by the
 schemas."""
 
@@ -19,16 +19,6 @@ from tests.tiny_models import tiny_model
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 MAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-SAFE = 2**53 - 1
-ADDRESS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "minLength": 1, "maxLength": 12, "description": "In English"},
-        "country": {"type": "string", "enum": ["DE", "FR", "IT"], "default": "DE"},
-    },
-    "required": ["city", "country"],
-    "additionalProperties": False,
-}
 ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -42,23 +32,12 @@ PARCEL: dict[str, Any] = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",
     "properties": {
-        "origin": ADDRESS,
+        "origin": {"type": "string", "enum": ["DE", "FR", "IT"]},
         "target": {"$ref": "#/properties/origin"},
         "items": {"type": "array", "items": ITEM, "minItems": 1, "maxItems": 2},
         "insured": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None},
     },
     "required": ["origin", "target", "items", "insured"],
-    "additionalProperties": False,
-}
-NOTE: dict[str, Any] = {
-    "$schema": DRAFT,
-    "type": "object",
-    "properties": {
-        "author": {"type": "string", "format": "uuid"},
-        "rank": {"type": "integer", "minimum": -SAFE, "maximum": SAFE},
-        "kind": {"type": "string", "const": "note"},
-    },
-    "required": ["author", "rank", "kind"],
     "additionalProperties": False,
 }
 
@@ -110,7 +89,6 @@ FUNCTIONS = {
         PARCEL,
         lambda asked: json.dumps({"sent": len(asked["items"]), "from": asked["origin"], "to": asked["target"]}),
     ),
-    "write_note": Function("Writes a note.", NOTE, NOTE, lambda asked: f"Note {asked['rank']} is written."),
 }
 TURNS = ("find_orders", "required", "send_parcel", "required", "none")
 """What the model must call in each turn: a function, any one, none."""
@@ -133,7 +111,7 @@ class Agent(ABC):
         self._streams = streams
         self._fields = {"model": "tiny", "temperature": temperature, "stream": streams, "parallel_tool_calls": False}
         self._drafts = drafts
-        self._items: list[Any] = [{"role": "user", "content": "Send Ada what she ordered, and write it down."}]
+        self._items: list[Any] = [{"role": "user", "content": "Send Ada what she ordered."}]
 
     def run(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Text and calls of each turn."""
@@ -236,7 +214,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     running.end()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("server", ["tiny", pytest.param("embedded", marks=pytest.mark.slow)])
 def test_an_agent_does_the_same_by_each_way(server: str, temperature: float, request: pytest.FixtureRequest) -> None:
     running: Process = request.getfixturevalue(server)

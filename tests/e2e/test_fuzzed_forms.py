@@ -3,25 +3,14 @@ validates, by a validator that is not ours; one that was cut is the beginning of
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.processes import serving_tiny
-
 LITERALS = ("a", "<|end|>", "x<|start|>", '<|end|>"', "\\<|extra_1|>\n", "ä€😀", "<|", "")
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it as JSON."}]
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    running = serving_tiny(tmp_path_factory.mktemp("fuzzed"))
-    with running.official() as official:
-        yield official
-    running.end()
 
 
 def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:
@@ -73,7 +62,7 @@ def stream_of(
     return text, event_id, end
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_none_leaves_its_form(client: openai.OpenAI, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(8):

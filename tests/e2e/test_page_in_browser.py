@@ -312,27 +312,18 @@ def test_where_all_is_closed_an_api_key_opens_feed_and_chat(page: Browser) -> No
         page.open("about:blank")
 
 
-def test_what_drafting_is_believed_to_gain_is_said(page: Browser) -> None:
+def test_what_drafting_gains_and_past_answers_bring_is_said(page: Browser) -> None:
     live = Live()
     with served(app_of(runtime_of(ScriptedEngine(say("ab"))), live=live)) as url:
         page.open(url + "/")
         page.until("document.getElementById('state').className === 'ready'")
+        assert page.value("document.getElementById('memory').hidden")
         live.observe_step(replace(STEP, drafting=OUTLOOK))
         page.until("document.getElementById('drafting').textContent")
         assert page.text("#drafting") == (
             "Drafting gains 0.25 ± 0.05 plain steps per step of 2 sequences or more; "
             "it may still lose 0.75 s, and has lost 0.13 s."
         )
-        page.open("about:blank")
-
-
-def test_what_past_answers_hold_and_bring_is_said(page: Browser) -> None:
-    live = Live()
-    with served(app_of(runtime_of(ScriptedEngine(say("ab"))), live=live)) as url:
-        page.open(url + "/")
-        page.until("document.getElementById('state').className === 'ready'")
-        assert page.value("document.getElementById('memory').hidden")
-        live.observe_step(STEP)
         page.until("!document.getElementById('memory').hidden")
         held = "Past answers: 1,234 tokens remembered, their room 13 % full; "
         assert page.text("#memory") == held + "60 % of accepted tokens come from the memory."

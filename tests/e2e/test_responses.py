@@ -1,15 +1,11 @@
 """`/v1/responses` with the official client and a real server: text, calls, structured answers, events in order, and
 conversations that the server remembers."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
-from pydantic import BaseModel, Field
-
-from tests.processes import serving_tiny
 
 WEATHER: FunctionToolParam = {
     "type": "function",
@@ -22,18 +18,6 @@ WEATHER: FunctionToolParam = {
         "additionalProperties": False,
     },
 }
-
-
-class Note(BaseModel):
-    title: str = Field(max_length=12)
-    kind: Literal["question", "answer"]
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    running = serving_tiny(tmp_path_factory.mktemp("responses"))
-    yield running.official()
-    running.end()
 
 
 def create(client: openai.OpenAI, **fields: Any) -> Any:
@@ -54,14 +38,6 @@ def test_text_is_that_of_a_chat_completion(client: openai.OpenAI) -> None:
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 12
     assert response.usage.input_tokens == chat.usage.prompt_tokens  # type: ignore[union-attr]
-
-
-def test_a_parsed_answer(client: openai.OpenAI) -> None:
-    response = client.responses.parse(
-        model="tiny", input="so it is", text_format=Note, temperature=1.0, max_output_tokens=200
-    )
-    assert response.status == "completed"
-    assert isinstance(response.output_parsed, Note)
 
 
 def test_a_conversation_with_a_call_is_remembered(client: openai.OpenAI) -> None:

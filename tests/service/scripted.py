@@ -105,6 +105,40 @@ class ScriptedEngine:
         self.drain()
 
 
+class Held(ScriptedEngine):
+    """Says one piece, and the other one when `go_on` is set, or at the end."""
+
+    def __init__(self, first: str = "a", last: str = "b") -> None:
+        self.go_on = threading.Event()
+        self._first, self._last = first, last
+        super().__init__(self._script)
+
+    def _script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
+        yield [step(request, index, self._first) for index in range(request.n)]
+        assert self.go_on.wait(10)
+        yield [step(request, index, self._last, "stop") for index in range(request.n)]
+
+    def stop(self) -> None:
+        self.go_on.set()
+        super().stop()
+
+
+class Endless(ScriptedEngine):
+    """Says the same every few milliseconds until a request is aborted; `text` replaces the text of its one token."""
+
+    def __init__(self, text: str = "x") -> None:
+        self.stopped_speaking = threading.Event()
+        self._text = text
+        super().__init__(self._script)
+
+    def _script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
+        while not self.stopped_speaking.wait(0.005):
+            yield [replace(step(request, 0, "x"), text=self._text)]
+
+    def abort(self, request_id: str) -> None:
+        self.stopped_speaking.set()
+
+
 class ScriptedAdaptation:
     """Remembers what it was asked for, and in which thread."""
 
@@ -185,6 +219,10 @@ async def running(
 
 
 def runtime_of(
-    engine: ScriptedEngine, *, max_waiting: int = 4, adaptation: ScriptedAdaptation | None = None
+    engine: ScriptedEngine,
+    *,
+    max_waiting: int = 4,
+    adaptation: ScriptedAdaptation | None = None,
+    tokenizer: ChatTokenizer = TOKENIZER,
 ) -> Runtime:
-    return Runtime(lambda: ServedModel(engine, TOKENIZER, CARD, adaptation), max_waiting=max_waiting)
+    return Runtime(lambda: ServedModel(engine, tokenizer, CARD, adaptation), max_waiting=max_waiting)

@@ -8,7 +8,7 @@ from adaptation.records import Event
 from service.engine.stats import StepStats
 from service.observability.live import KEPT_MOMENTS, Live
 from tests.service.scripted import STATUS
-from tests.service.test_metrics import FINISH, LOAD, MEMORY, OUTLOOK, STEP
+from tests.service.test_metrics import FINISH, LOAD, MEMORY, STEP
 
 
 class Clock:
@@ -51,12 +51,6 @@ def test_a_second_is_added_up() -> None:
         {"memory": 6, "specblock": 4},
         {},
     ]
-
-
-def test_the_latest_outlook_is_shown() -> None:
-    live = Live()
-    live.observe_step(replace(STEP, drafting=OUTLOOK))
-    assert live.tick()["drafting"] == OUTLOOK
 
 
 def test_a_second_in_which_nothing_happens() -> None:

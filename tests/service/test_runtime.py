@@ -1,15 +1,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import CancelledError
 
 import pytest
 
-from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
-from service.errors import EngineFailure, NotFound, NotReady, QueueFull, StartupError
+from service.engine.requests import GenerationRequest, SamplingParams
+from service.errors import EngineFailure, NotFound, NotReady, StartupError
 from service.runtime import Runtime, ServedModel
-from tests.service.scripted import CARD, TOKENIZER, ScriptedAdaptation, ScriptedEngine, running, say, step
+from tests.service.scripted import CARD, TOKENIZER, Held, ScriptedAdaptation, ScriptedEngine, running, say, step
 
 pytestmark = pytest.mark.anyio
 
@@ -17,36 +16,6 @@ pytestmark = pytest.mark.anyio
 def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
     sampling = SamplingParams(seed=0, max_tokens=8)
     return GenerationRequest(request_id=request_id, prompt=(1, 2), sampling=sampling, n=n)
-
-
-class Gate:
-    """A script that says one piece, waits until it is opened, and says the last."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, 0, "the")]
-        assert self.opened.wait(10)
-        yield [step(request, 0, "w", "stop")]
-
-
-async def test_outputs_come_in_order_and_end_with_the_last_sequence() -> None:
-    async with running(ScriptedEngine(say("he", "llo"))) as runtime:
-        with runtime.generate(ask(n=2)) as generation:
-            outputs = [(output.index, output.text, output.finish_reason) async for output in generation]
-    assert outputs == [(0, "he", None), (1, "he", None), (0, "llo", "stop"), (1, "llo", "stop")]
-
-
-async def test_several_requests_share_one_generation() -> None:
-    engine = ScriptedEngine(say("he", "llo"))
-    async with running(engine) as runtime:
-        with runtime.generate(ask("a"), ask("b")) as generation:
-            texts = {"a": "", "b": ""}
-            async for output in generation:
-                texts[output.request_id] += output.text
-    assert texts == {"a": "hello", "b": "hello"}
-    assert engine.aborted == []
 
 
 async def test_one_wakeup_serves_all_requests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,33 +38,14 @@ async def test_one_wakeup_serves_all_requests_of_a_step(monkeypatch: pytest.Monk
 
 
 async def test_closing_early_aborts_and_drops_what_is_on_its_way() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
+    engine = Held("the", "w")
     async with running(engine) as runtime:
         with runtime.generate(ask("a")) as generation:
             assert (await anext(generation)).text == "the"
         assert engine.aborted == ["a"]
-        gate.opened.set()
+        engine.go_on.set()
         with pytest.raises(StopAsyncIteration):
             await anext(generation)
-
-
-async def test_cancelling_the_consumer_aborts() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
-
-    async def consume(runtime: Runtime) -> None:
-        with runtime.generate(ask("a")) as generation:
-            async for _ in generation:
-                pass
-
-    async with running(engine) as runtime:
-        task = asyncio.create_task(consume(runtime))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert engine.aborted == ["a"]
-        gate.opened.set()
 
 
 async def test_a_consumer_that_does_not_read_delays_nobody() -> None:
@@ -104,16 +54,6 @@ async def test_a_consumer_that_does_not_read_delays_nobody() -> None:
             with runtime.generate(ask("quick")) as quick:
                 assert len([output async for output in quick]) == 50
             assert len([output async for output in slow]) == 50
-
-
-async def test_a_full_queue_refuses() -> None:
-    engine = ScriptedEngine(say("x"))
-    async with running(engine, max_waiting=4) as runtime:
-        engine.num_waiting = 4
-        with pytest.raises(QueueFull) as caught:
-            runtime.generate(ask())
-        assert caught.value.retry_after_seconds == 5
-        assert engine.submitted == []
 
 
 async def loading() -> tuple[Runtime, threading.Event]:
@@ -169,8 +109,7 @@ async def test_stopping_while_loading_does_not_wait_for_the_load() -> None:
 
 
 async def test_a_dead_engine_fails_every_generation() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
+    engine = Held("the", "w")
     async with running(engine) as runtime:
         with runtime.generate(ask()) as generation:
             await anext(generation)
@@ -178,43 +117,7 @@ async def test_a_dead_engine_fails_every_generation() -> None:
             with pytest.raises(EngineFailure, match="internal error"):
                 await anext(generation)
         assert runtime.state == "failed"
-        gate.opened.set()
-
-
-@pytest.mark.parametrize(("finish", "error"), [("error", EngineFailure), ("abort", NotReady)])
-async def test_a_sequence_given_up_by_the_engine_is_an_error(finish: str, error: type[Exception]) -> None:
-    async with running(ScriptedEngine(say("x", "y", finish=finish))) as runtime:
-        with runtime.generate(ask()) as generation:
-            await anext(generation)
-            with pytest.raises(error):
-                await anext(generation)
-
-
-async def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
-    gate = Gate()
-    async with running(ScriptedEngine(gate.script)) as runtime:
-        generation = runtime.generate(ask())
-        draining = asyncio.create_task(runtime.drain(10))
-        await asyncio.sleep(0.02)
-        with pytest.raises(NotReady, match="shutting down"):
-            runtime.generate(ask("b"))
-        gate.opened.set()
-        with generation:
-            assert [output.text async for output in generation] == ["the", "w"]
-        await draining
-
-
-async def test_drain_gives_up_after_its_time() -> None:
-    gate = Gate()
-    engine = ScriptedEngine(gate.script)
-    engine.stop = gate.opened.set  # type: ignore[method-assign]
-    engine.abort = lambda request_id: gate.opened.set()  # type: ignore[method-assign]
-    async with running(engine) as runtime:
-        with runtime.generate(ask()) as generation:
-            await anext(generation)
-            await runtime.drain(0.05)
-            assert gate.opened.is_set()
-        engine.drain()
+        engine.go_on.set()
 
 
 async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:

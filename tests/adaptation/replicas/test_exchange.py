@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptation.records import ReplicaStatus, StoreLost
-from adaptation.replicas.exchange import Exchange, LocalOnly, Role
+from adaptation.records import ReplicaStatus, Role, StoreLost
+from adaptation.replicas.exchange import Exchange, LocalOnly
 from adaptation.replicas.redis_store import Part
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback

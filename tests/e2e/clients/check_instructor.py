@@ -1,20 +1,12 @@
-"""instructor: models of pydantic by functions and by schemas, whole and in part. Usage: check_instructor.py BASE_URL"""
+"""instructor: models of pydantic by functions and by schemas, whole and in part."""
 
 import asyncio
-import sys
-from typing import Annotated, Literal
 
 import instructor
-from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from checks import BASE_URL, Note, official, run
+from openai import AsyncOpenAI
 
-
-class Note(BaseModel):
-    kind: Literal["question", "answer"]
-    marks: Annotated[list[Literal[1, 20, 300]], Field(max_length=3)]
-
-
-plain = OpenAI(base_url=sys.argv[1], api_key="unused")
+plain = official()
 model = plain.models.list().data[0].id
 options = {"model": model, "messages": [{"role": "user", "content": "A note."}], "max_tokens": 200, "temperature": 0.0}
 modes = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
@@ -34,7 +26,7 @@ def check_partial() -> None:
 
 
 async def asynchronous() -> None:
-    client = instructor.from_openai(AsyncOpenAI(base_url=sys.argv[1], api_key="unused"), mode=instructor.Mode.TOOLS)
+    client = instructor.from_openai(AsyncOpenAI(base_url=BASE_URL, api_key="unused"), mode=instructor.Mode.TOOLS)
     note, completion = await client.chat.completions.create_with_completion(**options, response_model=Note)
     assert isinstance(note, Note)
     assert completion.usage.completion_tokens > 0
@@ -44,6 +36,4 @@ def check_asynchronous() -> None:
     asyncio.run(asynchronous())
 
 
-for check in (check_models, check_partial, check_asynchronous):
-    check()
-    print("ok", check.__name__)
+run(check_models, check_partial, check_asynchronous)

@@ -1,21 +1,12 @@
-"""LangChain: messages, streams, bound tools, structured outputs, an agent. Usage: check_langchain.py BASE_URL"""
+"""LangChain: messages, streams, bound tools, structured outputs, an agent."""
 
-import sys
-from typing import Annotated, Literal
+from typing import Literal
 
+from checks import BASE_URL, Note, model_name, run
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from openai import OpenAI
-from pydantic import BaseModel, Field
-
-
-class Note(BaseModel):
-    """A note."""
-
-    kind: Literal["question", "answer"]
-    marks: Annotated[list[Literal[1, 20, 300]], Field(max_length=3)]
 
 
 @tool
@@ -24,8 +15,8 @@ def weather(city: Literal["Rome", "Paris"], days: Literal[1, 2, 3]) -> str:
     return f"It rains in {city} for {days} days."
 
 
-name = OpenAI(base_url=sys.argv[1], api_key="unused").models.list().data[0].id
-settings = {"model": name, "base_url": sys.argv[1], "api_key": "unused", "temperature": 0.0, "max_retries": 0}
+name = model_name()
+settings = {"model": name, "base_url": BASE_URL, "api_key": "unused", "temperature": 0.0, "max_retries": 0}
 models = [ChatOpenAI(**settings, max_tokens=200, use_responses_api=by_responses) for by_responses in (False, True)]
 
 
@@ -63,6 +54,4 @@ def check_agent() -> None:
     assert isinstance(agent.invoke({"messages": [HumanMessage("A note.")]})["structured_response"], Note)
 
 
-for check in (check_messages, check_structured_outputs, check_tools, check_agent):
-    check()
-    print("ok", check.__name__)
+run(check_messages, check_structured_outputs, check_tools, check_agent)

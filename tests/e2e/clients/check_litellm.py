@@ -1,21 +1,12 @@
-"""LiteLLM: completions, streams, functions, structured answers, responses. Usage: check_litellm.py BASE_URL"""
+"""LiteLLM: completions, streams, functions, structured answers, responses."""
 
 import json
-import sys
-from typing import Annotated, Literal
 
 import litellm
-from openai import OpenAI
-from pydantic import BaseModel, Field
+from checks import BASE_URL, Note, model_name, run
 
-
-class Note(BaseModel):
-    kind: Literal["question", "answer"]
-    marks: Annotated[list[Literal[1, 20, 300]], Field(max_length=3)]
-
-
-name = OpenAI(base_url=sys.argv[1], api_key="unused").models.list().data[0].id
-place = {"model": f"openai/{name}", "api_base": sys.argv[1], "api_key": "unused", "max_retries": 0}
+name = model_name()
+place = {"model": f"openai/{name}", "api_base": BASE_URL, "api_key": "unused", "max_retries": 0}
 messages = [{"role": "user", "content": "Say something."}]
 options = {**place, "messages": messages, "temperature": 0.0, "max_tokens": 200}
 tools = [
@@ -77,6 +68,4 @@ def check_errors() -> None:
     assert "temperature" in refusal()
 
 
-for check in (check_completions, check_structured_answers, check_functions, check_responses, check_errors):
-    check()
-    print("ok", check.__name__)
+run(check_completions, check_structured_answers, check_functions, check_responses, check_errors)

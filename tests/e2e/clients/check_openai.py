@@ -1,15 +1,10 @@
-"""openai-python: chat, streams, structured answers, functions, responses, errors. Usage: check_openai.py BASE_URL"""
+"""openai-python: chat, streams, structured answers, functions, responses, errors."""
 
-import sys
-from typing import Annotated, Literal
+from typing import Literal
 
 import openai
-from pydantic import BaseModel, Field
-
-
-class Note(BaseModel):
-    kind: Literal["question", "answer"]
-    marks: Annotated[list[Literal[1, 20, 300]], Field(max_length=3)]
+from checks import Note, official, run
+from pydantic import BaseModel
 
 
 class Weather(BaseModel):
@@ -19,7 +14,7 @@ class Weather(BaseModel):
     days: Literal[1, 2, 3]
 
 
-client = openai.OpenAI(base_url=sys.argv[1], api_key="unused", max_retries=0)
+client = official()
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "Say something."}]
 options = {"model": model, "messages": messages, "max_tokens": 60, "temperature": 0.0, "seed": 1}
@@ -100,6 +95,4 @@ def check_errors() -> None:
     assert refused_for(tools=[nameless]) == (openai.BadRequestError, "tools.0.function.name")
 
 
-for check in (check_chat, check_structured_answers, check_functions, check_responses, check_errors):
-    check()
-    print("ok", check.__name__)
+run(check_chat, check_structured_answers, check_functions, check_responses, check_errors)

@@ -1,25 +1,17 @@
-"""pydantic-ai: agents with structured outputs, tools, streams. Usage: check_pydantic_ai.py BASE_URL"""
+"""pydantic-ai: agents with structured outputs, tools, streams."""
 
 import asyncio
-import sys
-from typing import Annotated, Literal
+from typing import Literal
 
-from openai import OpenAI
-from pydantic import BaseModel, Field
+from checks import BASE_URL, Note, model_name, run
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-
-class Note(BaseModel):
-    kind: Literal["question", "answer"]
-    marks: Annotated[list[Literal[1, 20, 300]], Field(max_length=3)]
-
-
-name = OpenAI(base_url=sys.argv[1], api_key="unused").models.list().data[0].id
-provider = OpenAIProvider(base_url=sys.argv[1], api_key="unused")
+name = model_name()
+provider = OpenAIProvider(base_url=BASE_URL, api_key="unused")
 models = [OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)]
 settings = {"max_tokens": 200, "temperature": 0.0}
 
@@ -78,6 +70,4 @@ def check_streams() -> None:
     asyncio.run(stream())
 
 
-for check in (check_text, check_outputs, check_tools, check_streams):
-    check()
-    print("ok", check.__name__)
+run(check_text, check_outputs, check_tools, check_streams)

@@ -20,27 +20,21 @@ from tests.tiny_models import stock, tiny_model
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    running = serving_tiny(tmp_path_factory.mktemp("clients"), kv_cache="200MiB")
-    yield running
-    running.end()
+# The first two are large to install, and an agent of the third asks a random model until it answers.
+SLOW = [pytest.param(client, marks=pytest.mark.slow) for client in ("langchain", "litellm", "pydantic_ai")]
 
 
-LARGE = [pytest.param(client, marks=pytest.mark.slow) for client in ("langchain", "litellm")]  # to install
-
-
-@pytest.mark.parametrize("client", ["openai", "pydantic_ai", "instructor", *LARGE])
-def test_python_clients(client: str, server: Process) -> None:
+@pytest.mark.parametrize("client", ["openai", "instructor", *SLOW])
+def test_python_clients(client: str, tiny_server: Process) -> None:
     folder = python_environment(HERE / f"{client}.txt")
-    said = run(["bin/python", str(HERE / f"check_{client}.py"), f"{server.url}/v1"], folder)
+    said = run(["bin/python", str(HERE / f"check_{client}.py"), f"{tiny_server.url}/v1"], folder)
     assert said.count("ok ") >= 3
 
 
-def test_the_ai_sdk_of_npm(server: Process) -> None:
+def test_the_ai_sdk_of_npm(tiny_server: Process) -> None:
     folder = node_environment(HERE / "package.json")
     shutil.copy(HERE / "check_ai_sdk.mjs", folder)  # modules are looked for beside a script
-    said = run(["node", "check_ai_sdk.mjs", f"{server.url}/v1"], folder)
+    said = run(["node", "check_ai_sdk.mjs", f"{tiny_server.url}/v1"], folder)
     assert said.count("ok ") == 6
 
 

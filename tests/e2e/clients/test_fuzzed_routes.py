@@ -59,6 +59,7 @@ def openai_bodies() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": shared.get("$defs", {})}}
 
 
+@pytest.mark.slow  # a faster one, of the application alone, is tests/service/api/test_never_500.py
 def test_every_route_as_it_is_described(server: Process, fuzz: Callable[..., None]) -> None:
     fuzz(f"{server.url}/openapi.json", "--exclude-path", "/adaptree/feed", "-H", "authorization: Bearer boss")
 

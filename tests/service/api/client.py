@@ -18,7 +18,8 @@ from service.api.tenants import Tenants
 from service.api_keys import ApiKey, digest_of
 from service.observability.live import Live
 from service.runtime import Runtime
-from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, runtime_of
+from service.tokenizer import ChatTokenizer
+from tests.service.scripted import TOKENIZER, ScriptedAdaptation, ScriptedEngine, runtime_of
 
 SETTINGS = ApiSettings(
     tenants=Tenants((), Path("nowhere")),
@@ -56,9 +57,13 @@ async def _metrics() -> tuple[bytes, str]:
 
 @asynccontextmanager
 async def client_of(
-    engine: ScriptedEngine, *, adaptation: ScriptedAdaptation | None = None, **changes: Any
+    engine: ScriptedEngine,
+    *,
+    adaptation: ScriptedAdaptation | None = None,
+    tokenizer: ChatTokenizer = TOKENIZER,
+    **changes: Any,
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    runtime = runtime_of(engine, max_waiting=4, adaptation=adaptation)
+    runtime = runtime_of(engine, adaptation=adaptation, tokenizer=tokenizer)
     app = app_of(runtime, **changes)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from service.engine.requests import TokenLogprob
-from tests.service.api.client import ASK, client_of, error_of, events_of, post
+from tests.service.api.client import ASK, client_of, events_of, post
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
 
 pytestmark = pytest.mark.anyio
@@ -149,12 +149,6 @@ async def test_an_error_in_mid_stream_is_an_event() -> None:
     events = events_of(response)
     assert events[-2]["choices"][0]["delta"] == {"content": "he"}
     assert events[-1]["error"]["type"] == "server_error"
-
-
-async def test_an_engine_error_is_a_500_when_nothing_was_sent() -> None:
-    response = await post(ScriptedEngine(say("he", finish="error")))
-    assert response.status_code == 500
-    assert error_of(response)["type"] == "server_error"
 
 
 async def test_accept_is_not_negotiated() -> None:

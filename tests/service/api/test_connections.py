@@ -5,7 +5,6 @@ import asyncio
 import json
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from service.api.connections import GuardedProtocol
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.serve import _DrainingServer
 from tests.service.api.client import ASK, app_of
-from tests.service.scripted import TOKENIZER, ScriptedEngine, runtime_of, say
+from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, say
 from tests.service.scripted import step as step_of
 
 pytestmark = pytest.mark.anyio
@@ -180,17 +179,11 @@ async def half_closing(port: int, sends: bytes) -> bytes:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_whoever_has_said_all_is_answered_whole(stream: bool) -> None:
     """The first answer of two that were asked for at once takes longer than the client's half of the connection."""
-    release = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step_of(request, 0, "he")]
-        assert release.wait(10)
-        yield [step_of(request, 0, "llo", "stop")]
-
-    async with listening(engine=ScriptedEngine(script)) as port:
+    engine = Held("he", "llo")
+    async with listening(engine=engine) as port:
         answer = asyncio.create_task(half_closing(port, asking(stream=stream) * 2))
         await asyncio.sleep(0.2)
-        release.set()
+        engine.go_on.set()
         found = await answer
     assert found.count(b"HTTP/1.1 200 OK") == 2
     assert (b"100 Continue" in found) is not stream
@@ -203,30 +196,13 @@ async def until(happened: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-class Endless:
-    """Goes on saying the same until it is aborted."""
-
-    def __init__(self, text: str) -> None:
-        self.engine = ScriptedEngine(self._script)
-        self.engine.abort = self._abort  # type: ignore[method-assign]
-        self.aborted = threading.Event()
-        self._text, self._tokens = text, tuple(TOKENIZER.encode("x"))
-
-    def _script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        while not self.aborted.wait(0.005):
-            yield [SequenceOutput(request.request_id, 0, self._tokens, self._text)]
-
-    def _abort(self, request_id: str) -> None:
-        self.aborted.set()
-
-
 async def test_whoever_has_left_for_good_is_noticed_while_nothing_is_sent() -> None:
-    endless = Endless("x")
-    async with listening(engine=endless.engine) as port:
+    endless = Endless()
+    async with listening(engine=endless) as port:
         _, writer = await open_to(port, asking())
-        await until(lambda: endless.engine.submitted)
+        await until(lambda: endless.submitted)
         writer.close()
-        await until(endless.aborted.is_set)
+        await until(endless.stopped_speaking.is_set)
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\n"
@@ -270,10 +246,10 @@ def connected(port: int) -> socket.socket:
 
 async def test_whoever_takes_nothing_of_its_answer_is_given_up() -> None:
     endless = Endless("x" * 100_000)
-    async with listening(engine=endless.engine) as port:
+    async with listening(engine=endless) as port:
         with connected(port) as client:
             client.sendall(asking(stream=True))
-            await until(endless.aborted.is_set)
+            await until(endless.stopped_speaking.is_set)
 
 
 async def test_whoever_takes_its_answer_slowly_gets_it() -> None:
@@ -298,15 +274,8 @@ async def test_whoever_takes_its_answer_slowly_gets_it() -> None:
 
 @pytest.mark.parametrize(("drain_seconds", "ends"), [(10.0, b"[DONE]"), (0.1, b'"code":"not_ready"')])
 async def test_a_server_that_ends_lets_streams_end_or_tells_them(drain_seconds: float, ends: bytes) -> None:
-    leave = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step_of(request, 0, "x")]
-        assert leave.wait(10)
-        yield [step_of(request, 0, "the end", "stop")]
-
-    engine = ScriptedEngine(script)
-    engine.stop = leave.set  # type: ignore[method-assign]
+    engine = Held("x", "the end")
+    engine.stop = engine.go_on.set  # type: ignore[method-assign]
     async with serving(engine, drain_seconds=drain_seconds) as server:
         connection = await open_to(port_of(server), asking(stream=True))
         await until(lambda: engine.submitted)
@@ -314,7 +283,7 @@ async def test_a_server_that_ends_lets_streams_end_or_tells_them(drain_seconds: 
         await asyncio.sleep(0.05)
         assert b" 503 " in (await half_closing(port_of(server), asking()))[:20]
         if drain_seconds > 1:
-            leave.set()
+            engine.go_on.set()
         found = await told(connection)
     assert ends in found
     assert (b"the end" in found) is (drain_seconds > 1)

@@ -118,14 +118,6 @@ async def test_the_document_describes_every_body_that_is_read() -> None:
     assert {one.removeprefix("#/components/schemas/") for one in references} <= set(document["components"]["schemas"])
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "/health", "/health/", "/readyz", "/livez"])
-async def test_reading_with_a_slash_and_without_a_body(path: str) -> None:
-    async with client_of(ScriptedEngine(say("x"))) as client:
-        got, head = await client.get(path), await client.head(path)
-    assert (got.status_code, head.status_code) == (200, 200)
-    assert head.content == b""
-
-
 @pytest.mark.parametrize(
     ("path", "near"), [("/v1/chat/completion", "/v1/chat/completions"), ("/chat/completions", "/v1/chat/completions")]
 )

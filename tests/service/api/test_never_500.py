@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from service.api.responses_schemas import ResponsesRequest
 from service.api.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.service.api.client import ASK, client_of
 from tests.service.scripted import ScriptedEngine, say
@@ -48,12 +49,13 @@ GOOD: dict[str, Any] = {
 ROUTES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 
 
-BASE = {**ASK, "prompt": "hello", "tokens": [1, 2]}
+BASE = {**ASK, "prompt": "hello", "input": "hello", "tokens": [1, 2]}
 
 
 @st.composite

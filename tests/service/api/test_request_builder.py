@@ -10,8 +10,17 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
 ROOM = CARD.max_model_len - len(PROMPT)
-TEXT = {"type": "text", "text": "x"}
-IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "now", **fields}}
+
+
+NOW = function()
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+}
 
 
 async def built(**fields: Any) -> Any:
@@ -188,18 +197,24 @@ async def test_harmless_values_are_accepted() -> None:
         ({"prediction": {"type": "x", "content": "y"}}, "prediction.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        (
-            {"messages": [{"role": "user", "content": [TEXT, IMAGE]}]},
-            "messages.0.content.1.type",
-        ),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id"),
         ({"messages": "hello"}, "messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"model": 5}, "model"),
+        ({"tools": [NOW, NOW]}, "tools.1.function.name"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
+        ({"tools": [function(parameters={"type": "x"}, strict=True)]}, "tools.0.function.parameters"),
+        ({"tools": [NOW], "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "(", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"items": {"not": {"pattern": "a"}}}}, "guided_json.items"),
+        ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens"),
+        ({"messages": [CALLED]}, "messages.0.tool_calls.0.function.arguments"),
     ],
 )
 async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:

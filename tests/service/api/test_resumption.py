@@ -147,22 +147,6 @@ def tokens_in(marks: list[str]) -> str:
     return "".join(mark[mark.index("~") :] for mark in marks if "~" in mark)
 
 
-@pytest.mark.parametrize("name", CASES)
-async def test_what_ids_say_is_not_generated_again(assembly: Assembly, name: str) -> None:
-    """Wherever a stream is cut, also while it was going on already, and the rest is the same."""
-    path, body = CASES[name][0], {**USUAL, **CASES[name][1]}
-    async with serving(assembly) as client:
-        events = await stream(client, path, body)
-        marks = [mark for mark, _ in events]
-        whole, bare = said(events), [mark.partition("~")[0] for mark in marks]
-        for count in range(1, len(events), 3):
-            rest = await stream(client, path, body, bare[count - 1] + tokens_in(marks[:count]))
-            assert said(events[:count] + rest) == whole
-            twice = marks[:count] + [mark for mark, _ in rest[: len(rest) // 2]]
-            last = twice[-1].partition("~")[0] + tokens_in(twice)
-            assert said(events[:count] + rest[: len(rest) // 2] + await stream(client, path, body, last)) == whole
-
-
 async def test_an_engine_is_told_what_ids_say() -> None:
     """Of each choice, as far as it is told without a gap."""
     engine = ScriptedEngine(say(*"abcd"))

@@ -1,78 +1,42 @@
 import asyncio
-import threading
 import time
 from collections.abc import Iterable
 
 import pytest
 from fastapi import FastAPI
 
-from service.api.resumption import NoIds
-from service.api.sse import Chunk, EventStream, events
+from service.api.sse import Chunk, EventIds, EventStream, events
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
 from tests.service.api.client import ASK, Message, app_of, call_raw
-from tests.service.scripted import ScriptedEngine, runtime_of, step
+from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, step
 
 pytestmark = pytest.mark.anyio
 
 
-class Trickle:
-    """A script of one step every few milliseconds, until somebody stops it."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-
-    def script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        while not self.stopped.wait(0.005):
-            yield [step(request, 0, "x")]
-
-    def abort(self, request_id: str) -> None:
-        self.stopped.set()
-
-
-async def until_disconnect(stream: bool) -> tuple[list[Message], float, bool]:
-    """What was sent to a client that leaves, how long the call lasted after that, and whether it was aborted."""
-    trickle = Trickle()
-    engine = ScriptedEngine(trickle.script)
-    engine.abort = trickle.abort  # type: ignore[method-assign]
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_answer_at_once(stream: bool) -> None:
+    engine = Endless()
     runtime = runtime_of(engine)
-    app, sent, left_at = app_of(runtime), list[Message](), 0.0
+    app, sent = app_of(runtime), list[Message]()
 
     async def leave() -> Message:
-        nonlocal left_at
         await asyncio.sleep(0.1)
-        left_at = time.monotonic()
         return {"type": "http.disconnect"}
 
     async with app.router.lifespan_context(app):
         await runtime.wait_until_loaded()
         await asyncio.wait_for(call_raw(app, "/v1/chat/completions", {**ASK, "stream": stream}, leave, sent), 10)
-        return sent, time.monotonic() - left_at, trickle.stopped.is_set()
-
-
-async def test_a_client_that_leaves_a_stream_aborts_it_at_once() -> None:
-    sent, lasted, aborted = await until_disconnect(stream=True)
-    assert aborted
-    assert lasted < 1
-    assert sum(b"content" in message.get("body", b"") for message in sent) > 2
-    assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
-
-
-async def test_a_client_that_leaves_a_whole_answer_aborts_it_too() -> None:
-    sent, lasted, aborted = await until_disconnect(stream=False)
-    assert aborted
-    assert lasted < 1
-    assert sent[0]["status"] == 499
+    assert engine.stopped_speaking.is_set()
+    if stream:
+        assert sum(b"content" in message.get("body", b"") for message in sent) > 2
+        assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
+    else:
+        assert sent[0]["status"] == 499
 
 
 async def test_pings_come_when_nothing_else_does() -> None:
-    release = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, 0, "x")]
-        assert release.wait(10)
-        yield [step(request, 0, "y", "stop")]
-
-    frames = await _frames_of(script, ping_seconds=0.05, then=release.set)
+    engine = Held("x", "y")
+    frames = await _frames_of(engine, ping_seconds=0.05, then=engine.go_on.set)
     assert frames[0].startswith(b"data: ")
     assert frames[1:4] == [b": ping\n"] * 3
     assert frames[-1] == b"data: [DONE]\n\n"
@@ -85,7 +49,7 @@ async def test_no_ping_while_chunks_come() -> None:
             yield [step(request, 0, "x")]
         yield [step(request, 0, "y", "stop")]
 
-    assert b": ping\n" not in await _frames_of(script, ping_seconds=0.2, then=lambda: None)
+    assert b": ping\n" not in await _frames_of(ScriptedEngine(script), ping_seconds=0.2, then=lambda: None)
 
 
 class _Plain:
@@ -104,9 +68,9 @@ class _Plain:
         return {"failed": error.message}
 
 
-async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ignore[no-untyped-def]
+async def _frames_of(engine, *, ping_seconds, then) -> list[bytes]:  # type: ignore[no-untyped-def]
     """Frames of a stream; `then` is called after the fourth."""
-    runtime, sent = runtime_of(ScriptedEngine(script)), list[bytes]()
+    runtime, sent = runtime_of(engine), list[bytes]()
     await runtime.start()
     await runtime.wait_until_loaded()
     request = GenerationRequest(request_id="a", prompt=(1,), sampling=SamplingParams(seed=0, max_tokens=9))
@@ -122,15 +86,15 @@ async def _frames_of(script, *, ping_seconds, then) -> list[bytes]:  # type: ign
         await asyncio.sleep(60)
         return {"type": "http.disconnect"}
 
-    response = EventStream(events(generation, _Plain(), NoIds()), generation, ping_seconds=ping_seconds)
+    response = EventStream(events(generation, _Plain(), EventIds()), generation, ping_seconds=ping_seconds)
     await response({"type": "http"}, receive, send)
     await runtime.stop()
     return sent
 
 
 async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
-    trickle = Trickle()
-    runtime = runtime_of(ScriptedEngine(trickle.script))
+    engine = Endless()
+    runtime = runtime_of(engine)
     app: FastAPI = app_of(runtime)
     stuck, sent = asyncio.Event(), list[Message]()
 
@@ -146,7 +110,7 @@ async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
         request = GenerationRequest(request_id="slow", prompt=(1,), sampling=SamplingParams(seed=0, max_tokens=9))
         generation = runtime.generate(request)
         slow = asyncio.create_task(
-            EventStream(events(generation, _Plain(), NoIds()), generation)({"type": "http"}, forever, stall)
+            EventStream(events(generation, _Plain(), EventIds()), generation)({"type": "http"}, forever, stall)
         )
 
         async def leave() -> Message:
@@ -157,4 +121,4 @@ async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
         assert sum(b"content" in message.get("body", b"") for message in sent) > 10
         stuck.set()
         await slow
-        trickle.stopped.set()
+        engine.stopped_speaking.set()

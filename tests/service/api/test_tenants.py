@@ -2,26 +2,23 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
 from service.api.tenants import Tenants
 from service.api_keys import ApiKey, digest_of
-from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
-from tests.service.scripted import ScriptedEngine, runtime_of, say, step
+from tests.service.scripted import Held, ScriptedEngine, runtime_of, say
 
 pytestmark = pytest.mark.anyio
 
@@ -168,23 +165,6 @@ async def test_what_is_only_looked_at_is_free() -> None:
         assert left(await client.post("/tokenize", json={"prompt": "a"}))["remaining-requests"] == "0"
 
 
-class Held(ScriptedEngine):
-    """Says one token, and the rest when it is told to."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        super().__init__(self._script)
-
-    def _script(self, request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
-        yield [step(request, index, "a") for index in range(request.n)]
-        assert self.go_on.wait(10)
-        yield [step(request, index, "b", "stop") for index in range(request.n)]
-
-    def stop(self) -> None:
-        self.go_on.set()
-        super().stop()
-
-
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not true():
@@ -270,30 +250,6 @@ async def test_what_running_requests_hold_of_a_budget_may_come_back(tmp_path: Pa
         engine.go_on.set()
         assert (await running).status_code == 200
         assert (await client.post(TEXT, json={**PROMPT, "max_tokens": 38})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("limit", "code", "kind"),
-    [
-        ({"requests_per_minute": 1}, "rate_limit_exceeded", "requests"),
-        ({"tokens_per_minute": 24}, "rate_limit_exceeded", "tokens"),
-        ({"budget_tokens": 24}, "insufficient_quota", "insufficient_quota"),
-    ],
-)
-async def test_the_official_client_knows_what_it_is(
-    tmp_path: Path, limit: dict[str, int], code: str, kind: str
-) -> None:
-    app, runtime = serving({"key": "key", **limit}, folder=tmp_path)
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
-    async with app.router.lifespan_context(app), transport:
-        await runtime.wait_until_loaded()
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="key", http_client=transport, max_retries=0)
-        raw = await client.completions.with_raw_response.create(model="tiny", prompt=[1, 2, 3, 4, 5], max_tokens=19)
-        assert ("x-ratelimit-limit-requests" in raw.headers) is (kind == "requests")
-        with pytest.raises(openai.RateLimitError) as refused:
-            await client.completions.create(model="tiny", prompt=[1, 2, 3, 4, 5], max_tokens=19)
-        assert (refused.value.code, refused.value.type) == (code, kind)
-        assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize("offered", ["key", digest_of(b"key").hex(), f"sha256:{digest_of(b'key').hex()}", "kez", ""])

@@ -1,16 +1,13 @@
 """Models that think between tags: thoughts stand beside the answer, whole and streamed, on both routes."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
 import pytest
 
-from service.runtime import Runtime, ServedModel
 from service.tokenizer import ChatTokenizer
-from tests.service.api.client import ASK, app_of, client_for, events_of
-from tests.service.scripted import CARD, ScriptedEngine, say
+from tests.service.api.client import ASK, client_of, events_of
+from tests.service.scripted import ScriptedEngine, say
 from tests.service.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -21,17 +18,8 @@ THINKS = ChatTokenizer(tiny_tokenizer(TEMPLATE.replace("{{ '<|im_start|>' +", PA
 ASK_RESPONSE = {"model": "tiny", "input": "hello"}
 
 
-@asynccontextmanager
-async def client_of(engine: ScriptedEngine, tokenizer: ChatTokenizer = THINKS) -> AsyncIterator[httpx2.AsyncClient]:
-    runtime = Runtime(lambda: ServedModel(engine, tokenizer, CARD, None), max_waiting=4)
-    app = app_of(runtime)
-    async with app.router.lifespan_context(app), client_for(app) as client:
-        await runtime.wait_until_loaded()
-        yield client
-
-
 async def post(engine: ScriptedEngine, path: str, body: dict[str, Any], **fields: Any) -> httpx2.Response:
-    async with client_of(engine) as client:
+    async with client_of(engine, tokenizer=THINKS) as client:
         return await client.post(path, json={**body, **fields})
 
 

@@ -52,6 +52,7 @@ class Scripted:
     told: Sequence[Told | Exception]
     size: int = 3
     asked: list[ForwardedRequest] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of those asked
     num_open: int = 0
 
     async def send(self, asked: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
@@ -59,6 +60,7 @@ class Scripted:
         if name is None:
             return None
         tried.add(name)
+        self.names.append(name)
         told = self.told[min(len(self.asked), len(self.told) - 1)]
         self.asked.append(asked)
         if isinstance(told, Exception):
@@ -304,57 +306,19 @@ async def test_errors_of_a_request_are_passed_on() -> None:
     assert len(replicas.asked) == 1
 
 
-class Preferred:
-    """The first of two is always asked first, and always breaks off."""
-
-    def __init__(self, sick: Exception | bytes | float, size: int = 2) -> None:
-        self.asked: list[str] = []
-        self._sick = sick
-        self._names = "abcd"[:size]
-
-    async def send(self, asked: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        others = [name for name in self._names if name not in tried]
-        if not others:
-            return None
-        tried.add(others[0])
-        self.asked.append(others[0])
-        is_sick = others[0] == "a" and len(self.asked) < 3
-        if is_sick and isinstance(self._sick, Exception):
-            raise self._sick
-        if is_sick and self._sick == STOPPED:
-            return ReplicaAnswer(500, JSON, self._chunks(STOPPED), self.close)
-        if is_sick and isinstance(self._sick, float):
-            return ReplicaAnswer(200, STREAM, self._chunks(event(1), self._sick), self.close)
-        return ReplicaAnswer(200, STREAM, self._chunks(event(2), DONE), self.close)
-
-    async def _chunks(self, *pieces: bytes | float) -> AsyncGenerator[bytes, None]:
-        for piece in pieces:
-            if isinstance(piece, float):
-                await asyncio.sleep(piece)
-            else:
-                yield piece
-
-    async def close(self) -> None: ...
+STOPPED = WholeAnswer(500, JSON, b'{"error": {"code": "engine_stopped"}}')
 
 
-STOPPED = b'{"error": {"code": "engine_stopped"}}'
-
-
-@pytest.mark.parametrize("sick", [Broken("is silent"), 60.0, STOPPED], ids=["before", "within", "engine"])
-async def test_one_that_broke_off_is_not_asked_again(sick: Exception | bytes | float) -> None:
-    replicas = Preferred(sick)
-    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
+@pytest.mark.parametrize("sick", [Broken("is silent"), (event(1), 60.0), STOPPED], ids=["before", "within", "engine"])
+@pytest.mark.parametrize(("size", "names"), [(2, ["0", "1"]), (1, ["0", "0"])])
+async def test_one_that_broke_off_is_asked_again_only_where_there_is_no_other(
+    sick: Told | Exception, size: int, names: list[str]
+) -> None:
+    replicas = Scripted([sick, (event(2), DONE)], size)
+    async with ingress(replicas, stall_seconds=0.1, patience_seconds=10.0) as client:
         answer = await client.post(CHAT, json=STREAMED)
     assert numbers(answer.text)[-1] == 2
-    assert replicas.asked == ["a", "b"]
-
-
-async def test_one_that_broke_off_is_asked_again_where_there_is_no_other() -> None:
-    replicas = Preferred(60.0, size=1)
-    async with client_for(create_ingress(replicas, stall_seconds=0.1)) as client:
-        answer = await client.post(CHAT, json=STREAMED)
-    assert numbers(answer.text) == [1, 1, 2]
-    assert replicas.asked == ["a"] * 3
+    assert replicas.names == names
 
 
 async def test_a_slow_client_is_no_silent_replica() -> None:

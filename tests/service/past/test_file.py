@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,21 @@ PROMPT, OTHER = random_prompts(2, 20)
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "past"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a server that has answered."""
+    folder = tmp_path_factory.mktemp("kept")
+    with serving(folder / "past") as server:
+        server.answer(PROMPT)
+    return folder
+
+
+@pytest.fixture
+def filled(kept: Path, tmp_path: Path) -> Path:
+    """A copy of its file, beside the key."""
+    return copytree(kept, tmp_path / "filled") / "past"
 
 
 @pytest.fixture(autouse=True)
@@ -57,23 +75,7 @@ def test_it_is_written_while_the_engine_runs(path: Path) -> None:
         eventually(lambda: path.read_bytes() != content)
 
 
-def test_what_is_new_when_the_file_is_read_stays(path: Path) -> None:
-    with serving(path) as server:
-        server.answer(PROMPT)
-    server = Server()
-    file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
-    server.ended.append(file.finish)
-    server.start()
-    server.answer(OTHER)
-    new = server.tree(OTHER)
-    file.start()
-    eventually(lambda: file._is_read)
-    assert server.tree(OTHER).tokens.tolist() == new.tokens.tolist()
-    assert server.tree(PROMPT).num_nodes.item()
-    server.thread.stop()
-
-
-def test_what_is_forgotten_before_the_file_is_read_stays_forgotten(path: Path) -> None:
+def test_what_is_new_or_forgotten_before_the_file_is_read_stays_so(path: Path) -> None:
     with serving(path) as server:
         server.answer(PROMPT, "a")
         server.answer(PROMPT, "b")
@@ -81,11 +83,14 @@ def test_what_is_forgotten_before_the_file_is_read_stays_forgotten(path: Path) -
     file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
     server.ended.append(file.finish)
     server.start()
+    server.answer(OTHER, "b")
+    new = server.tree(OTHER, "b")
     server.forget("a")
     file.start()
     eventually(lambda: file._is_read)
-    assert not server.tree(PROMPT, "a").num_nodes.item()
+    assert server.tree(OTHER, "b").tokens.tolist() == new.tokens.tolist()
     assert server.tree(PROMPT, "b").num_nodes.item()
+    assert not server.tree(PROMPT, "a").num_nodes.item()
     server.thread.stop()
 
 
@@ -145,19 +150,14 @@ def test_a_share_that_begins_again_while_it_is_copied_is_left_out(path: Path, mo
     ],
 )
 def test_a_file_that_cannot_be_used_is_set_aside(
-    path: Path, damage: "object", reason: str, caplog: pytest.LogCaptureFixture
+    filled: Path, damage: Callable[[bytes], bytes], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(path) as server:
-        server.answer(PROMPT)
-    data = damage(path.read_bytes())  # type: ignore[operator]
-    path.write_bytes(data)
-    with serving(path) as server:
+    data = damage(filled.read_bytes())
+    filled.write_bytes(data)
+    with serving(filled) as server:
         assert not server.tree(PROMPT).num_nodes.item()
         assert reason in caplog.text
-        assert path.with_name("past.set-aside").read_bytes() == data
-        server.answer(PROMPT)
-    with serving(path) as server:
-        assert server.tree(PROMPT).num_nodes.item()
+        assert filled.with_name("past.set-aside").read_bytes() == data
 
 
 @pytest.mark.parametrize(
@@ -169,20 +169,19 @@ def test_a_file_that_cannot_be_used_is_set_aside(
     ],
 )
 def test_a_file_that_does_not_fit_is_set_aside(
-    path: Path, other: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+    filled: Path, other: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(path) as server:
-        server.answer(PROMPT)
-    with serving(path, **other):  # type: ignore[arg-type]
+    with serving(filled, **other) as server:
         assert reason in caplog.text
-        assert path.with_name("past.set-aside").exists()
-
-
-def test_another_key_opens_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(path) as server:
+        assert filled.with_name("past.set-aside").exists()
         server.answer(PROMPT)
-    path.with_name("past.key").unlink()
-    with serving(path):
+    with serving(filled, **other) as server:
+        assert server.tree(PROMPT).num_nodes.item()
+
+
+def test_another_key_opens_nothing(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled.with_name("past.key").unlink()
+    with serving(filled):
         assert "are not used" in caplog.text
 
 
