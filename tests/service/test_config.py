@@ -305,3 +305,16 @@ def test_the_example_file_holds_every_setting_and_sets_none() -> None:
 def _is_setting(line: str) -> bool:
     name = line[2:].split(":")[0]
     return line.startswith("# ") and (name in ServiceConfig.model_fields or f"adaptation.{name.strip()}" in SETTINGS)
+
+
+def test_the_flag_names_the_file_before_the_variable_does(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 1\n")
+    assert load_config({"config": file}, {"ADAPTREE_CONFIG": "elsewhere.yaml"}).config.port == 1
+
+
+def test_there_are_few_settings() -> None:
+    assert len(SETTINGS) <= 43
+
+
+def test_a_home_folder_is_expanded() -> None:
+    assert "~" not in str(load_config({"state_dir": "~/state"}, {}).config.state_dir)

@@ -1,5 +1,7 @@
 """The routes that forget past answers: whose, who may, and what is answered where that cannot be done."""
 
+from typing import Any
+
 import pytest
 
 from tests.service.api.client import ASK, app_of, client_for, client_of, error_of
@@ -60,3 +62,10 @@ async def test_what_cannot_be_done_is_an_error() -> None:
         runtime.state = "ready"
         assert (await client.get(OWN)).status_code == 405
     assert engine.forgotten == []
+
+
+async def test_the_routes_are_described() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        paths: dict[str, Any] = (await client.get("/openapi.json")).json()["paths"]
+    assert {value["name"] for value in paths[OWN]["delete"]["parameters"]} == {"user", "safety_identifier"}
+    assert all("Forget" in paths[path]["delete"]["description"] for path in (OWN, ALL))

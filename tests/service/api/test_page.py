@@ -1,5 +1,6 @@
 """The files of the live page: open, small, cached by content, and under a policy that lets nothing foreign in."""
 
+import re
 from importlib.resources import files
 
 import pytest
@@ -62,3 +63,22 @@ def page_files() -> dict[str, str]:
 
 def test_every_file_of_the_folder_is_served() -> None:
     assert {path.rpartition("/")[2] or "index.html" for path in PAGE_PATHS} == set(page_files())
+
+
+def test_no_file_names_another_host() -> None:
+    for name, text in page_files().items():
+        hosts = set(re.findall(r"(?:https?:)?//([\w.-]+\.\w+)", text))
+        assert hosts <= {"www.w3.org"}, name
+
+
+def test_text_never_becomes_markup() -> None:
+    for name, text in page_files().items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
+
+
+def test_every_field_has_a_label() -> None:
+    page = page_files()["index.html"]
+    fields = set(re.findall(r'<(?:input|textarea|select|output)\b[^>]*\bid="([^"]+)"', page))
+    labelled = set(re.findall(r'<label [^>]*for="([^"]+)"', page)) | {"step-text"}
+    assert len(fields) >= 8
+    assert fields == labelled
