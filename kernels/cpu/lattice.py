@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous
 from kernels.lattice import CLASS_OF_RANK, Lattice, Picked, StartNodes
 from kernels.survival import CEILING
 
@@ -30,7 +30,7 @@ def grow_lattice(
     lattice = Lattice(origin, tokens, parents, depths, predicted.new_empty(batch, width))
     nodes, depth, chosen, start, position = tokens.new_empty(5, batch, number).unbind()
     picked = Picked(StartNodes(nodes, depth, predicted.new_empty(batch, number)), chosen, start, position)
-    begins, limits = Structure(*contiguous(*origin)), (first_number, CEILING, least)
+    begins, limits = CStruct(*contiguous(*origin)), (first_number, CEILING, least)
     call(
         "grow_lattice",
         begins,
@@ -41,8 +41,8 @@ def grow_lattice(
         block,
         ranks,
         *limits,
-        Structure(*lattice[1:]),
-        Structure(*picked.origin, *picked[1:]),
+        CStruct(*lattice[1:]),
+        CStruct(*picked.origin, *picked[1:]),
         number,
     )
     return lattice, picked

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous, remembered
+from kernels.cpu.library import CStruct, call, contiguous, remembered
 from kernels.cpu.trees import empty_tree, trees_of
 from kernels.survival import CEILING, CLAIMS, DEPTHS, SIZES, HitCounts, Proposed, Pruned
 from kernels.trees import DraftTree
@@ -83,13 +83,13 @@ def prune_trees(
 
 
 @remembered
-def _hits_of(counts: HitCounts) -> Structure:
+def _hits_of(counts: HitCounts) -> CStruct:
     """`Hits` of hit_rates.cpp."""
     tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    return Structure(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
+    return CStruct(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
 
 
 @remembered
-def _log_of(log: Proposed) -> Structure:
+def _log_of(log: Proposed) -> CStruct:
     """`Proposed` of hit_rates.cpp."""
-    return Structure(*log, log.tokens.shape[1])
+    return CStruct(*log, log.tokens.shape[1])
