@@ -46,19 +46,8 @@ def count_claims(
     """As the reference. # bins [3, bins]; claimed, buckets [batch, nodes]; committed [batch, longest]"""
     assert bins.is_contiguous(), "it is changed in place"
     *values, num_known = contiguous(claimed, buckets, committed, num_known)
-    verified, longest = trees_of(trees), committed.shape[1]
-    call(
-        "count_claims",
-        _hits_of(counts),
-        bins,
-        bins.shape[1],
-        bin_decay,
-        verified,
-        trees.batch,
-        *values,
-        longest,
-        num_known,
-    )
+    counted, verified = (_hits_of(counts), bins, bins.shape[1], bin_decay), (trees_of(trees), trees.batch)
+    call("count_claims", *counted, *verified, *values, committed.shape[1], num_known)
 
 
 def prune_trees(
