@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.asking import FIRST, SwitchPolicy
-from drafters.composite import CompositeDrafter
+from drafters.composite import Composite
 from drafters.memory.counts import MemoryCounts
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
 from drafters.readback import Observe
@@ -21,7 +21,7 @@ from drafters.tree import Candidates
 _Event = TypeVar("_Event", Read, Committed)
 
 
-class SwitchDrafter(CompositeDrafter):
+class SwitchDrafter(Composite, Drafter):
     """Feeds two drafters and asks one of them per step."""
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.calibration import MIN_SURVIVAL
-from drafters.composite import CompositeDrafter
+from drafters.composite import Composite
 from drafters.memory.counts import MemoryCounts
 from drafters.memory.network import GatedNetwork
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
@@ -25,7 +25,7 @@ MAX_ANSWER_TOKENS = 8192
 _LEARNING_RATE = 0.1  # AdaGrad's for the joint distribution: 0.05 to 0.3 give the same trees
 
 
-class MemoryDrafter(CompositeDrafter):
+class MemoryDrafter(Composite, Drafter):
     """Proposes tokens that followed the same context earlier: in the text itself, in the client's prediction, and in
     past answers of the same scope. With a network, one distribution joins both."""
 
@@ -38,7 +38,6 @@ class MemoryDrafter(CompositeDrafter):
         self._spare_row = rows  # of no sequence, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
-        self._ops = ops.on(self._memory.entries.device)
         self.past = PastAnswers(self._memory, sizes.memory)
         self.parts = () if network is None else (network,)
         self._network = None if network is None else GatedNetwork(network, sizes)
@@ -159,7 +158,8 @@ class MemoryDrafter(CompositeDrafter):
 
     def _add_text(self, row: int, part: int, tokens: Sequence[int]) -> None:
         if tokens:
-            self._ops.add_text(self._memory, row, part, torch.tensor(tokens, device=self._memory.entries.device))
+            device = self._memory.entries.device
+            ops.on(device).add_text(self._memory, row, part, torch.tensor(tokens, device=device))
 
     def _count(self, observe: Observe | None, outcome: Sequence[float]) -> None:
         """Account for a step by the sums of `learn_committed`, and the usage of the table if it was sampled."""
