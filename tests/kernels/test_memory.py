@@ -1,5 +1,4 @@
-"""Counts of what followed contexts, and joint trees: found again, bounded, learnt; the compiled twins do as the
-reference says."""
+"""Counts of what followed contexts, and joint trees: found again, bounded, learnt."""
 
 import random
 
@@ -175,45 +174,6 @@ def test_candidates_rank_by_the_noise_of_their_position_where_tokens_are_drawn(w
         chances = [chance for _, chance in pairs]
         assert chances == sorted(chances)
         assert chances[0] < chances[-1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
-    """Texts of few tokens, so that buckets fill; networks that know some of it; all that is remembered is equal."""
-    rng = random.Random(seed)
-    mine, theirs = (trusting(memory_of(buckets=4)) for _ in range(2))
-    for row in range(ROWS):
-        text = torch.tensor([rng.randrange(9) for _ in range(rng.randrange(1, 60))])
-        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
-            with_.add_text(memory, row, TEXT, text)
-            with_.add_text(memory, row, PREDICTION, text[: 5 * row])
-    for _ in range(12):
-        rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
-        warm, stores = (torch.tensor([rng.random() < 0.6 for _ in range(ROWS)]) for _ in range(2))
-        network = rng.choice((None, network_of(rng, len(rows))))
-        verified = network_of(rng, len(rows))
-        verified.num_nodes.sub_(torch.tensor([rng.randrange(3) for _ in rows]))
-        choices = torch.tensor([[rng.randrange(9) for _ in range(verified.width + 1)] for _ in rows])
-        seeds = torch.tensor([rng.randrange(1 << 62) for _ in range(ROWS)])
-        tokens = torch.tensor([[rng.randrange(9) for _ in range(4)] for _ in rows])
-        counts = torch.tensor([rng.randrange(1, 5) for _ in rows])
-        results = []
-        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
-            of = torch.tensor(rows)
-            memory.warm.copy_(warm)
-            memory.stores.copy_(stores)
-            memory.seeds.copy_(seeds)
-            memory.roots.copy_(seeds.flip(0))
-            alone = with_.grow_joint_tree(memory, of, None, NODES, LEAST)
-            joint = alone if network is None else with_.grow_joint_tree(memory, of, network, NODES, LEAST)
-            right = with_.learn_committed(memory, of, tokens, counts, verified, choices, RATE)
-            results.append((*alone, *joint, right))
-        for expected, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(mine.entries, theirs.entries)
-    for name in ("tails", "predicted"):
-        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-    torch.testing.assert_close(theirs.weights, mine.weights, rtol=1e-3, atol=1e-4)
 
 
 def network_of(rng: random.Random, batch: int) -> DraftTree:

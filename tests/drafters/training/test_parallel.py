@@ -2,11 +2,11 @@
 
 import os
 import socket
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TrainingError, load_examples
@@ -59,8 +59,14 @@ def test_two_processes_hold_the_same_weights(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Both processes are forked from one that has imported what they need, and that has run nothing.
-    multiprocessing.set_forkserver_preload([__name__])
-    multiprocessing.start_processes(one_of_two, (tmp_path, port), nprocs=2, start_method="forkserver")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    both = [context.Process(target=one_of_two, args=(rank, tmp_path, port), daemon=True) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=120)
+    assert [process.exitcode for process in both] == [0, 0]
     left, right = (torch.load(tmp_path / f"{rank}of2.pt") for rank in range(2))
     assert all(torch.equal(value, right["weights"][name]) for name, value in left["weights"].items())
     assert left["losses"] != right["losses"]
