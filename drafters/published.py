@@ -103,6 +103,12 @@ def _renamed(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
     return found
 
 
+def _on_last_layer(target: TargetParts, **numbers: Any) -> SpecBlockConfig:
+    """Return the config of a drafter that reads the target's last layer and can draft every token."""
+    last, vocab = target.config["num_hidden_layers"] - 1, target.config["vocab_size"]
+    return SpecBlockConfig(target.config, (last,), vocab, ranks_from_draft=True, **numbers)
+
+
 # EAGLE-3: `midlayer`, whose attention reads the token's embedding beside the state, `fc` of three target layers, and a
 # draft vocabulary.
 
@@ -180,17 +186,8 @@ _MEDUSA_PARTS = ("0.linear.weight", "0.linear.bias", "1.weight")
 def _medusa_config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
     if described.get("medusa_num_layers", 1) != 1:
         raise ValueError("its heads have more than one residual block each, which are not read")
-    return SpecBlockConfig(
-        target.config,
-        tap_layers=(target.config["num_hidden_layers"] - 1,),
-        draft_vocab_size=target.config["vocab_size"],
-        num_layers=0,
-        block_size=len({name.partition(".")[0] for name in _by_head(tensors)}),
-        shift=False,
-        kind="medusa",
-        ranks_from_draft=True,
-        own_heads=True,
-    )
+    block_size = len({name.partition(".")[0] for name in _by_head(tensors)})
+    return _on_last_layer(target, kind="medusa", num_layers=0, block_size=block_size, shift=False, own_heads=True)
 
 
 def _medusa_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
@@ -233,16 +230,9 @@ def _is_mtp(described: Described) -> bool:
 
 
 def _mtp_config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
-    return SpecBlockConfig(
-        target.config,
-        tap_layers=(target.config["num_hidden_layers"] - 1,),
-        draft_vocab_size=target.config["vocab_size"],
-        trained_length=target.config["max_position_embeddings"],
-        normalise_features=False,
-        kind="mtp",
-        ranks_from_draft=True,
-        **TRAINED_KINDS["mtp"].shape,
-    )
+    length = target.config["max_position_embeddings"]
+    shape = TRAINED_KINDS["mtp"].shape
+    return _on_last_layer(target, kind="mtp", trained_length=length, normalise_features=False, **shape)
 
 
 def _mtp_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:

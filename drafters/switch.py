@@ -12,26 +12,20 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.asking import FIRST, SwitchPolicy
+from drafters.composite import Composite
 from drafters.memory.counts import MemoryCounts
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import Candidates
 
 _Event = TypeVar("_Event", Read, Committed)
 
 
-class SwitchDrafter(Drafter):
-    """Feeds two drafters and asks one of them per step. It taps the layers of the first, then those only the second
-    taps."""
-
-    tap_layers: tuple[int, ...] = ()
-    reads_prompts = False
+class SwitchDrafter(Composite, Drafter):
+    """Feeds two drafters and asks one of them per step."""
 
     def __init__(self, first: Drafter, second: Drafter, sizes: DraftingSizes) -> None:
         self.parts = first, second
-        others = (layer for layer in second.tap_layers if layer not in first.tap_layers)
-        self.tap_layers = (*first.tap_layers, *others)
-        self.reads_prompts = first.reads_prompts or second.reads_prompts
         self._policy = SwitchPolicy(f"switch to {second.name}", sizes.ledger)
         self._outcomes = readback.readback_of(sizes.device)
         self._asked: int | None = None  # since the last commit
@@ -50,20 +44,8 @@ class SwitchDrafter(Drafter):
         return self._names
 
     @property
-    def version(self) -> int:
-        return sum(one.version for one in self.parts)
-
-    @property
     def ready(self) -> bool:
         return any(one.ready for one in self.parts)
-
-    @property
-    def wants_scores(self) -> bool:
-        return any(one.wants_scores for one in self.parts)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(one.num_blocks for one in self.parts)
 
     def credits(self) -> Mapping[str, int]:
         return self._credits if all(one.ready for one in self.parts) else {}
@@ -113,10 +95,6 @@ class SwitchDrafter(Drafter):
         self._follows = True
         for one in self.parts:
             one.on_weights_changed()
-
-    def rank_outcomes(self) -> RankOutcomes:
-        first, second = (one.rank_outcomes() for one in self.parts)
-        return RankOutcomes({**first.predicted, **second.predicted}, {**first.right, **second.right})
 
     def memory_counts(self) -> MemoryCounts | None:
         first, second = (one.memory_counts() for one in self.parts)

@@ -49,19 +49,29 @@ class Filters(NamedTuple):
         return Filters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
+def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
+    """`gumbel_noise_of` for rows whose `row_keys` are given. # keys [rows, 2], tokens [picked] int32 -> [rows,
+    picked]"""
+    noise = torch.empty(keys.shape[0], tokens.shape[0], dtype=torch.float32, device=keys.device)
+    rows_at_once = max(1, _NOISE_AT_ONCE // max(1, tokens.shape[0]))
+    for start in range(0, len(keys), rows_at_once):
+        part = slice(start, start + rows_at_once)
+        _fill(noise[part], hash_bits(keys[part], tokens))
+    return noise
+
+
 def sample(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    filters: Filters | None = None,
+    *,
+    noise: Noise = noise_of_tokens,
 ) -> ChosenTokens:
     """The token of each row: a function of its own logits, seed, position, temperature and filters; of equals the
     lowest id.
     # logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest"""
-    return sample_with(noise_of_tokens, logits, seeds, positions, temperatures, filters)
-
-
-def sample_with(
-    noise: Noise, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None
-) -> ChosenTokens:
-    """`sample` by this implementation of `noise_of_tokens`. # logits [rows, vocab] -> [rows]"""
     scores, warm = logits.to(torch.float32, copy=True), temperatures > 0
     if warm.all():
         return choose_likeliest(_drawn(noise, scores, seeds, positions, temperatures, filters))
@@ -178,17 +188,6 @@ def gumbel_noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     against the likeliest one is under e^-25.6 (7e-12) is never drawn, and no other probability moves by more than
     about 2^-24. # seeds, positions [rows] int64; tokens [picked] -> [rows, picked] float32"""
     return noise_of_tokens(row_keys(seeds, positions), tokens.to(torch.int32))
-
-
-def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
-    """`gumbel_noise_of` for rows whose `row_keys` are given. # keys [rows, 2], tokens [picked] int32 -> [rows,
-    picked]"""
-    noise = torch.empty(keys.shape[0], tokens.shape[0], dtype=torch.float32, device=keys.device)
-    rows_at_once = max(1, _NOISE_AT_ONCE // max(1, tokens.shape[0]))
-    for start in range(0, len(keys), rows_at_once):
-        part = slice(start, start + rows_at_once)
-        _fill(noise[part], hash_bits(keys[part], tokens))
-    return noise
 
 
 def hash_bits(keys: Tensor, tokens: Tensor) -> Tensor:

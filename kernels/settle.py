@@ -124,6 +124,9 @@ def settle(
     slots: Tensor,
     trees: tuple[Tensor, Tensor, Tensor],
     sizes: Tensor,
+    *,
+    accept: Callable[..., Accepted] = accept,
+    commit_slots: Callable[..., CommittedSlots] = commit_slots,
 ) -> Verified:
     """Walk down each tree as far as the target agrees, and write the slots of accepted nodes into the table, in place.
 
@@ -135,22 +138,6 @@ def settle(
     slots [rows]; trees: tokens, parents [lines, nodes], numbers of nodes [lines], parents before children
     sizes [sequences, sizes]: more numbers for the host, of the first sequences of the batch; of the others it reads 0
     """
-    return settle_with(accept, commit_slots, table, choice, logits, completing, lines, slots, trees, sizes)
-
-
-def settle_with(
-    accept: Callable[..., Accepted],
-    commit_slots: Callable[..., CommittedSlots],
-    table: Tensor,
-    choice: tuple[Tensor, Tensor],
-    logits: tuple[Tensor, Tensor, Tensor],
-    completing: tuple[Tensor, Tensor],
-    lines: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    trees: tuple[Tensor, Tensor, Tensor],
-    sizes: Tensor,
-) -> Verified:
-    """`settle` by these implementations of `accept` and `commit_slots`. # table [table rows, max positions]"""
     (chosen, bad), (logit_rows, logit_sequence, logit_places) = choice, logits
     of, num_nodes = completing
     table_rows, roots, node_slots = (values[of] for values in lines)

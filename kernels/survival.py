@@ -75,24 +75,18 @@ def keep_proposed(
 
 
 def judge_proposed(
-    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, next_block: int
-) -> Tensor:
-    """Count which stored nodes of these rows were accepted, each with its predicted probability, and clear the rows.
-    Returns how many accepted nodes are in buckets from `next_block` on, and how many tokens were committed.
-    # rows, lengths [batch]; tokens [batch, longest] int64, committed after the root -> [2] int64"""
-    return judge_with(fates, log, counts, rows, tokens, lengths, next_block)
-
-
-def judge_with(
-    walk: Walk,
     log: Proposed,
     counts: HitCounts,
     rows: Tensor,
     tokens: Tensor,
     lengths: Tensor,
     next_block: int,
+    *,
+    walk: Walk = fates,
 ) -> Tensor:
-    """`judge_proposed` by this implementation of `fates`. # tokens [batch, longest] -> [2]"""
+    """Count which stored nodes of these rows were accepted, each with its predicted probability, and clear the rows.
+    Returns how many accepted nodes are in buckets from `next_block` on, and how many tokens were committed.
+    # rows, lengths [batch]; tokens [batch, longest] int64, committed after the root -> [2] int64"""
     proposed = Proposed(*(table.index_select(0, rows) for table in log))
     tried, true = walk(proposed.tokens, proposed.parents, proposed.depths, tokens, lengths)
     count_hits(counts, proposed.buckets, true & tried, proposed.predicted * tried)
@@ -110,26 +104,13 @@ def count_claims(
     buckets: Tensor,
     committed: Tensor,
     num_known: Tensor,
+    *,
+    walk: Walk = fates,
 ) -> None:
     """Count the outcome of verified nodes: in `counts` which tried claims came true, and in `bins`, by survival, the
     number of nodes, the sum of their survival and the number accepted, after multiplying the bins by `bin_decay`.
     # bins [3, bins] float32; claimed [batch, nodes] float32; buckets [batch, nodes] int64; committed [batch, longest],
     # num_known [batch] as the last two arguments of `fates`"""
-    count_with(fates, counts, bins, bin_decay, trees, claimed, buckets, committed, num_known)
-
-
-def count_with(
-    walk: Walk,
-    counts: HitCounts,
-    bins: Tensor,
-    bin_decay: float,
-    trees: DraftTree,
-    claimed: Tensor,
-    buckets: Tensor,
-    committed: Tensor,
-    num_known: Tensor,
-) -> None:
-    """`count_claims` by this implementation of `fates`. # bins [3, bins]; claimed, buckets [batch, nodes]"""
     tried, accepted = walk(trees.tokens, trees.parents, trees.depths, committed, num_known)
     count_hits(counts, buckets, accepted, claimed * tried)
     place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
@@ -181,6 +162,8 @@ def prune_trees(
     weights: Tensor,
     width: int,
     widths: Tensor | None = None,
+    *,
+    correct: Callable[[DraftTree, Tensor, Tensor], Corrected] = correct_survival,
 ) -> Pruned:
     """The trees of most expected tokens per second, of at most `width` nodes each: survival is corrected by
     `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where rows are
@@ -190,21 +173,6 @@ def prune_trees(
     of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
     sequence gets what it requests; weights [batch] float32, the value of one token of each sequence -> [batch, width].
     """
-    return prune_with(correct_survival, candidates, deepest, requested, rates, seconds, weights, width, widths)
-
-
-def prune_with(
-    correct: Callable[[DraftTree, Tensor, Tensor], Corrected],
-    candidates: DraftTree,
-    deepest: Tensor,
-    requested: Tensor,
-    rates: Tensor,
-    seconds: Tensor,
-    weights: Tensor,
-    width: int,
-    widths: Tensor | None = None,
-) -> Pruned:
-    """`prune_trees` by this implementation of `correct_survival`. # candidates [batch, nodes] -> [batch, width]"""
     survival, claimed, buckets = correct(candidates, deepest, rates)
     num_alive = (survival > 0).sum(1)
     limits = torch.minimum(requested, num_alive)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from drafters import readback
 from drafters.calibration import MIN_SURVIVAL
+from drafters.composite import Composite
 from drafters.memory.counts import MemoryCounts
 from drafters.memory.network import GatedNetwork
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
@@ -24,7 +25,7 @@ MAX_ANSWER_TOKENS = 8192
 _LEARNING_RATE = 0.1  # AdaGrad's for the joint distribution: 0.05 to 0.3 give the same trees
 
 
-class MemoryDrafter(Drafter):
+class MemoryDrafter(Composite, Drafter):
     """Proposes tokens that followed the same context earlier: in the text itself, in the client's prediction, and in
     past answers of the same scope. With a network, one distribution joins both."""
 
@@ -37,8 +38,8 @@ class MemoryDrafter(Drafter):
         self._spare_row = rows  # of no sequence, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
-        self._ops = ops.on(self._memory.entries.device)
         self.past = PastAnswers(self._memory, sizes.memory)
+        self.parts = () if network is None else (network,)
         self._network = None if network is None else GatedNetwork(network, sizes)
         self._outcomes = readback.readback_of(device)
         most, capture = sizes.max_sequences, sizes.capture
@@ -64,26 +65,6 @@ class MemoryDrafter(Drafter):
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(self.credits()) or (self.name,)
-
-    @property
-    def version(self) -> int:
-        return 0 if self.network is None else self.network.version
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return () if self.network is None else self.network.tap_layers
-
-    @property
-    def reads_prompts(self) -> bool:
-        return self.network is not None and self.network.reads_prompts
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.network is not None and self.network.wants_scores
-
-    @property
-    def num_blocks(self) -> int:
-        return 0 if self.network is None else self.network.num_blocks
 
     def credits(self) -> dict[str, int]:
         return {} if self._network is None else self._network.tokens
@@ -150,9 +131,6 @@ class MemoryDrafter(Drafter):
         if self._network is not None:
             self._network.on_weights_changed()
 
-    def rank_outcomes(self) -> RankOutcomes:
-        return RankOutcomes() if self.network is None else self.network.rank_outcomes()
-
     def memory_counts(self) -> MemoryCounts:
         return self.past.counts
 
@@ -180,7 +158,8 @@ class MemoryDrafter(Drafter):
 
     def _add_text(self, row: int, part: int, tokens: Sequence[int]) -> None:
         if tokens:
-            self._ops.add_text(self._memory, row, part, torch.tensor(tokens, device=self._memory.entries.device))
+            device = self._memory.entries.device
+            ops.on(device).add_text(self._memory, row, part, torch.tensor(tokens, device=device))
 
     def _count(self, observe: Observe | None, outcome: Sequence[float]) -> None:
         """Account for a step by the sums of `learn_committed`, and the usage of the table if it was sampled."""

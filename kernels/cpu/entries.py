@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous, remembered
+from kernels.cpu.library import CStruct, call, contiguous, remembered
 from kernels.entries import EntryTables, Placed, Waiting
 
 
@@ -49,8 +49,8 @@ def place_entries(
 
 
 @remembered
-def _structure_of(tables: EntryTables) -> Structure:
+def _structure_of(tables: EntryTables) -> CStruct:
     """`Entries` of entries.cpp."""
     features = tables.features
     sizes = *tables.places.shape[1:], features.shape[1], features.shape[2] * features.itemsize
-    return Structure(*tables, *sizes)
+    return CStruct(*tables, *sizes)

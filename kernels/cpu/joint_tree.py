@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous, remembered
+from kernels.cpu.library import CStruct, call, contiguous, remembered
 from kernels.cpu.trees import empty_tree, trees_of
 from kernels.memory import ORDERS, Memory
 from kernels.trees import DraftTree
@@ -34,7 +34,7 @@ def learn_committed(
 
 
 @remembered
-def _structure_of(memory: Memory) -> Structure:
+def _structure_of(memory: Memory) -> CStruct:
     """`Memory` of memory.cpp."""
     *tables, alone, network, factors = memory
-    return Structure(*tables, *trees_of(alone).words, *trees_of(network).words, factors)
+    return CStruct(*tables, *trees_of(alone).words, *trees_of(network).words, factors)

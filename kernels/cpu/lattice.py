@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous
 from kernels.lattice import CLASS_OF_RANK, Lattice, Picked, StartNodes
 from kernels.survival import CEILING
 
@@ -12,9 +12,8 @@ _RANKS = len(CLASS_OF_RANK)
 def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
     """As the reference. # logits [..., 4], logprobs [..., 10 or more] -> [..., 10]"""
     chances = logprobs.new_empty(*logprobs.shape[:-1], _RANKS)
-    call(
-        "spread_classes", *contiguous(logits, logprobs), chances.numel() // _RANKS, logprobs.shape[-1], CEILING, chances
-    )
+    rows, width = chances.numel() // _RANKS, logprobs.shape[-1]
+    call("spread_classes", *contiguous(logits, logprobs), rows, width, CEILING, chances)
     return chances
 
 
@@ -30,19 +29,7 @@ def grow_lattice(
     lattice = Lattice(origin, tokens, parents, depths, predicted.new_empty(batch, width))
     nodes, depth, chosen, start, position = tokens.new_empty(5, batch, number).unbind()
     picked = Picked(StartNodes(nodes, depth, predicted.new_empty(batch, number)), chosen, start, position)
-    begins, limits = Structure(*contiguous(*origin)), (first_number, CEILING, least)
-    call(
-        "grow_lattice",
-        begins,
-        batch,
-        begun,
-        predicted,
-        trust,
-        block,
-        ranks,
-        *limits,
-        Structure(*lattice[1:]),
-        Structure(*picked.origin, *picked[1:]),
-        number,
-    )
+    begins = CStruct(*contiguous(*origin)), batch, begun
+    offered = predicted, trust, block, ranks, first_number, CEILING, least
+    call("grow_lattice", *begins, *offered, CStruct(*lattice[1:]), CStruct(*picked.origin, *picked[1:]), number)
     return lattice, picked

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, halves
+from kernels.cpu.library import CStruct, call, halves
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import RunLayers
@@ -74,7 +74,7 @@ class CompiledLayers:
         assert hidden.is_contiguous(), "it is changed in place"
         result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch, where = hidden.new_empty(rows * self._scratch), (places.cos, places.sin, places.slots)
-        at = Structure(*where, *attention.rows.words, *attention.groups_and_table)
+        at = CStruct(*where, *attention.rows.words, *attention.groups_and_table)
         layers, threads = (self._joined, len(self._structures)), torch.get_num_threads()
         call("decode", *layers, at, hidden, delta, result, rows, scratch, threads, dtype=hidden.dtype)
         return result
@@ -96,9 +96,9 @@ def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
     return [product for product in _products(layer) if isinstance(product, PackedLinear)]
 
 
-def _structure_of(layer: "DecoderLayer", pool: Tensor) -> Structure:
+def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
     """`DecoderLayer` of decoder_layers.cpp."""
     norms = layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None))
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]
-    return Structure(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))
+    return CStruct(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))

@@ -46,13 +46,13 @@ class _Export(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("takes", ctypes.c_char_p))
 
 
-class Structure(bytes):
+class CStruct(bytes):
     """A C structure of addresses and int64 numbers, then of floats. It keeps its tensors alive, whose elements must lie
     without gaps."""
 
     words: tuple[Tensor | int | None, ...]
 
-    def __new__(cls, *words: Tensor | int | None, floats: tuple[float, ...] = ()) -> "Structure":
+    def __new__(cls, *words: Tensor | int | None, floats: tuple[float, ...] = ()) -> "CStruct":
         layout = _layout(len(words), len(floats))
         self = super().__new__(
             cls, layout.pack(*[w.data_ptr() if isinstance(w, Tensor) else w or 0 for w in words], *floats)
@@ -61,11 +61,11 @@ class Structure(bytes):
         return self
 
 
-def remembered(build: Callable[[Any], Structure]) -> Callable[[Any], Structure]:
+def remembered(build: Callable[[Any], CStruct]) -> Callable[[Any], CStruct]:
     """The structure of an object whose tensors never move: built once, and kept for the last few objects."""
-    kept: dict[int, tuple[object, Structure]] = {}
+    kept: dict[int, tuple[object, CStruct]] = {}
 
-    def structure_of(value: object) -> Structure:
+    def structure_of(value: object) -> CStruct:
         found = kept.get(id(value))  # valid: what is kept stays alive
         if found is None:
             if len(kept) == _MOST_REMEMBERED:
@@ -77,7 +77,7 @@ def remembered(build: Callable[[Any], Structure]) -> Callable[[Any], Structure]:
 
 
 _MOST_REMEMBERED = 4
-_PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, Structure, type(None)))
+_PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, CStruct, type(None)))
 
 
 @cache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.library import Structure, call, function
+from kernels.cpu.library import CStruct, call, function
 from kernels.linear import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, Weight
 
 _OUTPUTS = 32  # of the largest tile in any build; smaller ones divide it
@@ -37,9 +37,9 @@ class PackedLinear:
         self._addresses = weights.data_ptr(), None if padded is None else padded.data_ptr()
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> CStruct:
         """`Product` of decoder_layers.cpp."""
-        return Structure(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
+        return CStruct(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T + b. # [..., in] -> [..., out]"""
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 
     outputs: int
     tiles: Tensor  # [bytes] uint8
-    structure: Structure  # `Part` of linear_quantised.cpp
+    structure: CStruct  # `Part` of linear_quantised.cpp
 
 
 class PackedWeight(QuantisedWeight):
@@ -95,7 +95,7 @@ class PackedWeight(QuantisedWeight):
 
     def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
         parts = _as_tensor(b"".join(part.structure for part in self._parts))
-        matrix = _as_tensor(Structure(parts, len(self._parts)))
+        matrix = _as_tensor(CStruct(parts, len(self._parts)))
         return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self._parts))
 
 
@@ -104,9 +104,9 @@ def keep_blocks(
 ) -> PackedWeight:
     """As the reference. # shape [out, in]"""
     (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
-    num_bytes = call("quantised_bytes", Structure(None, out, *numbers), columns)
+    num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
     tiles, first = torch.zeros(num_bytes, dtype=torch.uint8), 0
-    structure = Structure(tiles, out, *numbers)
+    structure = CStruct(tiles, out, *numbers)
     for piece in pieces:
         codes, scales, minima = (None if value is None else value.contiguous() for value in piece)
         rows = len(piece.codes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous
 from kernels.rows import ExtendRows, ForwardRows, Place
 from kernels.tree_attention import AttentionRows
 from kernels.trees import DraftTree
@@ -32,8 +32,8 @@ def lay_out_rows(
     sizes = [[rows]] * 4 + [[lines]] * 2 + [[lines, width]] + [[choosing]] * 3 + [[completing]] * 2
     columns = [torch.empty(size, dtype=torch.int64) for size in sizes]
     ancestors = torch.empty(lines, width, width, dtype=torch.bool)
-    drafted = Structure(*contiguous(slots, tree.tokens, tree.parents, tree.depths))
-    written, host = Structure(*columns, ancestors), (sequences.tobytes(), lines, read.tobytes(), width)
+    drafted = CStruct(*contiguous(slots, tree.tokens, tree.parents, tree.depths))
+    written, host = CStruct(*columns, ancestors), (sequences.tobytes(), lines, read.tobytes(), width)
     call("lay_out_rows", *host, drafted, table, table.shape[1], written)
     tokens, positions, sequence, node, table_rows, extend_end, node_slots, *chosen = columns
     attention = AttentionRows(sequence, positions, node, table_rows, extend_end, node_slots, tree.depths, ancestors)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from kernels import sample as reference
 from kernels.cpu.library import call
-from kernels.sample import ChosenTokens, Filters, row_keys, sample_with
+from kernels.sample import ChosenTokens, Filters, row_keys
 
 
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
@@ -18,7 +19,7 @@ def sample(
     """As the reference, given the same logarithm. # logits [rows, vocab] -> [rows]"""
     if filters is None:
         return _choose(logits, row_keys(seeds, positions), temperatures)
-    return sample_with(noise_of_tokens, logits, seeds, positions, temperatures, filters)
+    return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
 
 
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:

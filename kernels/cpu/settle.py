@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous
 from kernels.settle import Verified
 from kernels.tree_attention import MAX_DEPTH
 
@@ -28,5 +28,5 @@ def settle(
     shapes += [path, path, path, each, each, [batch * width]]
     verified = Verified(*[torch.empty(shape, dtype=torch.int64) for shape in shapes])
     counts = len(choice[0]), batch, width, depth, num_sized, numbers
-    call("settle", Structure(*step), *counts, table, table.shape[1], Structure(*verified))
+    call("settle", CStruct(*step), *counts, table, table.shape[1], CStruct(*verified))
     return verified

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous, remembered
+from kernels.cpu.library import CStruct, call, contiguous, remembered
 from kernels.cpu.trees import empty_tree, trees_of
 from kernels.survival import CEILING, CLAIMS, DEPTHS, SIZES, HitCounts, Proposed, Pruned
 from kernels.trees import DraftTree
@@ -46,19 +46,8 @@ def count_claims(
     """As the reference. # bins [3, bins]; claimed, buckets [batch, nodes]; committed [batch, longest]"""
     assert bins.is_contiguous(), "it is changed in place"
     *values, num_known = contiguous(claimed, buckets, committed, num_known)
-    verified, longest = trees_of(trees), committed.shape[1]
-    call(
-        "count_claims",
-        _hits_of(counts),
-        bins,
-        bins.shape[1],
-        bin_decay,
-        verified,
-        trees.batch,
-        *values,
-        longest,
-        num_known,
-    )
+    counted, verified = (_hits_of(counts), bins, bins.shape[1], bin_decay), (trees_of(trees), trees.batch)
+    call("count_claims", *counted, *verified, *values, committed.shape[1], num_known)
 
 
 def prune_trees(
@@ -83,13 +72,13 @@ def prune_trees(
 
 
 @remembered
-def _hits_of(counts: HitCounts) -> Structure:
+def _hits_of(counts: HitCounts) -> CStruct:
     """`Hits` of hit_rates.cpp."""
     tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
-    return Structure(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
+    return CStruct(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
 
 
 @remembered
-def _log_of(log: Proposed) -> Structure:
+def _log_of(log: Proposed) -> CStruct:
     """`Proposed` of hit_rates.cpp."""
-    return Structure(*log, log.tokens.shape[1])
+    return CStruct(*log, log.tokens.shape[1])

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous, halves
+from kernels.cpu.library import CStruct, call, contiguous, halves
 from kernels.tree_attention import LOG2_E, Attention, AttentionRows
 
 
@@ -14,7 +14,7 @@ from kernels.tree_attention import LOG2_E, Attention, AttentionRows
 class CompiledAttention:
     """The attention of one forward's rows, for all layers."""
 
-    rows: Structure  # `Rows` of ops.h
+    rows: CStruct  # `Rows` of ops.h
     groups: Tensor  # [groups, 3] int32: index of the first row in the order, number of rows, row of the slot table
     slot_table: Tensor  # [table rows, max positions] int64
 
@@ -44,9 +44,9 @@ def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, .
 @lru_cache(maxsize=256)  # a forward's layers
 def _layer(
     keys: int, values: int, query_heads: int, kv_heads: int, dim: int, window: int, scale: float, softcap: float | None
-) -> Structure:
+) -> CStruct:
     floats = scale * LOG2_E, (softcap or 0.0) * LOG2_E
-    return Structure(keys, values, query_heads, kv_heads, dim, window, floats=floats)
+    return CStruct(keys, values, query_heads, kv_heads, dim, window, floats=floats)
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:
@@ -60,4 +60,4 @@ def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int,
     by_sequence = contiguous(rows.table_rows, rows.extend_end, rows.node_slots, rows.ancestors)
     written = order, seen, path_start, path_slots
     count = call("plan_rows", *by_row, num_rows, *by_sequence, sequences, nodes, rows_at_once, *written, groups)
-    return CompiledAttention(Structure(*written), groups[:count], slot_table)
+    return CompiledAttention(CStruct(*written), groups[:count], slot_table)

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Structure, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous
 from kernels.trees import DraftTree, Fates
 
 
-def trees_of(tree: DraftTree) -> Structure:
+def trees_of(tree: DraftTree) -> CStruct:
     """`Trees` of trees.h, to be read or, where the tree has no gaps, written."""
-    return Structure(*contiguous(*tree), tree.width)
+    return CStruct(*contiguous(*tree), tree.width)
 
 
 def empty_tree(batch: int, width: int) -> DraftTree:

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.settle import Accepted, CommittedSlots, settle_with
+from kernels import settle as reference
+from kernels.settle import Accepted, CommittedSlots
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, NULL_SLOT
 
 _SEQUENCES = 32  # smaller batches are compiled as this one
@@ -123,4 +124,4 @@ def _commit(
     tl.store(freed + place, tl.load(node_slots + of * nodes + node, mask=rejected, other=0), mask=rejected)
 
 
-settle = partial(settle_with, accept, commit_slots)
+settle = partial(reference.settle, accept=accept, commit_slots=commit_slots)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.survival import CEILING, CLAIMS, DEPTHS, Corrected, count_with, judge_with, prune_with
+from kernels import survival as reference
+from kernels.survival import CEILING, CLAIMS, DEPTHS, Corrected
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import DraftTree
 from kernels.triton.trees import fates, lanes
@@ -17,8 +18,8 @@ from kernels.triton.trees import fates, lanes
 _CEILING, _CLAIMS, _DEPTHS = tl.constexpr(CEILING), tl.constexpr(CLAIMS), tl.constexpr(DEPTHS)
 
 
-judge_proposed = partial(judge_with, fates)
-count_claims = partial(count_with, fates)
+judge_proposed = partial(reference.judge_proposed, walk=fates)
+count_claims = partial(reference.count_claims, walk=fates)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
@@ -89,4 +90,4 @@ def _corrected(
     return claim, bucket, made, above
 
 
-prune_trees = partial(prune_with, correct_survival)
+prune_trees = partial(reference.prune_trees, correct=correct_survival)

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from drafters.calibration import CLASS_NAMES, RankCalibration
+from drafters.calibration import RankCalibration
 from drafters.protocol import DraftingSizes
 from drafters.tree import DraftTree
-from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP
 
 ROWS = torch.tensor([1])
@@ -84,9 +83,3 @@ def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
     outcomes = calibration.outcomes()
     assert outcomes.predicted == {"1": 0.5, "2-4": 1.0, "5-10": 0.75}
     assert outcomes.right == {"1": 1.0, "2-4": 2.0, "5-10": 0.0}
-
-
-def test_every_class_that_can_be_drafted_has_a_name() -> None:
-    assert len(CLASS_NAMES) == len(set(CLASS_OF_RANK))
-    spans = [[rank + 1 for rank, one in enumerate(CLASS_OF_RANK) if one == number] for number in range(3)]
-    assert tuple(f"{span[0]}-{span[-1]}".replace("1-1", "1") for span in spans) == CLASS_NAMES

@@ -39,12 +39,6 @@ def test_what_is_told_is_what_was_asked_for() -> None:
     assert told == [3.0]
 
 
-def test_seconds_of_a_cpu() -> None:
-    clock = clock_of("cpu")
-    began = clock()
-    assert clock() - began >= 0
-
-
 @pytest.mark.gpu
 def test_seconds_and_numbers_of_a_device_come_without_waiting() -> None:
     clock, readings = clock_of("cuda"), readback_of("cuda")

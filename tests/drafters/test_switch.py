@@ -161,12 +161,6 @@ def test_each_doubt_of_the_target_decides_for_itself() -> None:
     assert sum(asked[64][-100:]) > 95
 
 
-def test_both_forget() -> None:
-    switch = SwitchDrafter(*parts(), SIZES)
-    switch.forget("scope")
-    assert heard_by(switch) == [[("forget", "scope")], [("forget", "scope")]]
-
-
 def test_what_the_second_loses_is_charged_to_the_ledger() -> None:
     ledger = RegretLedger(share=0.0)
     asked = run(SwitchDrafter(*parts(), replace(SIZES, ledger=ledger)), (1, 0), (1.0, 3.0), steps=50)
@@ -234,9 +228,10 @@ def test_both_hear_everything_and_it_speaks_for_both() -> None:
     switch.start([DraftContext(1, [1])])
     run(switch, (1, 1), (1.0, 1.0), steps=1)
     switch.on_weights_changed()
+    switch.forget("scope")
     for one in (first, second):
         heard = [what for what in one.heard if what != "grow"]
-        assert heard == ["start", ("commit", None, True), "timed", "on_weights_changed"]
+        assert heard == ["start", ("commit", None, True), "timed", "on_weights_changed", ("forget", "scope")]
     assert (switch.name, switch.version, switch.num_blocks, switch.wants_scores) == ("switch(memory,net)", 4, 10, True)
     assert switch.finish([0, 1]) == [6, 6]
     assert switch.rank_outcomes() == RankOutcomes({"memory": 2.0, "net": 2.0}, {"memory": 1.0, "net": 1.0})

@@ -54,10 +54,26 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return prepared(str(request.param), monkeypatch)
 
 
-@pytest.fixture(params=[*BUILDS, "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+PLACES = [*BUILDS, "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLACES)
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ops, str]]:
     """The ops of a CPU in each build, and those of a device, with the device of their tensors."""
-    if request.param in BUILDS:
+    yield from at_place(request, monkeypatch)
+
+
+@pytest.fixture(params=["reference", *PLACES])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ops, str]]:
+    """As `everywhere`, and the reference."""
+    yield from at_place(request, monkeypatch)
+
+
+def at_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ops, str]]:
+    """The ops of one place, with the device of their tensors."""
+    if request.param == "reference":
+        yield REFERENCE, "cpu"
+    elif request.param in BUILDS:
         for found in of_build(str(request.param), monkeypatch):
             yield found, "cpu"
     else:

@@ -1,5 +1,4 @@
-"""Counts of what followed contexts, and joint trees: found again, bounded, learnt; the compiled twins do as the
-reference says."""
+"""Counts of what followed contexts, and joint trees: found again, bounded, learnt."""
 
 import random
 
@@ -7,7 +6,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.memory import CONTEXT, FEATURES, PAST, PREDICTION, TEXT, WEIGHT_SETS, Memory
+from kernels.memory import PREDICTION, TEXT, Memory
 from kernels.ops import REFERENCE, Ops
 from kernels.sample import gumbel_noise_of
 from kernels.trees import ROOT, DraftTree
@@ -72,46 +71,6 @@ def test_what_a_text_has_said_is_proposed_again(with_: Ops) -> None:
     path = [token for _, token in sorted(zip(tree.depths[0].tolist(), tree.tokens[0].tolist(), strict=True)) if token]
     assert path[:4] == [7, 8, 5, 6]
     assert not grow(with_, memory, 1).num_nodes.any(), "one row's text is another's"
-
-
-def test_answers_are_remembered_within_their_scope(with_: Ops) -> None:
-    memory = trusting(memory_of())
-    for row in range(ROWS):
-        with_.add_text(memory, row, TEXT, torch.tensor([1]))
-    learn(with_, memory, 0, 2, 3)
-    assert below_root(grow(with_, memory, 1)) == {2}
-    assert not grow(with_, memory, 2).num_nodes.any()
-
-
-def test_what_is_not_to_be_stored_is_forgotten_with_its_text(with_: Ops) -> None:
-    memory = trusting(memory_of())
-    for row in range(2):
-        with_.add_text(memory, row, TEXT, torch.tensor([1]))
-    memory.stores[0] = False
-    learn(with_, memory, 0, 2, 1)
-    assert below_root(grow(with_, memory, 0)) == {2}, "its own text"
-    assert not grow(with_, memory, 1).num_nodes.any()
-
-
-def test_what_is_remembered_and_was_known_is_counted(with_: Ops) -> None:
-    """By the longest context, of those that the text is long enough for."""
-    memory = memory_of()
-    for row in range(ROWS):
-        with_.add_text(memory, row, TEXT, torch.tensor([1]))
-    memory.parts[2, PAST] = 0
-
-    def counted(rows: list[int], tokens: list[list[int]], counts: list[int]) -> list[int]:
-        of, said, ends = torch.tensor(rows), torch.tensor(tokens), torch.tensor(counts)
-        plain = DraftTree.empty(len(rows)), torch.tensor([line[:1] for line in tokens])
-        sums: list[int] = with_.learn_committed(memory, of, said, ends, *plain, RATE).tolist()
-        return sums
-
-    assert counted([0], [[2, 3, 4, 5, -1]], [4]) == [0, 3, 4, 4, 0, 0, 0, 0]
-    memory.stores[1] = False
-    found = counted([1, 2], [[2, 3, 4, 9, 5], [2, 3, 4, 9, 5]], [5, 4])
-    assert found == [0, 7, 9, 0, 1, 2, 0, 0], "one row does not store, the other has no past answers"
-    again = counted([0], [[6, 1, 2, 3, 4, 5]], [6])
-    assert again == [0, 5, 6, 6, 1, 2, 1, 0], "2 behind 1, 3 and 4 behind two tokens, 5 behind four"
 
 
 def test_a_step_that_grew_no_tree_is_not_judged_by_an_older_one(with_: Ops) -> None:
@@ -217,45 +176,6 @@ def test_candidates_rank_by_the_noise_of_their_position_where_tokens_are_drawn(w
         assert chances[0] < chances[-1]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_compiled_twins_do_as_the_reference(seed: int) -> None:
-    """Texts of few tokens, so that buckets fill; networks that know some of it; all that is remembered is equal."""
-    rng = random.Random(seed)
-    mine, theirs = (trusting(memory_of(buckets=4)) for _ in range(2))
-    for row in range(ROWS):
-        text = torch.tensor([rng.randrange(9) for _ in range(rng.randrange(1, 60))])
-        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
-            with_.add_text(memory, row, TEXT, text)
-            with_.add_text(memory, row, PREDICTION, text[: 5 * row])
-    for _ in range(12):
-        rows = rng.sample(range(ROWS), rng.randrange(1, ROWS + 1))
-        warm, stores = (torch.tensor([rng.random() < 0.6 for _ in range(ROWS)]) for _ in range(2))
-        network = rng.choice((None, network_of(rng, len(rows))))
-        verified = network_of(rng, len(rows))
-        verified.num_nodes.sub_(torch.tensor([rng.randrange(3) for _ in rows]))
-        choices = torch.tensor([[rng.randrange(9) for _ in range(verified.width + 1)] for _ in rows])
-        seeds = torch.tensor([rng.randrange(1 << 62) for _ in range(ROWS)])
-        tokens = torch.tensor([[rng.randrange(9) for _ in range(4)] for _ in rows])
-        counts = torch.tensor([rng.randrange(1, 5) for _ in rows])
-        results = []
-        for with_, memory in ((REFERENCE, mine), (COMPILED, theirs)):
-            of = torch.tensor(rows)
-            memory.warm.copy_(warm)
-            memory.stores.copy_(stores)
-            memory.seeds.copy_(seeds)
-            memory.roots.copy_(seeds.flip(0))
-            alone = with_.grow_joint_tree(memory, of, None, NODES, LEAST)
-            joint = alone if network is None else with_.grow_joint_tree(memory, of, network, NODES, LEAST)
-            right = with_.learn_committed(memory, of, tokens, counts, verified, choices, RATE)
-            results.append((*alone, *joint, right))
-        for expected, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(mine.entries, theirs.entries)
-    for name in ("tails", "predicted"):
-        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-    torch.testing.assert_close(theirs.weights, mine.weights, rtol=1e-3, atol=1e-4)
-
-
 def network_of(rng: random.Random, batch: int) -> DraftTree:
     """Trees of three to nine nodes, each below an earlier one or the root."""
     nodes = rng.randrange(3, 10)
@@ -277,10 +197,3 @@ def _paths(tree: DraftTree) -> set[tuple[int, ...]]:
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
         paths.append(((*paths[parent],) if parent >= 0 else ()) + (token,))
     return set(paths[: int(tree.num_nodes[0])])
-
-
-def test_sizes_are_those_of_the_kernels() -> None:
-    memory = memory_of()
-    assert memory.weights.shape == (SCOPES, WEIGHT_SETS, FEATURES)
-    assert memory.tails.shape == (ROWS, CONTEXT)
-    assert memory.parts[:, PAST, 0].tolist() == [6 * BUCKETS, 6 * BUCKETS, 7 * BUCKETS]

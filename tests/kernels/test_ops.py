@@ -1,7 +1,7 @@
 """The table of ops: kernels are called as their references are."""
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, isfunction, signature
 from typing import Any
 
 import pytest
@@ -20,5 +20,9 @@ KERNELS = [
 def test_a_kernel_is_called_as_its_reference(
     name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
 ) -> None:
-    found, expected = signature(kernel).parameters, signature(reference).parameters
-    assert list(found.values()) == list(expected.values()), name
+    assert _parameters(kernel) == _parameters(reference), name
+
+
+def _parameters(op: Callable[..., Any]) -> list[Parameter]:
+    """All but the smaller ops that an op is made of."""
+    return [one for one in signature(op).parameters.values() if not isfunction(one.default)]

@@ -133,11 +133,12 @@ def test_another_branch_of_the_tree_is_not_seen(on_cpu: Ops) -> None:
     assert changed == [False, False, True, False, True, False, True]
 
 
-def test_a_row_that_sees_nothing_gets_numbers(on_cpu: Ops) -> None:
+def test_a_row_that_sees_nothing_gets_numbers(anywhere: tuple[Ops, str]) -> None:
     """Padding before a text's beginning: what it computes must be numbers, for they may be stored where others look."""
-    zeros, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    ops, device = anywhere
+    zeros, none = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     rows = AttentionRows(none, none, none - 1, none, none - 1, zeros, zeros, zeros[..., None].bool())
-    table = torch.zeros(1, LONGEST, dtype=torch.int64)
-    plan = on_cpu.plan_attention(rows, table, query_heads=4, kv_heads=2)
-    pool = torch.full((2, 4, 2, 16), 3.0)
-    assert plan.attend(torch.ones(1, 4, 16), pool, scale=1.0).isfinite().all()
+    table = torch.zeros(1, LONGEST, dtype=torch.int64, device=device)
+    plan = ops.plan_attention(rows, table, query_heads=4, kv_heads=2)
+    pool = torch.full((2, 4, 2, 16), 3.0, device=device)
+    assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0).isfinite().all()

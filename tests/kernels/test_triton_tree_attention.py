@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
 from kernels.triton.tree_attention import plan_attention
-from tests.kernels.attention_parts import LONGEST, Heads, Part, Vectors, attend, naive, random_parents, tree_around
+from tests.kernels.attention_parts import Heads, Part, Vectors, attend, naive, random_parents, tree_around
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 5e-3)}  # atol, rtol; bf16: of weights in the prefix
 SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(1, 5, 64), Heads(1, 8, 16), Heads(1, 20, 16)]
@@ -202,13 +202,3 @@ class _Reordered:
 def test_the_deepest_path(device: str) -> None:
     heads, parents = Heads(1, 1, 8), [-1, *range(MAX_DEPTH - 1)]
     check([Part(Vectors.draw(90, heads, 1), 89, 90, Vectors.draw(MAX_DEPTH, heads, 2), parents)], heads, device)
-
-
-def test_a_row_that_sees_nothing_gets_numbers(device: str) -> None:
-    """Padding before a text's beginning: what it computes must be numbers, for they may be stored where others look."""
-    zeros, none = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    rows = AttentionRows(none, none, none - 1, none, none - 1, zeros, zeros, zeros[..., None].bool())
-    table = torch.zeros(1, LONGEST, dtype=torch.int64, device=device)
-    plan = plan_attention(rows, table, query_heads=4, kv_heads=2)
-    pool = torch.full((2, 4, 2, 16), 3.0, device=device)
-    assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0).isfinite().all()

@@ -2,11 +2,11 @@
 
 import os
 import socket
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TrainingError, load_examples
@@ -19,7 +19,7 @@ from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable
 SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=2, learning_rate=3e-3, autocast=False)
 
 
-def train(ranks: Ranks, model: SpecBlock, folder: Path, steps: int = 4) -> None:
+def train(ranks: Ranks, model: SpecBlock, folder: Path, steps: int = 3) -> None:
     """Weights and losses go into the folder."""
     torch.set_num_threads(1)
     examples = load_examples([folder / "a.safetensors"], max_length=512)
@@ -58,7 +58,15 @@ def test_two_processes_hold_the_same_weights(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(one_of_two, (tmp_path, port), nprocs=2)
+    # Both processes are forked from one that has imported what they need, and that has run nothing.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    both = [context.Process(target=one_of_two, args=(rank, tmp_path, port), daemon=True) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=120)
+    assert [process.exitcode for process in both] == [0, 0]
     left, right = (torch.load(tmp_path / f"{rank}of2.pt") for rank in range(2))
     assert all(torch.equal(value, right["weights"][name]) for name, value in left["weights"].items())
     assert left["losses"] != right["losses"]

@@ -1,5 +1,4 @@
-"""Counts of what followed contexts, joint trees and what is learnt of them by the device kernels, against the
-references."""
+"""Counts of what followed contexts, joint trees and what is learnt of them by all kernels, against the references."""
 
 import random
 
@@ -8,11 +7,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kernels.memory import PREDICTION, TEXT, Memory
-from kernels.ops import REFERENCE, implementation
+from kernels.ops import REFERENCE, Ops
 from kernels.trees import ROOT, DraftTree
 from tests.kernels.test_memory import LEAST, RATE, network_of, trusting
 
-KERNELS = implementation("triton")
+Everywhere = tuple[Ops, str]
 ROWS, SCOPES, NODES, BUCKETS = 5, 2, 5, 4
 PADDING = ROWS - 1  # the row that fills up batches, which has no parts
 
@@ -51,30 +50,33 @@ def assert_remembers(found: Memory, expected: Memory) -> None:
 
 
 @pytest.mark.parametrize(("length", "buckets"), [(1, 4), (40, 4), (40, 1)])
-def test_texts_are_counted(length: int, buckets: int, device: str) -> None:
+def test_texts_are_counted(length: int, buckets: int, everywhere: Everywhere) -> None:
     """Of few tokens, so that buckets fill, and orders and programs come to the same ones."""
+    kernels, device = everywhere
     generator = torch.Generator().manual_seed(length)
     expected = memory_of(buckets)
     found = copy_of(expected, device)
     for row, part in ((1, TEXT), (1, PREDICTION), (1, TEXT), (PADDING, TEXT)):
         tokens = torch.randint(9, (length,), generator=generator)
         REFERENCE.add_text(expected, row, part, tokens)
-        KERNELS.add_text(found, row, part, tokens.to(device))
+        kernels.add_text(found, row, part, tokens.to(device))
         length = min(length, 3)
     assert_remembers(found, expected)
     assert expected.entries.any()
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
-def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
+def test_trees_are_grown_and_learnt_from(batch: int, everywhere: Everywhere) -> None:
     """With a row of padding; in one step from texts alone, in the next with a network; some texts are drawn."""
+    kernels, device = everywhere
     rng, expected = random.Random(batch), memory_of()
     for row in range(PADDING):
         text = torch.tensor([rng.randrange(6) for _ in range(12 + 6 * row)])
         REFERENCE.add_text(expected, row, TEXT, text)
         REFERENCE.add_text(expected, row, PREDICTION, text[: 5 * row])
     found = copy_of(expected, device)
-    for with_network in (False, True):
+    is_interpreted = "triton" in kernels.grow_joint_tree.__module__  # and slow
+    for with_network in (False, True) * (1 if is_interpreted else 6):
         rows = torch.tensor([*rng.sample(range(PADDING), batch), PADDING])
         tokens = torch.tensor([[rng.randrange(6) for _ in range(2)] for _ in rows])
         counts = torch.tensor([*(rng.randrange(1, 3) for _ in range(batch)), 0])
@@ -93,16 +95,17 @@ def test_trees_are_grown_and_learnt_from(batch: int, device: str) -> None:
         given = rows.to(device), tokens.to(device), counts.to(device)
         tree = REFERENCE.grow_joint_tree(expected, rows, network if with_network else None, NODES, LEAST)
         proposed = network.to(torch.device(device)) if with_network else None
-        assert_same_trees(KERNELS.grow_joint_tree(found, given[0], proposed, NODES, LEAST), tree)
+        assert_same_trees(kernels.grow_joint_tree(found, given[0], proposed, NODES, LEAST), tree)
         assert tree.num_nodes.any()
         outcome = REFERENCE.learn_committed(expected, rows, tokens, counts, verified, choices, RATE)
         asked = verified.to(torch.device(device)), choices.to(device)
-        assert torch.equal(KERNELS.learn_committed(found, *given, *asked, RATE).cpu(), outcome)
+        assert torch.equal(kernels.learn_committed(found, *given, *asked, RATE).cpu(), outcome)
         assert_remembers(found, expected)
 
 
-def test_a_network_of_many_nodes(device: str) -> None:
+def test_a_network_of_many_nodes(everywhere: Everywhere) -> None:
     """More than come in one round, and more children than a tree has room for."""
+    kernels, device = everywhere
     parents = torch.tensor([[ROOT] * 40 + [0] * 5])
     survival = torch.linspace(0.9, 0.1, parents.shape[1])[None]
     network = DraftTree.of(torch.arange(parents.shape[1])[None], parents)._replace(survival=survival)
@@ -110,18 +113,19 @@ def test_a_network_of_many_nodes(device: str) -> None:
     REFERENCE.add_text(expected, 2, TEXT, torch.tensor([3, 36, 3, 41, 3]))
     found, row = copy_of(expected, device), torch.tensor([2])
     tree = REFERENCE.grow_joint_tree(expected, row, network, NODES, LEAST)
-    same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
+    same = kernels.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), NODES, LEAST)
     assert_same_trees(same, tree)
     assert_same_trees(found.network, expected.network)
     said, nodes = (torch.tensor([[36]]), torch.tensor([1])), DraftTree.empty(1)
     REFERENCE.learn_committed(expected, row, *said, nodes, said[0], RATE)
     tokens, counts = (value.to(device) for value in said)
-    KERNELS.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
+    kernels.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
     assert_remembers(found, expected)
 
 
-def test_a_token_that_several_nodes_claim_at_a_depth_is_one_candidate(device: str) -> None:
+def test_a_token_that_several_nodes_claim_at_a_depth_is_one_candidate(everywhere: Everywhere) -> None:
     """After 7, which the network does not propose, and with chances that are all the same."""
+    kernels, device = everywhere
     network = DraftTree.of(torch.tensor([[1, 2, 5, 5]]), torch.tensor([[ROOT, ROOT, 0, 1]]))
     network = network._replace(survival=torch.tensor([[0.6, 0.4, 0.5, 0.2]]))
     expected, row = memory_of(proposed=8), torch.tensor([0])
@@ -129,6 +133,6 @@ def test_a_token_that_several_nodes_claim_at_a_depth_is_one_candidate(device: st
     REFERENCE.add_text(expected, 0, TEXT, torch.tensor([3, 7, 3]))
     found = copy_of(expected, device)
     tree = REFERENCE.grow_joint_tree(expected, row, network, 8, 0.2)
-    same = KERNELS.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), 8, 0.2)
+    same = kernels.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), 8, 0.2)
     assert_same_trees(same, tree)
     assert sorted(tree.tokens[0].tolist()) == [0, 1, 2, 3, 5, 5, 5, 7]
