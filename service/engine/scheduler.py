@@ -62,6 +62,7 @@ class StepBatch:
     items: list[Scheduled]
     started: list[Sequence]  # those that start to run, or start again after preemption
     num_drafting: int | None = None  # how many of the decoding ones, the first, run the drafter; None: all
+    follows: bool = True  # whether the drafter takes in what is read and committed, as some sequence may draft later
 
     @cached_property
     def decoding(self) -> list[Sequence]:
