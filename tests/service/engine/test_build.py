@@ -1,5 +1,7 @@
 """Building an engine and measuring its costs, also where memory holds one short sequence and no more."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ torch.set_num_threads(1)
 def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) -> None:
     target = tiny_target(loaded_tiny("llama"), num_slots)
     assert check(target) == "exact"
-    costs = measure_costs(target, max_sequences=2, max_model_len=max_model_len, max_budget=8)
+    costs = measure_costs(target, replace(LIMITS, max_model_len=max_model_len))
     assert (costs.contexts < max_model_len).all()
     for context in (1, 100, 5000):
         seconds = costs.verify_seconds(np.arange(1.0, 100.0), context)
@@ -32,7 +34,7 @@ def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) 
 
 def test_without_costs_the_budget_is_fixed() -> None:
     assert isinstance(build.make_policy(None, LIMITS, RegretLedger()), FixedBudget)
-    table = measure_costs(tiny_target(loaded_tiny("llama"), 400), max_sequences=2, max_model_len=64, max_budget=8)
+    table = measure_costs(tiny_target(loaded_tiny("llama"), 400), LIMITS)
     assert isinstance(build.make_policy(Costs(table, FREE), LIMITS, RegretLedger()), CostBudget)
 
 
