@@ -20,7 +20,7 @@ from kernels.settle import Verified
 from kernels.survival import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
-from service.engine.rows import decoding_shapes
+from service.engine.rows import DecodingShape
 from service.engine.sampling import (
     EAGER_SAMPLER,
     GrammarRow,
@@ -39,16 +39,12 @@ class VerifyStage:
     """Chooses the target's tokens and accepts drafted ones; keeps sampling parameters as tensors while the batch stays
     the same."""
 
-    def __init__(
-        self, table: SlotTable, capture: Capture | None = None, tree_widths: Items[int] = (), *, max_sequences: int = 0
-    ) -> None:
-        """Slots of accepted nodes are written to `table`. With `capture`, steps of up to `max_sequences` trees of these
-        widths run as CUDA graphs."""
+    def __init__(self, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()) -> None:
+        """Slots of accepted nodes are written to `table`. With `capture`, steps of these shapes run as CUDA graphs."""
         self._batch: list[Sequence] = []
         self._table = SamplingTable()
         slots = table.slots
         self._no_sizes = slots.new_empty(0, SIZES)
-        shapes = decoding_shapes(max_sequences, tree_widths) if capture else []
         self._settle = GraphRunner(
             partial(ops.on(slots.device).settle, slots),
             capture,
