@@ -14,8 +14,6 @@ from tests.service.engine.harness import (
     LIMITS,
     Generated,
     alone,
-    collect,
-    finish,
     generate,
     greedy,
     request,
@@ -76,54 +74,9 @@ def test_company_drafter_and_budget_change_no_token(
     assert (sum(result.accepted for result in results.values()) > 0) == (drafter != "none")
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 50, 1000])
-def test_prompt_chunks_change_no_token(requests: list[GenerationRequest], chunk: int) -> None:
-    engine = tiny_engine(limits=replace(LIMITS, prefill_chunk=chunk))
-    assert texts_of(generate(engine, *requests)) == plain(requests)
-
-
-LONG = 110
-
-
-@pytest.fixture(scope="module")
-def long_requests() -> list[GenerationRequest]:
-    """Answers so much longer than their prompts that they outgrow what was free when they were admitted."""
-    texts, kinds = prompts(20, 8, 30), [replace(kind, max_tokens=LONG) for kind in (KINDS[0], KINDS[2], KINDS[4])]
-    return with_answers([request(str(i), text, kind) for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))])
-
-
-@pytest.mark.parametrize("drafter", ["none", "memory", "switch(memory,random)", "random"])
-def test_preemption_changes_no_token(long_requests: list[GenerationRequest], drafter: str) -> None:
-    """Slots for the longest sequence and little more: the others come and go."""
-    results = {(one.request_id, 0): Generated() for one in long_requests}
-    limits = replace(LIMITS, max_model_len=140)
-    engine = tiny_engine(drafter=drafter, num_slots=140 + 64 + 1, limits=limits)
-    for one in long_requests:
-        engine.add(one)
-    preemptions = 0
-    while not engine.idle:
-        report = engine.step()
-        collect(report.outputs, results)
-        engine.assert_conserved()
-        preemptions += report.stats.preemptions if report.stats else 0
-    assert texts_of(results) == plain(long_requests)
-    assert preemptions > 0
-
-
 def test_requests_one_after_another_do_not_inherit_from_each_other(requests: list[GenerationRequest]) -> None:
     engine = tiny_engine()
     assert [texts_of(generate(engine, one))[0] for one in requests * 2] == plain(requests) * 2
-
-
-def test_joining_late_changes_no_token(requests: list[GenerationRequest]) -> None:
-    engine, results = tiny_engine(), {(one.request_id, 0): Generated() for one in requests}
-    for one in requests:
-        engine.add(one)
-        for _ in range(2):
-            collect(engine.step().outputs, results)
-            engine.assert_conserved()
-    finish(engine, results)
-    assert texts_of(results) == plain(requests)
 
 
 def test_n_sequences_are_single_requests_with_following_seeds() -> None:
@@ -217,15 +170,6 @@ def test_tokens_after_the_end_of_a_text_count_nowhere(end: str) -> None:
     assert [(one.token_id, one.top) for one in heard.logprobs] == [(token, ()) for token in heard.tokens]
     assert heard.accepted == accepted > 0
     assert len(heard.accepted_per_step) + accepted == emitted == len(heard.tokens) - 1, "one came from reading"
-
-
-def test_min_tokens_keeps_a_stop_token_from_being_chosen() -> None:
-    text, whole = long_answer()
-    token = whole.tokens[5]
-    params = replace(sampled(1, 40), stop_token_ids=frozenset({token}), min_tokens=15)
-    result = drafted(text, whole, params)
-    assert len(result.tokens) >= 15
-    assert token not in result.tokens[:15]
 
 
 def biased_to_eos(max_tokens: int, bias: float = 4.0) -> SamplingParams:
