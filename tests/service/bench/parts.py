@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer import Typer
 from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
@@ -73,11 +74,11 @@ def written_prompts() -> Iterator[str]:
     yield '{"prompt": "the line on the table"}'
 
 
-def run_command(*arguments: object) -> tuple[int, str]:
+def run_command(*arguments: object, program: Typer = app) -> tuple[int, str]:
     """Exit code and output of `adaptree ...`, of words and paths. Raises StartupError as the command does."""
     runner, root = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}), logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    result = runner.invoke(app, [word for argument in arguments for word in str(argument).split()])
+    result = runner.invoke(program, [word for argument in arguments for word in str(argument).split()])
     root.handlers[:] = handlers  # those of the command write to a stream that is closed now
     root.setLevel(level)
     if isinstance(result.exception, StartupError):
