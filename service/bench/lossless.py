@@ -293,16 +293,10 @@ class _Bench:
     def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
         """Return a request, with a prediction where the budget is fixed, so that many drafts are accepted."""
         is_predicted = way is not None and way.nodes
-        sampling = SamplingParams(
-            seed=question.seed,
-            max_tokens=self.answer_tokens,
-            temperature=question.temperature,
-            **{"ignore_eos": True, "stop": self._stop(question), **EXTRAS[question.extras]},
-        )
         return GenerationRequest(
             request_id=str(name),
             prompt=self.prompts[question.prompt],
-            sampling=sampling,
+            sampling=sampling_params(question, self.answer_tokens, self._stop(question)),
             prediction=_predict(self._reference(question).token_ids, self.assembly) if is_predicted else (),
             grammar=self.grammar if question.extras == "grammar" else None,
         )
@@ -333,6 +327,12 @@ class _Bench:
             sizes = drafting_sizes(self.assembly.target, limits)
             return self.assembly.engine(RandomTreeDrafter(sizes, seed=seed, hit_rate=_HIT_RATE), policy, limits)
         return self.assembly.engine(self.assembly.drafter(case.way.drafter, limits), policy, limits)
+
+
+def sampling_params(question: Question, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
+    """Return the sampling parameters of a question."""
+    extras = {"ignore_eos": True, "stop": stop, **EXTRAS[question.extras]}
+    return SamplingParams(seed=question.seed, max_tokens=max_tokens, temperature=question.temperature, **extras)
 
 
 def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:
