@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT
-from kernels.graph_runner import BATCHES, Capture, GraphRunner
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import SlotTable
@@ -89,11 +89,10 @@ def _padding(shape: Shape, length: int, target: Target) -> tuple[Tensor | tuple[
 
 
 def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -> list[Shape]:
-    """Shapes of decoding steps, fewest sequences first, then fewest rows."""
-    batches = [*(count for count in BATCHES if count < max_sequences), max_sequences]
+    """Shapes of decoding steps."""
     return [
         Shape(batch, count, max_nodes)
-        for batch in batches
+        for batch in batches_up_to(max_sequences)
         for count in sorted({min(most, batch * (1 + max_nodes)) for most in rows if most >= batch})
     ]
 
