@@ -58,7 +58,8 @@ def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dty
     file = Path(str(reader.data.filename))
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    processor = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)(config=config.to_dict())
+    processors: type[TensorProcessor] = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
+    processor = processors(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     kept = Counter[str]()
     for tensor in reader.tensors:
