@@ -235,7 +235,7 @@ def _past_answers_row(assembly: Assembly, wall: str, prompts: Sequence[Sequence[
     found = []
     with counted(len(prompts), f"wall: {wall}") as advance:
         for asked, prompt in enumerate(prompts):
-            engine.forget()
+            engine.drafter.forget()
             _look(engine, prompt, victim, max_tokens, traced=False, store=True)
             found.append(guessed(look(), before, asked))
             advance(1)

@@ -23,6 +23,9 @@ PromptFiles = Annotated[
     list[Path],
     typer.Option("--prompts", metavar="FILE...", help="JSONL files with messages, turns or prompt in each line."),
 ]
+PromptFile = Annotated[
+    Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
+]
 MorePromptFiles = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many prompts of each file.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 decodes greedily.")]
@@ -136,9 +139,7 @@ def _gpu(
     sections: Annotated[
         str, typer.Option(metavar="NAME,...", help="Some of tests,exactness,steps,speed,load,training. Unset: all.")
     ] = "",
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
-    ] = None,
+    prompts: PromptFile = None,
     answers: Annotated[int, typer.Option(min=1, help="Prompts answered in each measurement of speed.")] = 16,
     large: Annotated[
         str, typer.Option(metavar="FOLDER,...", help="Checkpoints with random weights, for steps: costs only.")
@@ -166,9 +167,7 @@ def _gpu(
 def _lossless(
     loaded: LoadedConfig,
     tokens: Annotated[int, typer.Option(min=1, help="Compare at least so many tokens.")] = 20_000,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="JSONL file. Unset: a built-in set.")
-    ] = None,
+    prompts: PromptFile = None,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:

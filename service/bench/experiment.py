@@ -61,10 +61,9 @@ def conclude(
     rows: Sequence[object],
     summary: Mapping[str, object],
     *shown: RenderableType,
-    more_conditions: Conditions | None = None,
 ) -> bool:
-    """Print and write a report under the assembly's conditions, and more; return whether no token differed."""
-    return report({**conditions_of(assembly), **(more_conditions or {})}, out, rows, summary, *shown)
+    """Print and write a report under the assembly's conditions; return whether no token differed."""
+    return report(conditions_of(assembly), out, rows, summary, *shown)
 
 
 def report(

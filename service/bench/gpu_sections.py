@@ -346,7 +346,7 @@ def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     yield Figure("training", "updates", updates, "")
     for name, runs in (("off", quiet), ("on", busy)):
         steps = [step.stats for run in runs for step in run.steps]
-        seconds = [step.draft_seconds + step.verify_seconds + step.other_seconds for step in steps]
+        seconds = [step.seconds for step in steps]
         for percent in (50, 99):
             value = percentile(seconds, percent, method="linear") * 1e3
             yield Figure("training", f"step p{percent} {name}", value, "ms")

@@ -219,7 +219,7 @@ def check(
 ) -> LosslessResult:
     """Run the cases, by default all, until `num_tokens` are compared; `advance` is called with each case's tokens."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
-    assembly = replace(assembly, costs=assembly.costs or _verify_costs(assembly))
+    assembly = replace(assembly, costs=assembly.costs or Costs(measure_costs(assembly.target, assembly.limits), FREE))
     grammar = assembly.grammars.compile("json_schema", json.loads(_SCHEMA.read_text(encoding="utf-8")))
     bench = _Bench(assembly, prompts, answer_tokens, seed, grammar, plain_engine(assembly))
     upcoming = itertools.cycle(cases or ordered_cases(seed, ways_of(assembly)))
@@ -333,11 +333,6 @@ def sampling_params(question: Question, max_tokens: int, stop: tuple[str, ...]) 
     """Return the sampling parameters of a question."""
     extras = {"ignore_eos": True, "stop": stop, **EXTRAS[question.extras]}
     return SamplingParams(seed=question.seed, max_tokens=max_tokens, temperature=question.temperature, **extras)
-
-
-def _verify_costs(assembly: Assembly) -> Costs:
-    sizes = {name: getattr(assembly.limits, name) for name in ("max_sequences", "max_model_len", "max_budget")}
-    return Costs(measure_costs(assembly.target, **sizes), FREE)
 
 
 def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:

@@ -19,20 +19,20 @@ from service.bench.experiment import (
     Contestant,
     Measure,
     Row,
-    conclude,
     counted,
     decode_tokens_per_second,
     mismatches,
     plain_engine,
     prepare,
     read_sets,
+    report,
     table_of,
     take_turns,
     tau,
     tokens_per_second,
     warm_up,
 )
-from service.conditions import Conditions
+from service.conditions import Conditions, conditions_of
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
 from service.prompts import PromptSet
@@ -137,8 +137,10 @@ def run_speed(
     others = {name: build(assembly) for name, build in (peers or {}).items()}
     rows = _measured(sets, contestants_of(assembly, others), measures)
     summary = summary_of(rows)
-    more = {key: value for found in others.values() for key, value in found.conditions.items()}
-    return conclude(assembly, out, rows, summary, _table(rows, summary), more_conditions=more)
+    conditions = dict(conditions_of(assembly))
+    for peer in others.values():
+        conditions |= peer.conditions
+    return report(conditions, out, rows, summary, _table(rows, summary))
 
 
 def _measured(

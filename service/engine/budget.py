@@ -58,7 +58,6 @@ class StepLoad:
     decoding: tuple[SequenceGain, ...]  # sequences that may have a tree; those that run the drafter stand first
     num_drafting: int  # how many of `decoding` run the drafter
     prefilling: tuple[SequenceGain, ...] = ()
-    starts: bool = False  # whether a sequence starts to run in this step
     weights: Tensor | None = None  # [decoding] float32, value of one token of each; None: all the same
     tree_widths: tuple[int, ...] | None = None  # nodes that rows of a tree may be laid out for, from 0; None: any
 
@@ -135,17 +134,14 @@ class BudgetPolicy(ABC):
 
     is_priced = False  # whether `step_seconds` returns prices
 
-    def select(self, sequences: Sequence[SequenceGain], num_sequences: int, *, starts: bool) -> list[bool]:
-        """Choose which of these sequences draft in a step of `num_sequences`; `starts`: whether one starts to run."""
+    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
+        """Choose which of a step's sequences draft, now or once their prompts are read; `starts`: whether one starts to
+        run. The drafter follows the step if any is chosen."""
         return [True] * len(sequences)
 
     @abstractmethod
     def refusal(self, load: StepLoad) -> str | None:
         """Why the drafter does not run in this step, one of REASONS; None: it runs."""
-
-    @abstractmethod
-    def follows(self, load: StepLoad) -> bool:
-        """Whether the drafter takes in what a step without drafts reads and commits, to be ready for a later one."""
 
     def max_nodes(self, load: StepLoad) -> int:
         """Most nodes of each tree."""
@@ -185,11 +181,11 @@ class FixedBudget(BudgetPolicy):
         assert 1 in table, "the table has no entry for a single sequence"
         self._nodes_from = sorted(table.items())
 
+    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
+        return [any(nodes for _, nodes in self._nodes_from)] * len(sequences)
+
     def refusal(self, load: StepLoad) -> str | None:
         return None if self.max_nodes(load) else "fixed"
-
-    def follows(self, load: StepLoad) -> bool:
-        return any(nodes for _, nodes in self._nodes_from)
 
     def max_nodes(self, load: StepLoad) -> int:
         return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_decoding)][-1]
@@ -214,18 +210,15 @@ class CostBudget(BudgetPolicy):
         self._was_plain = False  # the last step
         self._step_seconds = 0.0  # of the last step without a prompt
 
-    def select(self, sequences: Sequence[SequenceGain], num_sequences: int, *, starts: bool) -> list[bool]:
+    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        return self.gate.select(sequences, num_sequences, starts=starts, step_seconds=self._step_seconds)
+        return self.gate.select(sequences, starts=starts, step_seconds=self._step_seconds)
 
     def refusal(self, load: StepLoad) -> str | None:
         if not load.num_drafting:
             return "suspended"
         baseline_sd = _BASELINE_STEPS * self._forwards(load).sd
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences, baseline_sd) else None
-
-    def follows(self, load: StepLoad) -> bool:
-        return any(self.select((*load.decoding, *load.prefilling), load.num_sequences, starts=load.starts))
 
     def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
         """Without what the step's prompt rows take. # -> [choices]"""

@@ -98,7 +98,7 @@ def make_drafter(
     draft_model: DraftModel | None = None,
     observer: Observer | None = None,
 ) -> Drafter:
-    """Build the drafter of that name, sized for the engine; with a `observer`, which observes it, nothing is captured.
+    """Build the drafter of that name, sized for the engine; with an `observer` it is not captured as graphs.
     Raises StartupError."""
     sizes = drafting_sizes(target, limits, ledger)
     parts = Parts(

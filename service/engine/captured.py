@@ -4,6 +4,7 @@ Legend: sequences, rows = of a shape or of a step; length = positions of the slo
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT
-from kernels.graph_runner import BATCHES, Capture, GraphRunner
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to
 from kernels.rows import ForwardRows
 from kernels.tree_attention import AttentionRows
 from service.engine.kv_pool import SlotTable
@@ -30,118 +31,68 @@ class Shape(NamedTuple):
     nodes: int
 
 
-class PaddedRows(NamedTuple):
-    """Inputs of a forward. Padding rows belong to a dummy sequence after all others, whose slot is never read by the
-    others, so what they compute has no effect."""
-
-    tokens: Tensor  # [rows] int64; this and the next five
-    positions: Tensor
-    sequence: Tensor
-    node: Tensor
-    slots: Tensor
-    logit_rows: Tensor
-    slot_table: Tensor  # [sequences + 1, length] int64, the table's rows of the step's sequences
-    extend_end: Tensor  # [sequences + 1] int64; this and what follows as of `AttentionRows`
-    node_slots: Tensor
-    node_depths: Tensor
-    ancestors: Tensor
-
-    @staticmethod
-    def of(rows: ForwardRows, table: SlotTable) -> "PaddedRows":
-        """The inputs of a step."""
-        attention = rows.attention
-        return PaddedRows(
-            rows.tokens,
-            attention.positions,
-            attention.sequence,
-            attention.node,
-            rows.slots,
-            rows.logit_rows,
-            table.slots[attention.table_rows],
-            attention.extend_end,
-            attention.node_slots,
-            attention.node_depths,
-            attention.ancestors,
-        )
-
-    @staticmethod
-    def padding(shape: Shape, length: int, target: Target) -> "PaddedRows":
-        """Inputs of a shape that holds dummy rows alone."""
-        sequences, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
-
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros((), dtype=torch.int64, device=device).expand(size)
-
-        return PaddedRows(
-            zeros(shape.rows),
-            zeros(shape.rows),
-            zeros(shape.rows) + shape.sequences,
-            zeros(shape.rows) + ROOT,
-            zeros(shape.rows) + unread_slot,
-            zeros(shape.rows),
-            zeros(sequences, length) + unread_slot,
-            zeros(sequences),
-            zeros(sequences, shape.nodes),
-            zeros(sequences, shape.nodes),
-            zeros(sequences, shape.nodes, shape.nodes).bool(),
-        )
-
-
 class CapturedForward:
     """Runs a step in the smallest captured shape that holds it; the next one overwrites its results."""
 
     def __init__(self, target: Target, capture: Capture, shapes: Iterable[Shape], *, max_length: int) -> None:
         self._target = target
         largest_first = sorted(shapes, key=lambda shape: (shape.rows, shape.sequences), reverse=True)
-        largest = Shape(max(shape.sequences for shape in largest_first), *largest_first[0][1:])
-        self.largest = largest
-        self.max_length = max_length
-        padded = [((*PaddedRows.padding(shape, max_length, target),), ()) for shape in largest_first]
-        table_rows = torch.arange(largest.sequences + 1, device=target.device)
-        self._runner: GraphRunner[tuple[Tensor, ...]] = GraphRunner(
-            partial(_forward, target, table_rows), capture, padded
-        )
+        most_sequences, self._most_rows = max(shape.sequences for shape in largest_first), largest_first[0].rows
+        padded = ((_padding(shape, max_length, target), ()) for shape in largest_first)
+        self._table_rows = torch.arange(most_sequences + 1, device=target.device)
+        self._runner: GraphRunner[tuple[Tensor, ...]] = GraphRunner(partial(_forward, target), capture, padded)
         logits = self._runner.results[0][0]
         self._sampler = Sampler(capture, logits, {shape.rows for shape in largest_first})
 
     def __call__(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
-        if not self.holds(rows, table):
+        of_table = rows.attention.table_rows
+        if rows.num_rows > self._most_rows or len(of_table) >= len(self._table_rows):
             return self._target.forward_once(rows, table)
-        logits, *features = self._runner(PaddedRows.of(rows, table))
+        attention = _tensors_of(replace(rows.attention, table_rows=self._table_rows[: len(of_table)]))
+        logits, *features = self._runner((rows.tokens, attention, rows.slots, rows.logit_rows, table.slots[of_table]))
         taken = features[0][: rows.num_rows] if features else None
         return TargetOutput(logits[: rows.logit_rows.shape[0]], taken, self._sampler)
 
-    def holds(self, rows: ForwardRows, table: SlotTable) -> bool:
-        """Whether a captured shape holds these rows."""
-        sequences = rows.attention.table_rows.shape[0]
-        fits = rows.num_rows <= self.largest.rows and sequences <= self.largest.sequences
-        fits = fits and rows.attention.node_slots.shape[1] <= self.largest.nodes
-        return fits and table.slots.shape[1] <= self.max_length
+
+def _tensors_of(attention: AttentionRows) -> tuple[Tensor, ...]:
+    """All fields, for a runner of graphs. # shapes as of `AttentionRows`"""
+    return tuple(getattr(attention, name) for name in AttentionRows.__slots__)
 
 
-def _forward(target: Target, table_rows: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Logits, and features where the target taps them. # table_rows [sequences + 1]; inputs as of `PaddedRows`"""
-    rows = PaddedRows(*inputs)
-    attention = AttentionRows(
-        sequence=rows.sequence,
-        positions=rows.positions,
-        node=rows.node,
-        table_rows=table_rows[: rows.slot_table.shape[0]],
-        extend_end=rows.extend_end,
-        node_slots=rows.node_slots,
-        node_depths=rows.node_depths,
-        ancestors=rows.ancestors,
-    )
-    output = target.compute(rows.tokens, attention, rows.slots, rows.logit_rows, rows.slot_table)
+def _forward(target: Target, tokens: Tensor, attention: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Logits, and features where the target taps them. # tokens, inputs as of `Target.compute`; attention as of
+    `_tensors_of`"""
+    output = target.compute(tokens, AttentionRows(*attention), *inputs)
     return (output.logits,) if output.features is None else (output.logits, output.features)
 
 
+def _padding(shape: Shape, length: int, target: Target) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+    """Arguments of `_forward` for dummy rows alone.
+
+    They belong to a dummy sequence after all others, whose slot is never read by the others, so what they compute has
+    no effect.
+    """
+    sequences, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
+    row = torch.zeros((), dtype=torch.int64, device=device).expand(shape.rows)
+    tree = row[:1].expand(sequences, shape.nodes)
+    attention = AttentionRows(
+        sequence=row + shape.sequences,
+        positions=row,
+        node=row + ROOT,
+        table_rows=torch.arange(sequences, device=device),
+        extend_end=row[:1].expand(sequences),
+        node_slots=tree,
+        node_depths=tree,
+        ancestors=tree[:, None].expand(-1, shape.nodes, -1).bool(),
+    )
+    return row, _tensors_of(attention), row + unread_slot, row, row[:1].expand(sequences, length) + unread_slot
+
+
 def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -> list[Shape]:
-    """Shapes of decoding steps, fewest sequences first, then fewest rows."""
-    batches = [*(count for count in BATCHES if count < max_sequences), max_sequences]
+    """Shapes of decoding steps."""
     return [
         Shape(batch, count, max_nodes)
-        for batch in batches
+        for batch in batches_up_to(max_sequences)
         for count in sorted({min(most, batch * (1 + max_nodes)) for most in rows if most >= batch})
     ]
 

@@ -11,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,16 +41,8 @@ class CostTable:
 
     def curve(self, context: float, sequences: int) -> FloatArray:
         """Seconds at the row points. # -> [row points]"""
-        return self.at_context(context, self.by_context(sequences))
-
-    def by_context(self, sequences: int) -> FloatArray:
-        """Seconds for this number of sequences. # -> [context points, row points]"""
         # Extended beyond the last point, a curve could fall, even below zero.
-        by_context: FloatArray = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
-        return by_context
-
-    def at_context(self, context: float, by_context: FloatArray) -> FloatArray:
-        """`by_context`, interpolated at one context. # -> [row points]"""
+        by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
         curve: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
         return curve
 
@@ -82,7 +74,7 @@ def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray
     return between
 
 
-def _place(points: FloatArray | list[float], value: float) -> tuple[int, float]:
+def _place(points: FloatArray, value: float) -> tuple[int, float]:
     """Index of the point above, and the share of the way to it from the one before; beyond the last point above 1."""
     above = min(max(bisect_left(points, value), 1), len(points) - 1)
     return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
@@ -134,9 +126,8 @@ class OnlineCosts:
     """
 
     def __init__(self, table: CostTable) -> None:
-        self._table, self._rows = table, table.rows.tolist()  # planned transfer: numpy, on the host
-        self._by_context = cache(table.by_context)
-        self._curve = lru_cache(maxsize=2)(self._find_curve)  # a step needs the same one several times
+        self._table = table
+        self._curve = lru_cache(maxsize=2)(table.curve)  # a step needs the same one several times
         self._drift = 0.0
         self._corrections: dict[int, _CurveCorrection] = {}
         self._newest = _CurveCorrection(np.zeros_like(_POINTS))
@@ -153,10 +144,7 @@ class OnlineCosts:
         key = rows, context, sequences
         found = self._known.get(key)
         if found is None:
-            curve = self._curve(context, sequences)
-            above, share = _place(self._rows, rows) if len(curve) > 1 else (0, 1.0)
-            table = float(curve[above - 1]) * (1.0 - share) + float(curve[above]) * share
-            found = self._known[key] = table * math.exp(self._drift + self._correction(sequences).at_one(rows))
+            found = self._known[key] = float(self.verify_seconds(np.array([float(rows)]), context, sequences)[0])
         return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
@@ -170,9 +158,6 @@ class OnlineCosts:
         self._newest = self._corrections.setdefault(sequences.bit_length(), self._correction(sequences))
         self._drift += _DRIFT_RATE * surprise * self._newest.correct(rows, surprise)
         return predicted
-
-    def _find_curve(self, context: float, sequences: int) -> FloatArray:
-        return self._table.at_context(context, self._by_context(sequences))
 
     def _correction(self, sequences: int) -> "_CurveCorrection":
         return self._corrections.get(sequences.bit_length()) or _CurveCorrection(self._newest.logs)
@@ -193,10 +178,6 @@ class _CurveCorrection:
         """# [n] -> [n]"""
         logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
         return logs
-
-    def at_one(self, rows: int) -> float:
-        near = _near(rows)
-        return near.mean(float(self.logs[near.point]), float(self.logs[near.point + 1]))
 
     def correct(self, rows: int, surprise: float) -> float:
         """Learn from a prediction that was off by `surprise`; returns how sure the curve already was there, 0 to 1."""

@@ -58,16 +58,15 @@ class DraftGate:
         """Posterior of a class's mean gain in batches of this size."""
         return self._gains.of(num_sequences, traffic)
 
-    def select(
-        self, sequences: Sequence[SequenceGain], num_sequences: int, *, starts: bool, step_seconds: float
-    ) -> list[bool]:
-        """Choose which of these sequences draft in a step of `num_sequences`.
+    def select(self, sequences: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
+        """Choose which of a step's sequences draft.
 
         `step_seconds`: what a step takes, the most that one with drafts can lose. A suspended class is tried again only
         when a sequence starts (`starts`): a drafter that has not followed a sequence from its start knows little of it,
         so a trial in the middle would tell against any drafter.
         """
-        size, open_classes = num_sequences.bit_length(), set[str]()
+        num_sequences, open_classes = len(sequences), set[str]()
+        size = num_sequences.bit_length()
         classes = {one.traffic for one in sequences}
         affordable = {traffic for traffic in classes if self._account(traffic).can_afford(1.0, step_seconds)}
         for traffic in classes:

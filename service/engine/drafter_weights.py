@@ -32,7 +32,7 @@ from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.linear import Weight, dense, look_up
 from service.config import ServiceConfig
-from service.engine.modules import decoder_layers, default_tap_layers
+from service.engine.modules import decoder_layers
 from service.engine.modules import weights_of as target_weights_of
 from service.engine.weights import EMBEDDED_NAME, LoadedModel, has_standard_layers
 from service.errors import StartupError
@@ -168,10 +168,10 @@ def drafter_config(
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers whose outputs a drafter reads: the high tap feeds the copied last layers, or is the last layer's output
-    where none are copied."""
-    copied = 2 if has_standard_layers(model) else 0
-    return default_tap_layers(model.config.get_text_config().num_hidden_layers, copied=copied)
+    """A low, a middle and a high layer whose outputs a drafter reads (SpecBlock section 3.1): the high one feeds the
+    copied last layers, or is the last layer where none are copied."""
+    num_layers, copied = model.config.get_text_config().num_hidden_layers, 2 if has_standard_layers(model) else 0
+    return min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0)
 
 
 def target_end(model: PreTrainedModel) -> TargetEnd:

@@ -89,10 +89,14 @@ class DraftStage:
 
     def arrange(self, batch: StepBatch) -> StepBatch:
         """Sort the batch: sequences that run the drafter first, then other decoding ones, then prompts."""
-        selected = self.policy.select([s.gain for s in batch.decoding], len(batch.items), starts=bool(batch.started))
-        drafting = {s for s, drafts in zip(batch.decoding, selected, strict=True) if drafts and s.max_nodes != 0}
+        selected = self.policy.select([item.sequence.gain for item in batch.items], starts=bool(batch.started))
+        drafting = {
+            item.sequence
+            for item, drafts in zip(batch.items, selected, strict=True)
+            if drafts and item.sequence.max_nodes != 0
+        }
         items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence not in drafting))
-        return StepBatch(items, batch.started, num_drafting=len(drafting))
+        return StepBatch(items, batch.started, len(drafting.intersection(batch.decoding)), follows=bool(drafting))
 
     def draft(self, batch: StepBatch, num_free_slots: int, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
         """The step's trees, one per sequence, and why they are as large; without `drafts` all are empty."""
@@ -108,9 +112,8 @@ class DraftStage:
             if candidates.width:
                 return self._pruned(batch, load, candidates, self._limits(batch.decoding, load), "forced")
         none = (0,) * len(batch.items)
-        followed = self._follows(batch, load)
         budget = DraftBudget(
-            load=load, reason=refusal, node_rows=none, drafted=False, followed=followed, num_nodes=none
+            load=load, reason=refusal, node_rows=none, drafted=False, followed=batch.follows, num_nodes=none
         )
         return self._no_trees(len(batch.items)), budget
 
@@ -160,7 +163,6 @@ class DraftStage:
             decoding=tuple(s.gain for s in batch.decoding),
             num_drafting=len(batch.decoding) if batch.num_drafting is None else batch.num_drafting,
             prefilling=tuple(item.sequence.gain for item in batch.items if not item.decodes),
-            starts=bool(batch.started),
             weights=None if pace is None else pace_weights(batch.decoding, pace, time.monotonic(), self._device),
             tree_widths=self._pruning.width.choices,
         )
@@ -170,10 +172,6 @@ class DraftStage:
         if not drafts or all(sequence.max_nodes == 0 for sequence in batch.decoding):
             return "no_candidates"
         return self.policy.refusal(load) if load.has_room else "slots"
-
-    def _follows(self, batch: StepBatch, load: StepLoad) -> bool:
-        """Whether the drafter reads along in a step in which it does not run: some sequence may draft later."""
-        return any(item.sequence.max_nodes != 0 for item in batch.items) and self.policy.follows(load)
 
     def _pruned(
         self, batch: StepBatch, load: StepLoad, candidates: Candidates, limits: "_Limits", reason: str
@@ -190,7 +188,7 @@ class DraftStage:
             reason=reason,
             node_rows=(*node_rows, *(0 for _ in range(num_sequences - len(node_rows)))),
             drafted=drafted,
-            followed=drafted or self._follows(batch, load),
+            followed=drafted or batch.follows,
             tree_sizes=tree_sizes,
         )
         return _with_empty_trees(trees, num_sequences), budget

@@ -37,7 +37,7 @@ from service.engine.emit import (
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
-from service.engine.rows import RowLayout, committed_of, prompt_reads
+from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
 from service.engine.scheduler import Scheduled, Scheduler, StepBatch
 from service.engine.sequence import Finish, Sequence, TextStream
@@ -116,7 +116,7 @@ class Engine:
         """`ledger` gets the time that steps take. Where the target's forwards are captured, so is the rest of a step,
         with trees of fixed widths."""
         capture, max_sequences = target.capture, limits.max_sequences
-        tree_widths = tree_widths_up_to(limits.max_budget)
+        shapes = decoding_shapes(max_sequences, tree_widths_up_to(limits.max_budget))
         self.target = target
         self.drafter = drafter
         self.slots = SlotPool(limits.num_slots or target.pool.num_slots, target.device, first=limits.first_slot)
@@ -138,8 +138,8 @@ class Engine:
             cache=PrefixCache(target.device, keep=limits.prefix_cache),
             tree_nodes=limits.max_budget,
         )
-        self._layout = RowLayout(self.slots, self.table, capture, tree_widths, max_sequences=max_sequences)
-        self._verify_stage = VerifyStage(self.table, capture, tree_widths, max_sequences=max_sequences)
+        self._layout = RowLayout(self.slots, self.table, capture, shapes)
+        self._verify_stage = VerifyStage(self.table, capture, shapes)
         self._emit_stage = EmitStage(drafter, vocabulary.eos_ids)
         self._accounting = StepAccounting(drafter, clock_of(target.device), ledger, learning)
         self._vocabulary = vocabulary
@@ -181,10 +181,6 @@ class Engine:
         """End a request's sequences now and free their slots."""
         every = (*self.scheduler.running, *self.scheduler.waiting)
         return self._end({one: Finish("abort") for one in every if one.request.request_id == request_id})
-
-    def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all."""
-        self.drafter.forget(scope)
 
     def step(self) -> EngineOutput:
         """Advance every scheduled sequence: by a prompt chunk, or by the accepted tokens of its tree and one more.

@@ -8,9 +8,7 @@ import logging
 import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +58,8 @@ def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dty
     file = Path(str(reader.data.filename))
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    processor = _processor_of(reader, config)
+    processors: type[TensorProcessor] = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
+    processor = processors(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     kept = Counter[str]()
     for tensor in reader.tensors:
@@ -80,11 +79,6 @@ def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dty
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in kept.most_common())
     logger.info("%s: weights kept as they are in the file: %s", file.name, shares)
     return model
-
-
-def _processor_of(reader: GGUFReader, config: PreTrainedConfig) -> TensorProcessor:
-    kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
-    return kind(config=config.to_dict())
 
 
 class _GGUFReader(GGUFReader):
@@ -134,13 +128,13 @@ def _kept(data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> t
     """The weight in blocks, and the name of its format. # data [out, bytes]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
-    known = _FORMATS.get(kind)
     keep = ops.on(torch.device("cpu")).keep_blocks
-    if known is None:
+    if kind not in _FORMATS:
         pieces = (in_8_bits(torch.from_numpy(dequantize(piece, kind))) for piece in _pieces(data, shape[1]))
         return keep(EIGHT_BITS, shape, dtype, pieces), f"{kind.name} in 8 bits"
+    form, unpack = _FORMATS[kind]
     by_block = (torch.from_numpy(piece.copy()).unflatten(1, (-1, size)) for piece in _pieces(data, shape[1]))
-    return keep(known.form, shape, dtype, map(known.unpack, by_block)), kind.name
+    return keep(form, shape, dtype, (unpack(block, form) for block in by_block)), kind.name
 
 
 def _pieces(data: np.ndarray, columns: int) -> Iterator[np.ndarray]:
@@ -164,19 +158,19 @@ def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
 
 
-def _of_32(raw: Tensor, *, minima: bool, fifth: bool) -> QuantisedBlocks:
+def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits; byte j holds four bits of columns j and j + 16.
     # [rows, blocks, bytes]"""
-    halves = 2 * (1 + minima)
+    halves = 2 * (1 + form.has_minima)
     head, rest = _halves(raw[..., :halves]), raw[..., halves:]
     codes = _nibbles(rest[..., -16:])
-    if fifth:  # bit i of 32 belongs to column i
+    if form.bits > 4:  # bit i of 32 belongs to column i
         spread = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes = codes | spread.flatten(-2) << 4
-    return QuantisedBlocks(codes, head[..., :1], head[..., 1:] if minima else None)
+    return QuantisedBlocks(codes, head[..., :1], head[..., 1:] if form.has_minima else None)
 
 
-def _q8_0(raw: Tensor) -> QuantisedBlocks:
+def _q8_0(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Q8_0: scale, and signed bytes. # [rows, blocks, bytes]"""
     return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
@@ -187,14 +181,14 @@ def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
     return (blocks.float() * scales.float()).half().flatten(1)
 
 
-def _of_k(raw: Tensor, *, fifth: bool) -> QuantisedBlocks:
+def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Q4_K and Q5_K: scales of scales and of minima; eight of each in 6 bits; fifth bits; codes by 64 columns."""
     heads, packed, rest = _halves(raw[..., :4]), raw[..., 4:16], raw[..., 16:]
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
     codes = _nibbles(rest[..., -128:].unflatten(-1, (4, 32))).flatten(-2)  # [rows, blocks, 256]
-    if fifth:
+    if form.bits > 4:
         codes = codes | _bits(rest[..., :32], *range(8)) << 4
     rows = raw.shape[0]
     return QuantisedBlocks(
@@ -204,7 +198,7 @@ def _of_k(raw: Tensor, *, fifth: bool) -> QuantisedBlocks:
     )
 
 
-def _q6_k(raw: Tensor) -> QuantisedBlocks:
+def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
     """Q6_K: lower four bits, upper two, 16 scales, and the scale of these; codes by 128 columns. # [rows, blocks,
     bytes]"""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
@@ -214,25 +208,14 @@ def _q6_k(raw: Tensor) -> QuantisedBlocks:
     return QuantisedBlocks(codes.view(rows, -1, COLUMNS), scales.view(rows, -1, 2))
 
 
-class _FileFormat(NamedTuple):
-    """How a format of the file becomes a form of the kernels."""
-
-    form: BlockFormat
-    unpack: Callable[[Tensor], QuantisedBlocks]
-
-
-_FORMATS: Mapping[GGMLQuantizationType, _FileFormat] = {
-    GGMLQuantizationType.Q4_0: _FileFormat(BlockFormat(4, 8), partial(_of_32, minima=False, fifth=False)),
-    GGMLQuantizationType.Q4_1: _FileFormat(
-        BlockFormat(4, 0, has_minima=True), partial(_of_32, minima=True, fifth=False)
-    ),
-    GGMLQuantizationType.Q5_0: _FileFormat(BlockFormat(6, 16), partial(_of_32, minima=False, fifth=True)),
-    GGMLQuantizationType.Q5_1: _FileFormat(
-        BlockFormat(6, 0, has_minima=True), partial(_of_32, minima=True, fifth=True)
-    ),
-    GGMLQuantizationType.Q8_0: _FileFormat(EIGHT_BITS, _q8_0),
-    GGMLQuantizationType.Q4_K: _FileFormat(BlockFormat(4, 0, has_minima=True), partial(_of_k, fifth=False)),
-    GGMLQuantizationType.Q5_K: _FileFormat(BlockFormat(6, 0, has_minima=True), partial(_of_k, fifth=True)),
-    GGMLQuantizationType.Q6_K: _FileFormat(BlockFormat(6, 32, size=16), _q6_k),
+_FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, BlockFormat], QuantisedBlocks]]] = {
+    GGMLQuantizationType.Q4_0: (BlockFormat(4, 8), _of_32),
+    GGMLQuantizationType.Q4_1: (BlockFormat(4, 0, has_minima=True), _of_32),
+    GGMLQuantizationType.Q5_0: (BlockFormat(6, 16), _of_32),
+    GGMLQuantizationType.Q5_1: (BlockFormat(6, 0, has_minima=True), _of_32),
+    GGMLQuantizationType.Q8_0: (EIGHT_BITS, _q8_0),
+    GGMLQuantizationType.Q4_K: (BlockFormat(4, 0, has_minima=True), _of_k),
+    GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
+    GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
 }
-"""Formats that stay in the file's blocks."""
+"""Formats that stay in the file's blocks: the kernels' form of each, and how its bytes become that."""

@@ -78,19 +78,14 @@ def costs_at_start(
 
     `make_drafter` builds a drafter that is thrown away after the measurement.
     """
-    sizes = {
-        "max_sequences": limits.max_sequences,
-        "max_model_len": limits.max_model_len,
-        "max_budget": limits.max_budget,
-    }
     key: CostKey = {
         "machine": this_machine(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "model": measured_for.model,
         "drafter": measured_for.drafter,
         "threads": torch.get_num_threads(),
-        "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {' '.join(map(str, sizes.values()))} "
-        f"{target.pool.num_slots}",
+        "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {limits.max_sequences} {limits.max_model_len} "
+        f"{limits.max_budget} {target.pool.num_slots}",
         "version": f"{measured_for.version} {torch.__version__}",
         "format": _FORMAT,
     }
@@ -99,7 +94,7 @@ def costs_at_start(
         logger.warning("steps are faster than the costs in %s say: measuring again", cost_file(folder, key))
         costs = None
     if costs is None:
-        verify = measure_costs(target, **sizes, progress=progress)
+        verify = measure_costs(target, limits, progress=progress)
         drafts = measure_drafts(make_drafter(), target, batches=sequence_points(limits.max_sequences))
         costs = Costs(verify, drafts)
         write_costs(folder, key, costs)
@@ -116,22 +111,17 @@ def row_points(target: Target) -> tuple[int, ...]:
     return ROWS if target.capture is None else CAPTURED_ROWS
 
 
-def measure_costs(
-    target: Target,
-    *,
-    max_sequences: int,
-    max_model_len: int,
-    max_budget: int,
-    progress: Progress = lambda done, total: None,
-) -> CostTable:
+def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = lambda done, total: None) -> CostTable:
     """Seconds of one verify by sequences, context length and rows, on this machine with this model."""
-    sequences = sequence_points(max_sequences)
+    sequences = sequence_points(limits.max_sequences)
     rows = row_points(target)
     room = (target.pool.num_slots - 1 - rows[-1] - MAX_NODES) // sequences[-1] - MAX_DEPTH - 1
-    longest = max(1, min(max_model_len - MAX_DEPTH - 1, room))
+    longest = max(1, min(limits.max_model_len - MAX_DEPTH - 1, room))
     contexts = sorted({min(context, longest) for context in CONTEXTS})
     run = partial(run_point, dummy_texts(target, sequences=sequences[-1], length=contexts[-1]))
-    return measure_grid(run, sequences, contexts, rows, most_rows=lambda n: n * (1 + max_budget), progress=progress)
+    return measure_grid(
+        run, sequences, contexts, rows, most_rows=lambda n: n * (1 + limits.max_budget), progress=progress
+    )
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:

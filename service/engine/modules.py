@@ -100,12 +100,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def default_tap_layers(num_layers: int, *, copied: int = 2) -> tuple[int, int, int]:
-    """Layers whose outputs condition a drafter: a low, a middle and a high one (SpecBlock section 3.1). Above the high
-    one stand the `copied` layers that the drafter starts from."""
-    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0))
-
-
 def slot_attention(
     module: nn.Module,
     query: Tensor,

@@ -70,7 +70,7 @@ class PrefixCache:
         self._leaves: set[Node] = set()  # all that are evictable, and some that were
 
     def acquire(self, namespace: str, tokens: list[int]) -> PrefixLease:
-        """PrefixLease the longest cached prefix; the last token is never part of it."""
+        """Lease the longest cached prefix; the last token is never part of it."""
         if not self._keep:
             return PrefixLease(Node([], self._nothing, None), 0, self._nothing)
         key = namespace, tokens[0]

@@ -25,22 +25,18 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.scheduler import Scheduled
 from service.engine.target import TargetOutput
 
+DecodingShape = tuple[int, int]
+"""Sequences and tree width of a captured decoding step."""
+
 
 class RowLayout:
     """Flattens prompt chunks, roots and draft trees into the rows of one forward, each in a slot of its own."""
 
     def __init__(
-        self,
-        slots: SlotPool,
-        table: SlotTable,
-        capture: Capture | None = None,
-        tree_widths: Items[int] = (),
-        *,
-        max_sequences: int = 0,
+        self, slots: SlotPool, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()
     ) -> None:
-        """With `capture`, steps of up to `max_sequences` trees of these widths are laid out by CUDA graphs."""
+        """With `capture`, steps of these shapes are laid out by CUDA graphs."""
         self._slots, self._table = slots, table
-        shapes = decoding_shapes(max_sequences, tree_widths) if capture else []
         padding = ((_RowsToPlace.padding(*shape, table.slots.device), ()) for shape in shapes if shape[1])
         self._place = GraphRunner(place_rows, capture, padding)
 
@@ -60,8 +56,8 @@ class RowLayout:
         return ops.on(table.device).lay_out_rows(extends, counts, trees, slots, table, self._place)
 
 
-def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[tuple[int, int]]:
-    """(sequences, tree width) of every captured decoding step, the most rows first."""
+def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[DecodingShape]:
+    """The shape of every captured decoding step, the most rows first."""
     shapes = product(batches_up_to(max_sequences), (*tree_widths, 0))
     return sorted(shapes, key=lambda shape: (shape[0] * (1 + shape[1]), shape), reverse=True)
 

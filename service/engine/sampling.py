@@ -181,7 +181,7 @@ class SamplingTable:
     temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None: all are greedy
     seeds: Tensor | None = None  # [batch] int64
     filters: Filters | None = None  # by sequence; None: no sequence filters
-    grammars: "tuple[ConstrainedSequence | None, ...] | None" = None  # by sequence; None: no sequence has a grammar
+    states: tuple[SamplingState, ...] | None = None  # by sequence; None: no sequence has a grammar
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
@@ -194,16 +194,16 @@ class SamplingTable:
             (any(p.has_penalties for p in params), _penalties),
         ]
         transforms = tuple(build(states) for is_needed, build in plan if is_needed)
-        grammars = tuple(map(_constraint, states)) if any(state.grammar for state in states) else None
+        constrained = tuple(states) if any(state.grammar for state in states) else None
         if not any(p.temperature > 0 for p in params):
-            return SamplingTable(transforms, grammars=grammars)
+            return SamplingTable(transforms, states=constrained)
         device = states[0].device
         return SamplingTable(
             transforms,
             _floats([p.temperature for p in params], device),
             torch.tensor([signed64(p.seed) for p in params], device=device),
-            _filters(states) if any(_drops_tokens(p) for p in params) else None,
-            grammars,
+            _filters(states) if any(drops_tokens(p) for p in params) else None,
+            constrained,
         )
 
     def choose(self, scores: Tensor, sequence_idx: Tensor, positions: Tensor, sampler: Sampler) -> ChosenTokens:
@@ -291,28 +291,18 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
     return penalise
 
 
-class ConstrainedSequence(NamedTuple):
-    """A sequence whose text must match a grammar."""
-
-    grammar: GrammarState
-    is_filtered: bool
-
-
-def _constraint(state: SamplingState) -> ConstrainedSequence | None:
-    return None if state.grammar is None else ConstrainedSequence(state.grammar, _drops_tokens(state.params))
-
-
 class GrammarRow(NamedTuple):
     """A row whose token a grammar must allow."""
 
     row: int
-    sequence: ConstrainedSequence
+    grammar: GrammarState
+    is_filtered: bool  # whether filters may drop tokens
     path: Sequence[int]  # drafted tokens from the root's child to this row's node
 
     def allows(self, token: int) -> bool:
         """Whether the choice stands. Masking first would choose the same token, unless filters drop tokens by how
         likely they are among the others: then the row chooses again."""
-        return not self.sequence.is_filtered and self.sequence.grammar.allows(self.path, token)
+        return not self.is_filtered and self.grammar.allows(self.path, token)
 
 
 def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> ChosenTokens:
@@ -321,14 +311,14 @@ def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Te
     again = [row for row in rows if not row.allows(chosen[row.row])]
     if not again:
         return choice
-    grammars, paths = [row.sequence.grammar for row in again], [row.path for row in again]
+    grammars, paths = [row.grammar for row in again], [row.path for row in again]
     forbidden = forbidden_tokens(grammars, paths, scores.shape[1]).to(scores.device)
     index = torch.tensor([row.row for row in again], device=scores.device)
     other = redraw(scores[index].to(torch.float32).masked_fill_(forbidden, _NEVER), index)
     return ChosenTokens(*(first.index_copy(0, index, second) for first, second in zip(choice, other, strict=True)))
 
 
-def _drops_tokens(params: SamplingParams) -> bool:
+def drops_tokens(params: SamplingParams) -> bool:
     """Whether top-p, top-k or min-p may drop tokens before one is drawn."""
     return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class StepBatch:
     items: list[Scheduled]
     started: list[Sequence]  # those that start to run, or start again after preemption
     num_drafting: int | None = None  # how many of the decoding ones, the first, run the drafter; None: all
+    follows: bool = True  # whether the drafter takes in what is read and committed, as some sequence may draft later
 
     @cached_property
     def decoding(self) -> list[Sequence]:
@@ -122,7 +124,7 @@ class Scheduler:
         """Queue a new sequence."""
         sequence.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._service.enter(sequence.client)
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def schedule(self) -> StepBatch:
         """Choose the next step's sequences, and free slots for them."""
@@ -152,7 +154,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.preemptions += 1
         self._preemptions += 1
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
@@ -362,16 +364,12 @@ class Forecast:
         return sequence.num_pending + min(sequence.num_remaining, round(expected))
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
 def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: PrefixCache) -> Sequence | None:
     """The sequence to preempt: lowest priority, not preempted often, least to compute again, newest, in this order.
 
     The oldest is never preempted, so every sequence gets through; None if no candidate is left.
     """
-    oldest = min(running, key=_arrival)
+    oldest = min(running, key=attrgetter("arrival"))
     return min(
         (sequence for sequence in candidates if sequence is not oldest),
         key=lambda sequence: (

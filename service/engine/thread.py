@@ -76,7 +76,7 @@ class EngineThread:
 
     def forget(self, scope: str | None = None) -> None:
         """Forget past answers of this scope, or of all, before the next step."""
-        self._inbox.put(lambda engine: engine.forget(scope))
+        self._inbox.put(lambda engine: engine.drafter.forget(scope))
 
     def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
         """Call `call` in the engine's thread before the next step; return or raise what it does. Raises CancelledError

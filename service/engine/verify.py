@@ -20,14 +20,15 @@ from kernels.settle import Verified
 from kernels.survival import SIZES
 from service.engine.grammar import paths_of
 from service.engine.kv_pool import SlotTable
-from service.engine.rows import decoding_shapes
+from service.engine.rows import DecodingShape
 from service.engine.sampling import (
     EAGER_SAMPLER,
-    ConstrainedSequence,
     GrammarRow,
     Sampler,
     SamplingRows,
+    SamplingState,
     SamplingTable,
+    drops_tokens,
     transformed,
     within_grammars,
 )
@@ -38,16 +39,12 @@ class VerifyStage:
     """Chooses the target's tokens and accepts drafted ones; keeps sampling parameters as tensors while the batch stays
     the same."""
 
-    def __init__(
-        self, table: SlotTable, capture: Capture | None = None, tree_widths: Items[int] = (), *, max_sequences: int = 0
-    ) -> None:
-        """Slots of accepted nodes are written to `table`. With `capture`, steps of up to `max_sequences` trees of these
-        widths run as CUDA graphs."""
+    def __init__(self, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()) -> None:
+        """Slots of accepted nodes are written to `table`. With `capture`, steps of these shapes run as CUDA graphs."""
         self._batch: list[Sequence] = []
         self._table = SamplingTable()
         slots = table.slots
         self._no_sizes = slots.new_empty(0, SIZES)
-        shapes = decoding_shapes(max_sequences, tree_widths) if capture else []
         self._settle = GraphRunner(
             partial(ops.on(slots.device).settle, slots),
             capture,
@@ -94,9 +91,9 @@ class VerifyStage:
             sampling_rows = _sampling_rows(completing, rows, trees.take(rows.completing), table)
             scores, sampler = transformed(logits, sampling_rows), EAGER_SAMPLER
         choice = _chosen(table, scores, rows, sampler)
-        if table.grammars is None:
+        if table.states is None:
             return choice
-        constrained = _grammar_rows(table.grammars, rows, trees.take(rows.completing))
+        constrained = _grammar_rows(table.states, rows, trees.take(rows.completing))
         return within_grammars(
             choice, constrained, scores, lambda left, index: _chosen(table, left, rows, EAGER_SAMPLER, index)
         )
@@ -114,21 +111,21 @@ def _chosen(
     return table.choose(scores, sequence, rows.attention.positions[logit_rows] + 1, sampler)
 
 
-def _grammar_rows(
-    constraints: Items[ConstrainedSequence | None], rows: ForwardRows, trees: DraftTree
-) -> Iterator[GrammarRow]:
-    """Rows of sequences that have a grammar; constraints and trees are those of the completing sequences."""
+def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftTree) -> Iterator[GrammarRow]:
+    """Rows of sequences that have a grammar; states and trees are those of the completing sequences."""
     if not trees.width:  # one row for each sequence
-        yield from (GrammarRow(row, one, ()) for row, one in enumerate(constraints) if one is not None)
+        for row, state in enumerate(states):
+            if state.grammar is not None:
+                yield GrammarRow(row, state.grammar, drops_tokens(state.params), ())
         return
     shape = trees.tokens, trees.parents, trees.num_nodes
     lists = [values.tolist() for values in shape]  # planned transfer: of constrained sequences
-    paths = [[[], *paths_of(*tree)] if one else [] for one, *tree in zip(constraints, *lists, strict=True)]
+    paths = [[[], *paths_of(*tree)] if state.grammar else [] for state, *tree in zip(states, *lists, strict=True)]
     sequences, places = rows.logit_sequence.tolist(), rows.logit_places.tolist()  # planned transfer
     for row, (index, place) in enumerate(zip(sequences, places, strict=True)):
-        one = constraints[index]
-        if one is not None and place < len(paths[index]):  # places after the nodes are padding
-            yield GrammarRow(row, one, paths[index][place])
+        state = states[index]
+        if state.grammar is not None and place < len(paths[index]):  # places after the nodes are padding
+            yield GrammarRow(row, state.grammar, drops_tokens(state.params), paths[index][place])
 
 
 def _sampling_rows(

@@ -94,9 +94,10 @@ def load_model(
     begin_drafter: BeginDrafter | None = None,
     as_it_is: bool = False,
 ) -> LoadedModel:
-    """Load weights and tokenizer; `begin_drafter`: of the one that
-    is to be made for it; `as_it_is`: the blocks of a GGUF file stay as they are where there is a kernel for them.
-    Raises StartupError naming what is wrong with it and what to do."""
+    """Load weights and tokenizer.
+
+    `begin_drafter` builds the initial drafter, if one is wanted; `as_it_is`: keep the blocks of a GGUF file. Raises
+    StartupError naming what is wrong with it and what to do."""
     file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
     reader = open_gguf(file) if as_it_is and file is not None else None
     source = resolve(name, cache_dir=cache_dir, with_weights=reader is None)

@@ -2,36 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.shift_play import Learning
-from service.errors import StartupError
 from tests.service.bench.conftest import assembly, prompt_file, quiet, trained_assembly
-from tests.service.bench.parts import save_two_layers, written_prompts
+from tests.service.bench.parts import run_command, save_two_layers, written_prompts
 
 __all__ = ["assembly", "prompt_file", "quiet", "trained_assembly"]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """`python -m benchmarks ...`, which leaves the log alone: exit code and output. Raises StartupError."""
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-
-    def run(*arguments: object) -> tuple[int, str]:
-        runner = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"})
-        result = runner.invoke(app, [str(argument) for argument in arguments])
-        if isinstance(result.exception, StartupError):
-            raise result.exception
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return result.exit_code, result.output
-
-    return run
+def run(quiet: None) -> Callable[..., tuple[int, str]]:
+    """`python -m benchmarks ...`, as `run_command`."""
+    return partial(run_command, program=app)
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """Turns made by hand, and learning that only pretends, for the tests of the shift benchmark."""
 
-from dataclasses import replace
-
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event
 from benchmarks.shift_play import NOTHING, Counts, Noted, Phase, Played, Stream, Turn
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import Measure
-from service.engine.stats import StepStats
 from service.prompts import PromptSet
+from tests.service.engine.harness import step_stats
 
 EAGER = AdaptationConfig(learning_rate=0.02, idle_share=0.0)
 EAGER_NUMBERS: dict[str, object] = {
@@ -36,20 +34,6 @@ def stream_of_halves(queries: int) -> Stream:
 
 
 MEASURE = Measure(0.0, 8, 1, seed=0)
-STEP = StepStats(
-    prompt_tokens=0,
-    emitted_tokens=0,
-    drafts=0,
-    drafted_nodes=0,
-    accepted_tokens=0,
-    accepted_per_sequence=(),
-    accepted_by_source={},
-    budget_reason="fixed",
-    draft_seconds=0.0,
-    verify_seconds=0.0,
-    other_seconds=0.0,
-    preemptions=0,
-)
 
 
 def played(
@@ -66,7 +50,7 @@ def played(
     """A turn in which every query took four verifies that accepted so many tokens in all."""
     answer = Answer(tuple(range(tokens)), accepted_per_step=(accepted, 0, 0, 0))
     run = Run(
-        (answer,) * len(turn.requests), (TimedStep(replace(STEP, itl_seconds=gaps), engine_seconds),), engine_seconds
+        (answer,) * len(turn.requests), (TimedStep(step_stats(itl_seconds=gaps), engine_seconds),), engine_seconds
     )
     return Played(turn, run, seconds, {**NOTHING, **counts}, noted)
 

@@ -276,12 +276,6 @@ def test_accepted_tokens_follow_the_joint_law(case: Case, draft: Draft) -> None:
     assert _p_value(_joint_counts(first, second), _joint_law(case)) > ALPHA
 
 
-@pytest.mark.parametrize("case", TREE_CASES.values(), ids=TREE_CASES.keys())
-def test_every_tree_gives_the_text_of_plain_decoding(case: Case) -> None:
-    texts = [_two_tokens(case, draft, 5_000)[:2] for draft in DRAFTS.values()]
-    assert all(torch.equal(first, texts[0][0]) and torch.equal(second, texts[0][1]) for first, second in texts)
-
-
 def test_a_disjoint_drafter_has_nothing_accepted_and_a_coupled_one_more_than_chance() -> None:
     banned = TREE_CASES["3 and 4 banned"]
     assert not _two_tokens(banned, _disjoint, 5_000)[2].any()

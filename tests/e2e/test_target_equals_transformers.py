@@ -44,14 +44,6 @@ def stock_generate(model: PreTrainedModel, prompt: Sequence[int], count: int) ->
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_greedy_text_alone(family: str) -> None:
-    for number, (prompt, expected) in enumerate(tiny_answers(family)):
-        chunk = (7, 256)[number % 2]
-        engine = tiny_engine(family, drafter="none", limits=replace(LIMITS, prefill_chunk=chunk))
-        assert alone(until_eos(NUM_TOKENS), prompt, engine).tokens == expected
-
-
 @pytest.mark.parametrize("chunk", [7, 256])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_greedy_text_in_a_batch_with_trees(family: str, chunk: int) -> None:

@@ -7,33 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.specblock import checkpoint
-from drafters.specblock.config import config_from, layers_for
-from drafters.specblock.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
-from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
+from tests.service.bench.parts import save_drafter, save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 TOKENS = 6_000
-
-
-def save_drafter(folder: Path, assembly: Assembly, *, entries: str = "first") -> Path:
-    """A random drafter for a loaded target."""
-    torch.manual_seed(0)
-    target = layers_for(assembly.loaded.model.config.get_text_config().to_dict())
-    config = config_from(
-        {"target": target, "tap_layers": [0, 1, 1], "draft_vocab_size": 128, "prefix_entries": entries}
-    )
-    model = SpecBlock(config)
-    model.set_vocabulary(torch.randperm(config.target_vocab_size)[:128])
-    identity = assembly.loaded.parts.identity
-    checkpoint.save(folder, model, target_identity=identity, facts={}, own_head=True)
-    return folder
 
 
 def assembled_with(folder: Path, drafter: Path, name: str = "auto", **changes: object) -> Assembly:
@@ -44,7 +27,7 @@ def assembled_with(folder: Path, drafter: Path, name: str = "auto", **changes: o
 @pytest.mark.parametrize("entries", ["first", "all"])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, entries: str) -> None:
     folder = save_two_layers(tmp_path / "model")
-    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)), entries=entries)
+    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)), prefix_entries=entries)
     assembly = assembled_with(folder, drafter)
     assert assembly.drafter_name == "memory+specblock"
     cases = [case for case in ordered_cases(0, TRAINED_WAYS) if case.way in TRAINED_WAYS]

@@ -35,12 +35,6 @@ def test_a_report_has_conditions_rows_and_summary(assembly: Assembly, tmp_path: 
     assert report["summary"] == {"tokens": 3}
 
 
-def test_no_file_no_report(assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_report(None, conditions_of(assembly), [], {})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     refuse_unwritable(None)
     refuse_unwritable(tmp_path / "new.json")

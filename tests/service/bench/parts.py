@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer import Typer
 from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
+from drafters.specblock.config import layers_for
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.cli import app
@@ -73,11 +75,11 @@ def written_prompts() -> Iterator[str]:
     yield '{"prompt": "the line on the table"}'
 
 
-def run_command(*arguments: object) -> tuple[int, str]:
+def run_command(*arguments: object, program: Typer = app) -> tuple[int, str]:
     """Exit code and output of `adaptree ...`, of words and paths. Raises StartupError as the command does."""
     runner, root = CliRunner(env={"COLUMNS": "250", "TERM": "dumb", "NO_COLOR": "1"}), logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    result = runner.invoke(app, [word for argument in arguments for word in str(argument).split()])
+    result = runner.invoke(program, [word for argument in arguments for word in str(argument).split()])
     root.handlers[:] = handlers  # those of the command write to a stream that is closed now
     root.setLevel(level)
     if isinstance(result.exception, StartupError):
@@ -90,7 +92,7 @@ def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: 
     """A tiny SpecBlock drafter of random weights for this target."""
     torch.manual_seed(seed)
     loaded = assembly.loaded
-    described = loaded.model.config.get_text_config().to_dict()
+    described = layers_for(loaded.model.config.get_text_config().to_dict())
     model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **changes))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,7 +11,6 @@ from service.bench import lossless
 from service.bench.driver import Answer, Run, generate
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
-from service.errors import StartupError
 from tests.service.bench.parts import run_command
 from tests.service.test_conditions import KEYS
 
@@ -94,10 +93,3 @@ def test_lossless_shows_the_first_mismatch(prompt_file: Path, monkeypatch: pytes
     assert "first mismatch: temperature" in output
     assert "token 2 of the answer" in output
     assert "got      [" in output
-
-
-def test_a_bad_prompt_file_stops_the_command(tmp_path: Path) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text("{}")
-    with pytest.raises(StartupError, match=f"prompt file {file}, line 1"):
-        run_command("bench", "speed", "--prompts", file)

@@ -12,25 +12,12 @@ from service.bench import load
 from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Span, TimedStep
 from service.bench.experiment import Measure, Row, plain_engine, requests_from
 from service.bench.load import LoadPlan, engines_of, policies_of, row_of
-from service.engine.stats import StepStats
 from service.errors import StartupError
 from tests.service.bench.parts import run_command, varied_prompts
+from tests.service.engine.harness import step_stats
 
-STEP = StepStats(
-    prompt_tokens=0,
-    emitted_tokens=4,
-    drafts=1,
-    drafted_nodes=6,
-    accepted_tokens=3,
-    accepted_per_sequence=(3,),
-    accepted_by_source={},
-    budget_reason="cost",
-    draft_seconds=0.1,
-    verify_seconds=0.5,
-    other_seconds=0.0,
-    preemptions=0,
-    predicted_verify_seconds=0.6,
-    survival_error=0.02,
+STEP = step_stats(
+    6, 3, draft_seconds=0.1, verify_seconds=0.5, other_seconds=0.0, predicted_verify_seconds=0.6, survival_error=0.02
 )
 TIMED = TimedStep(STEP, 1.0)
 PLAN = LoadPlan(

@@ -11,18 +11,14 @@ from service.bench.lossless import (
     COMPANIES,
     EXTRAS,
     PREFILL_CHUNKS,
-    SAMPLINGS,
     TEMPERATURES,
     WAYS,
     Case,
-    Extras,
-    Question,
     Way,
     built_in_prompts,
     check,
     ordered_cases,
     pairs_of,
-    sampling_params,
 )
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
@@ -88,24 +84,8 @@ def test_the_built_in_prompts_are_many_and_of_many_lengths(assembly: Assembly) -
     assert 20 * lengths[0] < lengths[-1]
 
 
-def test_every_case_comes_once() -> None:
-    cases = ordered_cases(0)
-    assert len(cases) == len(set(cases)) == 4 * 6 * 6 * 3 * 3
-
-
 def test_every_pair_of_choices_comes_in_the_first_forty_eight_cases() -> None:
     num_pairs = sum(len(a) * len(b) for a, b in itertools.combinations(DIMENSIONS, 2))
     for seed in range(3):
         met = set().union(*(pairs_of(case) for case in ordered_cases(seed)[:48]))
         assert len(met) == num_pairs
-
-
-@pytest.mark.parametrize(("temperature", "extras"), SAMPLINGS)
-def test_only_stops_and_grammars_may_end_an_answer_early(temperature: float, extras: Extras) -> None:
-    params = sampling_params(Question(0, temperature, extras, seed=5), 9, ("x",) if extras == "stop" else ())
-    assert (params.temperature, params.seed, params.max_tokens) == (temperature, 5, 9)
-    assert params.ignore_eos == (extras not in ("stop", "grammar"))
-    assert params.stop == (("x",) if extras == "stop" else ())
-    assert params.has_penalties == (extras == "penalties")
-    assert (params.top_p < 1) == (extras == "top_p")
-    assert (params.min_p > 0) == (params.top_k > 0) == (extras == "min_p+top_k")

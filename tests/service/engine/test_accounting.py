@@ -63,21 +63,6 @@ def test_steps_that_read_prompts_too_count_by_the_rows_that_decode(completes: bo
     assert told.first_version == 1
 
 
-def test_under_steady_arrivals_the_seconds_of_queries_add_up_to_the_time_of_serving_less_that_of_prompts() -> None:
-    """Steps last as long as they have rows, and drafting 5 seconds."""
-    sequences = [OneSequence() for _ in range(4)]
-    whole = 0.0
-    for number in range(40):
-        reading = OneSequence() if number % 2 else None
-        drafted, rows = [3, 0, 7, 1], 4 + 11
-        charge(
-            step(*sequences, reading=reading), 1, drafted, [0] * 4, {"draft": 5.0, "verify": rows + 7.0 * bool(reading)}
-        )
-        whole += 5.0 + rows
-    assert sum(query(one).seconds for one in sequences) == pytest.approx(whole)
-    assert all(query(one).num_steps == 40 for one in sequences)
-
-
 def test_a_step_that_reads_prompts_alone_is_charged_to_no_query() -> None:
     reader = OneSequence()
     charge(step(reading=reader, completes=True), 4, [0], [0], {"draft": 1.0, "verify": 1.0})

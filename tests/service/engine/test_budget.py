@@ -1,7 +1,6 @@
 """The budget against brute force: every number of nodes is looked at, and no limit is broken."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from drafters.tree import Candidates, DraftTree
 from kernels.survival import allocate_nodes
 from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, StepLoad, pace_weights
 from service.engine.costs import FREE, CostTable, DraftCosts
-from service.engine.draft_gate import SequenceGain
 from service.engine.sequence import Sequence
 from tests.service.engine.harness import load_of
 from tests.service.engine.test_scheduler import sequence_of
@@ -95,13 +93,6 @@ def flat(seconds_per_row: float) -> CostTable:
     return table([1.0, 100.0], [1 + seconds_per_row, 1 + 100 * seconds_per_row])
 
 
-def test_free_nodes_are_all_taken_and_dear_ones_not_at_all() -> None:
-    survival = [[0.9, 0.5, 0.1], [0.3]]
-    limits = torch.tensor([9, 9])
-    assert nodes_of(by_cost(flat(0.0)), candidates_of(survival), limits, load_of(2)) == [3, 1]
-    assert nodes_of(by_cost(flat(1000.0)), candidates_of(survival), limits, load_of(2)) == [0, 0]
-
-
 def test_the_budget_falls_with_load() -> None:
     """Rows get dearer beyond sixteen, as on a machine that computes so many at once."""
     costs = table([1.0, 16.0, 17.0, 2000.0], [1.0, 1.1, 1.2, 120.0])
@@ -142,15 +133,6 @@ def test_drafting_seconds_count_where_the_drafter_runs(num_drafting: int, nodes:
     policy = CostBudget(table([1.0, 2.0], [1.0, 2.5]), drafts, RegretLedger())
     load = load_of(1, num_drafting=num_drafting)
     assert nodes_of(policy, candidates_of([[0.9]]), torch.tensor([1]), load) == [nodes]
-
-
-@pytest.mark.parametrize("batch", [0, 1, 3])
-def test_without_candidates_nothing_is_kept(batch: int) -> None:
-    load = replace(
-        load_of(1, free_slots=10), num_rows=batch + 1, decoding=(SequenceGain(),) * batch, num_drafting=batch
-    )
-    none = torch.zeros(batch, dtype=torch.int64)
-    assert nodes_of(by_cost(flat(0.0)), DraftTree.empty(batch), none, load) == [0] * batch
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])

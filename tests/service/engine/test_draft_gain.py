@@ -95,9 +95,10 @@ class World:
         if begins:
             self.texts = [SequenceGain() for _ in range(batch)]
         texts = self.texts[:drafting]
-        asks = self.policy.select(texts, batch, starts=begins)
+        selected = self.policy.select(self.texts, starts=begins)
+        asks = selected[:drafting]
         texts = [text for text, asked in sorted(zip(texts, asks, strict=True), key=lambda pair: not pair[1])]
-        load = load_of(decoding=texts, num_drafting=sum(asks), free_slots=10_000, starts=begins)
+        load = load_of(decoding=texts, num_drafting=sum(asks), free_slots=10_000)
         load = replace(load, num_rows=rows, num_sequences=batch, decoding=tuple(texts))
         drafted = self.policy.refusal(load) is None
         keep, lengths = ([0] * drafting, [0] * drafting)
@@ -106,7 +107,7 @@ class World:
             keep[: load.num_drafting], lengths[: load.num_drafting] = asked_keep, asked_lengths
         accepted = sum(lengths)
         verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-        followed = drafted or self.policy.follows(load)
+        followed = drafted or any(selected)
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
         self.tokens += load.num_decoding + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS

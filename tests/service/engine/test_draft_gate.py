@@ -36,7 +36,7 @@ def taught(
     """So many steps of these texts, whose gains have a deviation of 1; in how many texts' steps they were asked."""
     rng, asked_steps = random.Random(seed), 0
     for step in range(steps):
-        asks = gate.select(texts, len(texts), starts=step % 100 == 0, step_seconds=1.0)
+        asks = gate.select(texts, starts=step % 100 == 0, step_seconds=1.0)
         asked = [text for text, is_asked in zip(texts, asks, strict=True) if is_asked]
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
@@ -58,7 +58,7 @@ def test_sequences_of_a_gaining_class_draft_and_those_of_a_losing_class_do_not()
     greedy_texts, warm = [SequenceGain("greedy") for _ in range(4)], [SequenceGain("warm") for _ in range(4)]
     taught(gate, 200, truth, [*greedy_texts, *warm])
     assert taught(gate, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
-    assert gate.select([*greedy_texts, *warm], 8, starts=False, step_seconds=1.0) == [True] * 4 + [False] * 4
+    assert gate.select([*greedy_texts, *warm], starts=False, step_seconds=1.0) == [True] * 4 + [False] * 4
 
 
 def test_alternating_texts_each_keep_what_they_have_alone() -> None:
@@ -80,13 +80,11 @@ def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
     for _ in range(150):
         texts = [*good, bad]
         asked = [
-            text
-            for text, asks in zip(texts, gate.select(texts, 8, starts=False, step_seconds=1.0), strict=True)
-            if asks
+            text for text, asks in zip(texts, gate.select(texts, starts=False, step_seconds=1.0), strict=True) if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
         gate.observe(asked, seen, seen, 8, all_drafted=len(asked) == 8)
-    assert gate.select([*good, bad], 8, starts=False, step_seconds=1.0) == [True] * 7 + [False]
+    assert gate.select([*good, bad], starts=False, step_seconds=1.0) == [True] * 7 + [False]
 
 
 def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
@@ -96,7 +94,8 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
         gate.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
     for _ in range(400):
         gate.gain(1, "warm").observe(-0.5)
-    assert gate.select([lucky, SequenceGain("warm")], 1, starts=False, step_seconds=1.0) == [True, False]
+    found = [gate.select([one], starts=False, step_seconds=1.0) for one in (lucky, SequenceGain("warm"))]
+    assert found == [[True], [False]]
 
 
 @pytest.mark.parametrize(("true_gain", "drafted"), [(0.8, {100}), (-0.5, range(TRIAL_STEPS, 2 * TRIAL_STEPS + 1))])
@@ -108,11 +107,11 @@ def test_a_sequence_of_a_losing_class_is_tried_and_stays_where_it_gains(
     for _ in range(60):
         gate.gain(1, "greedy").observe(rng.gauss(-0.5, 1.0))
     assert not gate.gain(1, "greedy").may_gain
-    assert gate.select([one], 1, starts=True, step_seconds=1.1) == [False], "the ledger covers no trial"
-    assert gate.select([one], 1, starts=True, step_seconds=1.0) == [True]
+    assert gate.select([one], starts=True, step_seconds=1.1) == [False], "the ledger covers no trial"
+    assert gate.select([one], starts=True, step_seconds=1.0) == [True]
     steps = 0
     for _ in range(100):
-        if gate.select([one], 1, starts=False, step_seconds=1.0) == [True]:
+        if gate.select([one], starts=False, step_seconds=1.0) == [True]:
             seen = [rng.gauss(true_gain, 1.0)]
             gate.observe([one], seen, seen, 1, all_drafted=True)
             steps += 1
@@ -123,11 +122,11 @@ def test_a_class_that_surely_loses_a_step_is_not_tried() -> None:
     gate = gate_of(CAP_STEPS)
     for _ in range(300):
         gate.gain(1, "greedy").observe(-1.3)
-    assert gate.select([SequenceGain("greedy")], 1, starts=True, step_seconds=1.0) == [False]
+    assert gate.select([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
 
 
 def test_no_sequence_drafts_where_the_ledger_does_not_cover_a_step() -> None:
-    assert gate_of(0.9).select([SequenceGain("greedy")], 1, starts=True, step_seconds=1.0) == [False]
+    assert gate_of(0.9).select([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
 
 
 def budget() -> CostBudget:
@@ -187,7 +186,7 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
 class OnlyGreedy(CostBudget):
     """Asks the drafter for texts at temperature 0 alone."""
 
-    def select(self, texts: Sequence[SequenceGain], num_sequences: int, *, starts: bool) -> list[bool]:
+    def select(self, texts: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
         return [text.traffic == "greedy" for text in texts]
 
 
@@ -205,16 +204,3 @@ def test_texts_that_draft_and_texts_that_do_not_stand_in_one_batch_and_are_plain
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in plain.items()}
     drafted = {name: one.end.speculation.drafted_per_step for (name, _), one in found.items() if one.end.speculation}
     assert all(any(nodes) == (int(name) % 2 == 0) for name, nodes in drafted.items())
-
-
-def test_a_request_without_speculation_is_not_asked_for() -> None:
-    prompts = list(random_prompts(2, 20))
-    off = replace(
-        request("off", prompts[0], greedy(20)), speculation=replace(request("x", [1]).speculation, enabled=False)
-    )
-    policy = OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
-    found = generate(tiny_engine(drafter="random", policy=policy), off, request("on", prompts[1], greedy(20)))
-    drafted = {
-        name: sum(one.end.speculation.drafted_per_step) for (name, _), one in found.items() if one.end.speculation
-    }
-    assert drafted["off"] == 0 < drafted["on"]

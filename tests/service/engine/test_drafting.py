@@ -14,6 +14,7 @@ from drafters.regret import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import BudgetPolicy, CostBudget, DraftBudget, FixedBudget, StepLoad
 from service.engine.costs import FREE, CostTable
+from service.engine.draft_gate import SequenceGain
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, Scope, SpeculationParams
 from service.engine.sampling import SamplingState
@@ -98,11 +99,6 @@ def sizes(*sequences: Sequence, free: int = 100, budget: int = 5, reading: int =
     return found
 
 
-def test_the_budget_bounds_every_tree() -> None:
-    assert sizes(decoding(0), decoding(1)) == [5, 5]
-    assert sizes(decoding(0), budget=0) == [0]
-
-
 def test_nothing_is_drafted_that_could_not_be_emitted() -> None:
     """With m tokens left, m - 1 drafted ones and the bonus token fill them."""
     ends = [decoding(0, generated=10 - left, max_tokens=10) for left in (1, 2, 4, 9)]
@@ -167,11 +163,12 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
 def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
-    tree, budget = stage.draft(batch_of(decoding(0, speculation=SpeculationParams(enabled=False)), reading=1), 100)
+    off = SpeculationParams(enabled=False)
+    tree, budget = stage.draft(stage.arrange(batch_of(decoding(0, speculation=off), reading=1)), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
     assert budget.followed, "for the text whose prompt is being read"
-    _, budget = stage.draft(batch_of(decoding(0, speculation=SpeculationParams(enabled=False))), 100)
+    _, budget = stage.draft(stage.arrange(batch_of(decoding(0, speculation=off))), 100)
     assert not budget.followed
 
 
@@ -188,8 +185,8 @@ class Watcher(BudgetPolicy):
         self.loads.append(load)
         return self.reason
 
-    def follows(self, load: StepLoad) -> bool:
-        return self.reason is None
+    def select(self, sequences: Items[SequenceGain], *, starts: bool) -> list[bool]:
+        return [self.reason is None] * len(sequences)
 
     def max_nodes(self, load: StepLoad) -> int:
         return 2
@@ -234,7 +231,7 @@ def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
 def test_a_suspended_policy_asks_no_drafter() -> None:
     stage, recorder, watcher = watched()
     watcher.reason = "suspended"
-    tree, budget = stage.draft(batch_of(decoding(0), reading=1), 100)
+    tree, budget = stage.draft(stage.arrange(batch_of(decoding(0), reading=1)), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
     stage.learn(budget, committed(tree, 0), step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)

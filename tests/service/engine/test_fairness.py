@@ -5,11 +5,9 @@ from collections import deque
 import pytest
 import torch
 
-from service.engine.kv_pool import SlotPool, SlotTable
-from service.engine.prefix_cache import PrefixCache
-from service.engine.scheduler import PROMPT_SHARE, Scheduler, ServiceCounters, service_of
+from service.engine.scheduler import PROMPT_SHARE, ServiceCounters, service_of
 from service.engine.sequence import Sequence
-from tests.service.engine.test_scheduler import sequence_of
+from tests.service.engine.test_scheduler import Room, sequence_of
 
 CPU = torch.device("cpu")
 
@@ -95,8 +93,7 @@ class Shop:
     PROMPT, ANSWER = 60, 40
 
     def __init__(self, *, step: float, row: float, one_account: bool = False) -> None:
-        self._slots, self._table = SlotPool(8_001, CPU), SlotTable(8, 200, CPU)
-        self._scheduler = Scheduler(self._slots, self._table, prefill_chunk=64, cache=PrefixCache(CPU))
+        self._room = Room(num_slots=1_500, lines=8, chunk=64, keep=True)
         self._step, self._row = step, row
         self._one_account = one_account
         self._asked: dict[Sequence, tuple[str, float]] = {}
@@ -124,20 +121,15 @@ class Shop:
         sequence = sequence_of(self.PROMPT, client=account, max_tokens=self.ANSWER)
         sequence.tokens[0] = next(self._first_tokens)
         self._asked[sequence] = client, self._now
-        self._scheduler.add(sequence)
+        self._room.scheduler.add(sequence)
 
     def _run(self) -> list[Sequence]:
         """One step; returns those that ended in it."""
-        batch = self._scheduler.schedule()
+        batch = self._room.step()
         self._now += self._step + self._row * batch.num_extend_rows
-        for item in batch.items:
-            place = slice(item.start, item.start + item.num_rows)
-            self._table.slots[item.sequence.table_row, place] = self._slots.allocate(item.num_rows)
-            item.sequence.num_computed += item.num_rows
-            item.sequence.tokens += [1] if item.completes else []
         ended = [item.sequence for item in batch.items if item.sequence.num_remaining == 0]
         for sequence in ended:
-            self._scheduler.remove(sequence)
+            self._room.scheduler.remove(sequence)
         return ended
 
 

@@ -124,20 +124,6 @@ def test_the_tensor_that_is_cut_off_is_named(tmp_path: Path) -> None:
         loaded(file)
 
 
-def test_a_type_that_nobody_can_read_is_refused_by_the_name_of_its_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = written(tmp_path / "a.gguf", {"blk.0.ffn_up.weight": Kind.Q5_K})
-    monkeypatch.setattr(gguf_file, "_FORMATS", {})
-
-    def refuse(data: object, kind: Kind) -> None:
-        raise NotImplementedError(f"Dequantization for {kind.name} is not yet implemented")
-
-    monkeypatch.setattr(gguf_file, "dequantize", refuse)
-    with pytest.raises(StartupError, match=r"tensor 'token_embd\.weight' cannot be read: .*Q6_K"):
-        loaded(file)
-
-
 def test_a_file_without_some_weights_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     write_file(file, SHAPE, [one for one in SHAPE.matrices("q8_0") if one[0] != "blk.1.ffn_up.weight"], NORMS)

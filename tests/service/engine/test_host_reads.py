@@ -90,15 +90,10 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
-UPLOADS = {"none": 0, "random": 0, "memory": 0, "switch(memory,random)": 0}
-"""Of a step by drafter, each of which is a wait on a device."""
-
-
-@pytest.mark.parametrize("drafter", UPLOADS)
-def test_uploads_of_a_step_are_no_more_than_they_were(drafter: str) -> None:
+@pytest.mark.parametrize("drafter", ["none", "random", "memory", "switch(memory,random)"])
+def test_a_step_uploads_nothing(drafter: str) -> None:
     engine = tiny_engine(drafter=drafter, policy=FixedBudget(0 if drafter == "none" else 5))
-    uploads = waits_of_a_step(engine, greedy())[1]
-    assert len(uploads) == UPLOADS[drafter], uploads
+    assert waits_of_a_step(engine, greedy())[1] == []
 
 
 def test_reads_are_seen() -> None:
@@ -109,18 +104,3 @@ def test_reads_are_seen() -> None:
     kinds = ["mask", "int", "tolist", "nonzero", "bool", "mask", "equal", "bool"]
     assert [read.split()[-1] for read in reads.seen] == kinds
     assert not reads.uploads
-
-
-def test_uploads_are_seen() -> None:
-    values = torch.arange(3)
-    with HostReads() as reads:
-        values[[0, 1]] = 0
-        _ = (
-            torch.tensor([1, 2]),
-            torch.as_tensor([3]),
-            torch.from_numpy(np.ones(1)),
-            values + 1,
-            values[torch.arange(2)],
-        )
-    assert len(reads.uploads) == 3
-    assert not reads.seen

@@ -18,7 +18,6 @@ from service.engine.measuring import (
     MeasuredFor,
     Point,
     costs_at_start,
-    measure_costs,
     measure_drafts,
     measure_grid,
 )
@@ -27,6 +26,7 @@ from tests.tiny_models import loaded_tiny
 
 torch.set_num_threads(1)
 
+LIMITS = EngineLimits(max_model_len=128, max_sequences=4, prefill_chunk=64, max_budget=8)
 KEY: CostKey = {"machine": "m x 2", "device": "cpu", "model": "abc", "drafter": "memory 1", "threads": 1}
 COSTS = Costs(
     CostTable(
@@ -128,7 +128,7 @@ def costs_of(folder: Path, progress: list[tuple[int, int]], drafter: str = "memo
     return costs_at_start(
         tiny_target(loaded_tiny("llama"), 700),
         memory,
-        EngineLimits(max_model_len=128, max_sequences=4, prefill_chunk=64, max_budget=8),
+        LIMITS,
         MeasuredFor("tiny", drafter, "0"),
         folder=folder,
         progress=lambda done, total: progress.append((done, total)),
@@ -158,27 +158,6 @@ def test_what_was_measured_beside_other_work_is_measured_again(tmp_path: Path) -
     again = costs_of(tmp_path, progress)
     assert progress
     assert again.verify.seconds.max() < 100 * found.verify.seconds.max()
-
-
-def test_the_table_is_usable(tmp_path: Path) -> None:
-    found = costs_of(tmp_path, [])
-    rows = np.arange(1.0, 300.0)
-    for context in (1.0, 90.0, 5_000.0):
-        for sequences in (1, 3, 40):
-            seconds = found.verify.verify_seconds(rows, context, sequences)
-            assert np.isfinite(seconds).all()
-            assert (seconds > 0).all()
-            assert (np.diff(seconds) >= 0).all()
-    assert 0 < found.drafts.draft_seconds(1) <= found.drafts.draft_seconds(4)
-
-
-@pytest.mark.parametrize(("max_model_len", "num_slots"), [(16, 300), (64, 400), (1024, 5000)])
-def test_any_pool_can_be_measured(max_model_len: int, num_slots: int) -> None:
-    target = tiny_target(loaded_tiny("llama"), num_slots)
-    before = target.pool.num_slots
-    table = measure_costs(target, max_sequences=3, max_model_len=max_model_len, max_budget=8)
-    assert table.contexts[-1] < max_model_len
-    assert target.pool.num_slots == before
 
 
 def test_measuring_drafts_fills_every_batch() -> None:

@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.tree import DraftTree
 from kernels import ops
 from kernels.linear import Product
-from kernels.rows import ExtendRows
 from kernels.tree_attention import Attention
-from service.engine.numerics import Trial, check, rows_are_independent
+from service.engine.numerics import check
 from tests.service.engine.harness import tiny_target
-from tests.service.engine.test_target import assert_close, stock_logits, tree_of
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, loaded_tiny
+from tests.tiny_models import FAMILIES, loaded_tiny
 
 torch.set_num_threads(1)
 
@@ -23,12 +20,6 @@ torch.set_num_threads(1)
 def test_tiny_models_are_exact(family: str) -> None:
     target = tiny_target(loaded_tiny(family))
     assert check(target) == "exact"
-
-
-def test_another_text_is_exact_too() -> None:
-    target = tiny_target(loaded_tiny("llama"))
-    for context in (20, 64, 128, 333):
-        assert rows_are_independent(target, context=context, steps=10)
 
 
 def test_attention_that_depends_on_company_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,51 +55,3 @@ def test_references_alone_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) 
     """Where nothing is compiled: libraries sum in other orders for other numbers of rows."""
     monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
     assert check(tiny_target(loaded_tiny("llama"))) == "tolerant"
-
-
-def trial_of(lines: int = 2) -> Trial:
-    return Trial(tiny_target(loaded_tiny("llama"), num_slots=300), sequences=lines, max_length=100)
-
-
-def test_a_text_read_and_continued_is_the_stock_models_text() -> None:
-    trial = trial_of()
-    tokens = trial.random_tokens(30)
-    trial.prefill(1, tokens[:28], chunk=9)
-    found = torch.stack([trial.decode(1, tokens[at], at) for at in (28, 29)])
-    assert_close(found, stock_logits("llama", tokens)[28:])
-
-
-def test_trees_of_different_sizes_stand_in_their_own_lines() -> None:
-    trial = trial_of()
-    first, second = trial.random_tokens(10), trial.random_tokens(21)
-    trial.prefill(0, first[:-1], chunk=100)
-    trial.prefill(1, second[:-1], chunk=4)
-    tree = two_trees([7, 8], [9, 0])
-    roots = [ExtendRows(0, 9, first[-1:], completes=True), ExtendRows(1, 20, second[-1:], completes=True)]
-    logits = trial.verify(roots, tree)
-    assert logits.shape == (2, 3, VOCAB_SIZE)
-    assert_close(logits[0], stock_logits("llama", [*first, 7, 8])[-3:])
-    assert_close(logits[1, :2], stock_logits("llama", [*second, 9])[-2:])
-    assert not logits[1, 2].any()
-
-
-def two_trees(first: list[int], second: list[int]) -> DraftTree:
-    """A extend of two nodes, and one node with padding."""
-    long, short = tree_of(first, [-1, 0]), tree_of(second, [-1, -1])
-    return DraftTree.concatenated([long, short])._replace(num_nodes=torch.tensor([2, 1]))
-
-
-def test_verifying_again_and_again_does_not_use_slots_up() -> None:
-    trial = trial_of()
-    trial.prefill(0, trial.random_tokens(40), chunk=40)
-    root = ExtendRows(0, 40, [3], completes=True)
-    first = trial.verify([root], tree_of([5, 6], [-1, -1]))
-    for _ in range(300):
-        again = trial.verify([root], tree_of([5, 6], [-1, -1]))
-    assert torch.equal(again, first)
-
-
-def test_random_tokens_are_repeatable_and_within_the_vocabulary() -> None:
-    tokens = trial_of().random_tokens(200)
-    assert tokens == trial_of().random_tokens(200)
-    assert all(0 <= token < VOCAB_SIZE for token in tokens)

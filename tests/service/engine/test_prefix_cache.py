@@ -34,15 +34,6 @@ def found(cache: PrefixCache, tokens: list[int], namespace: str = "") -> list[in
     return lease.slots.tolist()
 
 
-def test_a_text_that_comes_again_is_there_but_for_its_last_token() -> None:
-    cache = PrefixCache(CPU)
-    assert kept(cache, HELLO, 10).length == 0
-    assert found(cache, HELLO) == [10, 11, 12, 13, 14, 15]
-    assert found(cache, [*HELLO, 9, 9]) == [10, 11, 12, 13, 14, 15]
-    assert found(cache, HELLO[:3]) == [10, 11]
-    assert found(cache, HELLO[:1]) == []
-
-
 def test_a_position_whose_next_token_differs_is_read_again() -> None:
     """A drafter's entry of a position depends on the token behind it."""
     cache = PrefixCache(CPU)
@@ -105,13 +96,6 @@ def test_a_shared_beginning_outlives_its_ends() -> None:
     kept(cache, [7, 1, 2, 3, 20, 21], 30)
     assert sorted(cache.evict(4).tolist()) == [13, 14, 33, 34]
     assert found(cache, [7, 1, 2, 3, 10, 11]) == [10, 11, 12]
-
-
-def test_a_namespace_finds_nothing_of_another() -> None:
-    cache = PrefixCache(CPU)
-    kept(cache, HELLO, 10, "a")
-    assert found(cache, HELLO, "b") == []
-    assert found(cache, HELLO, "a") == [10, 11, 12, 13, 14, 15]
 
 
 def test_waiting_pays_for_much_that_is_about_to_be_read() -> None:

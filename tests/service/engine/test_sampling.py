@@ -150,26 +150,6 @@ def test_equals_the_oracle(batch: list[Row]) -> None:
     assert choice.tokens.tolist() == [_oracle(row) for row in batch]
 
 
-@settings(max_examples=100)
-@given(rows.filter(_has_choice))
-def test_penalties_on_the_path_are_penalties_on_the_text(row: Row) -> None:
-    linear = replace(row, generated=row.generated + row.path, path=[])
-    assert _choose([row]).tokens.tolist() == _choose([linear]).tokens.tolist()
-
-
-def test_extend_is_the_text_generated_so_far() -> None:
-    penalties = _params(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.2)
-    grown = SamplingState(penalties, [1, 1, 3], eos_ids=EOS, vocab=VOCAB, device=CPU)
-    grown.extend([4, 5, 4])
-    grown.extend([])
-    grown.extend([3, 9])
-    whole = SamplingState(penalties, [1, 1, 3], [4, 5, 4, 3, 9], eos_ids=EOS, vocab=VOCAB, device=CPU)
-    assert grown.history is not None
-    assert whole.history is not None
-    assert torch.equal(grown.history.counts, whole.history.counts)
-    assert sorted(grown.history.ids.tolist()) == sorted(whole.history.ids.tolist()) == [1, 3, 4, 5, 9]
-
-
 def test_a_table_built_before_a_commit_sees_it() -> None:
     state = SamplingState(_params(temperature=0.0, presence_penalty=2.0), [1], eos_ids=EOS, vocab=VOCAB, device=CPU)
     table = SamplingTable.build([state])
@@ -271,17 +251,6 @@ def test_logits_are_left_as_they_are() -> None:
         logits, SamplingRows(SamplingTable.build(states), place, place, place, torch.full((len(states), 2), -1))
     )
     assert torch.equal(logits, before)
-
-
-def test_seeds_are_64_bits_and_positions_are_part_of_the_key() -> None:
-    flat = [0.0] * VOCAB
-    seeds = [2**64 - 1, -1, 2**63, -(2**63), 7, 8]
-    batches = [[Row(flat, _params(seed=seed), [1] * n, [], []) for n in range(1, 30)] for seed in seeds]
-    high, low, top, bottom, seven, eight = (_choose(batch).tokens.tolist() for batch in batches)
-    assert high == low
-    assert top == bottom
-    assert len({tuple(high), tuple(top), tuple(seven), tuple(eight)}) == 4
-    assert len(set(seven)) > 5
 
 
 @given(st.lists(halves, min_size=VOCAB, max_size=VOCAB), tokens, st.integers(0, VOCAB))

@@ -104,19 +104,6 @@ def test_one_chunk_is_shared_by_all_prompts_beside_the_decoding_rows() -> None:
     assert shares(room.step()) == [(a, 1), (b, 1), (c, 2)]
 
 
-def test_drafting_sequences_stand_first() -> None:
-    room = Room(chunk=10)
-    a, b, c = room.add(30, 3, 2)
-    room.scheduler.running = []
-    for _ in range(6):
-        batch = room.step()
-        drafts = [item.decodes for item in batch.items]
-        assert drafts == sorted(drafts, reverse=True)
-        assert batch.decoding == [item.sequence for item in batch.items][: sum(drafts)]
-        assert batch.num_extend_rows == sum(item.num_rows for item in batch.items)
-    assert batch.completing == [a, b, c]
-
-
 def test_a_prompt_of_one_token_takes_part_in_the_step_that_starts_it() -> None:
     room = Room()
     one, other = room.add(1, 1)
@@ -320,17 +307,6 @@ def removed(room: Room, sequences: Items[Sequence]) -> None:
         room.scheduler.remove(sequence)
 
 
-def test_whoever_leaves_gives_everything_back() -> None:
-    room = Room(lines=2)
-    sequences = room.add(5, 30, 5)
-    for _ in range(3):
-        room.step()
-    removed(room, sequences)
-    assert room.slots.num_free == room.slots.capacity == room.scheduler.num_available
-    assert room.table.num_free_rows == 2
-    assert room.step().items == []
-
-
 def written(count: int, *, prompt: int = 10, max_tokens: int = 400) -> Sequence:
     sequence = sequence_of(prompt, max_tokens=max_tokens)
     sequence.tokens += [1] * count
@@ -363,33 +339,10 @@ def test_it_learns_how_long_answers_are(length: int) -> None:
     assert to_write(forecast, written(length * 2, max_tokens=800)) == length // 4, "who outlasts the others goes on"
 
 
-CPU = torch.device("cpu")
-NOTHING_KEPT = PrefixCache(CPU, keep=False)
-
-
 def running(number: int, computed: int, *, priority: int = 0, preemptions: int = 0) -> Sequence:
     sequence = sequence_of(max(1, computed), priority=priority)
     sequence.arrival, sequence.num_computed, sequence.preemptions = number, computed, preemptions
     return sequence
-
-
-def test_the_oldest_is_sheltered_wherever_it_stands() -> None:
-    first, second = running(1, 5), running(2, 1)
-    assert cheapest([second, first], [first], NOTHING_KEPT) is second
-    assert cheapest([first], [first], NOTHING_KEPT) is None
-
-
-def test_least_to_compute_again_and_the_newest_of_equals() -> None:
-    old, large, small, newer = running(0, 1), running(1, 9), running(2, 4), running(3, 4)
-    assert cheapest([old, large, small, newer], [old], NOTHING_KEPT) is newer
-    assert cheapest([old, large, small], [old], NOTHING_KEPT) is small
-
-
-def test_importance_before_patience_before_cost() -> None:
-    old, small, tired = running(0, 1), running(1, 30), running(2, 3, preemptions=2)
-    assert cheapest([old, small, tired], [old], NOTHING_KEPT) is small
-    unimportant = running(3, 99, priority=5, preemptions=7)
-    assert cheapest([old, small, tired, unimportant], [old], NOTHING_KEPT) is unimportant
 
 
 def test_what_others_keep_alive_costs_nothing() -> None:

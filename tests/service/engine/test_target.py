@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
-from service.engine.modules import AttentionStep, decoder_layers, default_tap_layers, replace_linears, slot_attention
+from service.engine.modules import AttentionStep, decoder_layers, replace_linears, slot_attention
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError
@@ -162,17 +162,6 @@ def test_kernels_that_compute_something_else_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(table, "plan_linear", lambda weight, bias: true(-weight, bias))
     with pytest.raises(StartupError, match="make install"):
         tiny_target(loaded_tiny("llama"))
-
-
-@pytest.mark.parametrize(("layers", "taps"), [(2, (1, 1, 0)), (3, (2, 1, 0)), (30, (2, 15, 27)), (1, (0, 0, 0))])
-def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, int, int]) -> None:
-    assert default_tap_layers(layers) == taps
-
-
-def test_without_taps_there_are_no_features() -> None:
-    texts = Texts(tiny_target(loaded_tiny("llama")))
-    rows = texts.layout([ExtendRows(0, 0, [1, 2], completes=True)], DraftTree.empty(1))
-    assert texts.target.forward(rows, texts.table).features is None
 
 
 @pytest.mark.parametrize("completes", [False, True])

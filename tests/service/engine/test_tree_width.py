@@ -13,7 +13,7 @@ from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs import FREE
 from service.engine.engine import EngineLimits
 from service.engine.requests import SamplingParams
-from service.engine.tree_pruning import TreeWidth, tree_widths_up_to
+from service.engine.tree_pruning import TreeWidth
 from tests.kernels.tensor_program import kernels, record
 from tests.service.engine.harness import generate, greedy, load_of, request, sampled, tiny_engine
 from tests.service.engine.test_budget import candidates_of, table
@@ -22,12 +22,6 @@ from tests.tiny_models import VOCAB_SIZE, random_prompts
 torch.set_num_threads(1)
 
 SIZES = EngineLimits(max_model_len=120, max_sequences=4, prefill_chunk=16, max_budget=20)
-
-
-def test_with_the_root_widths_are_powers_of_two_up_to_the_most_nodes() -> None:
-    assert tree_widths_up_to(48) == (7, 15, 31, 48)
-    assert tree_widths_up_to(7) == (7,)
-    assert tree_widths_up_to(0) == ()
 
 
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:

@@ -69,47 +69,6 @@ def test_the_path_is_walked_as_far_as_the_target_agrees(others: int) -> None:
     assert result.target_tokens[0].tolist() == [12, 70, 14, 72, 15, 99]
 
 
-def test_each_emitted_tokens_logits_are_known() -> None:
-    verified, rows = verify(ON_PATH, others=2)
-    nodes = rows.attention.node[rows.logit_rows[verified.path_logits[0, :4]]]
-    assert nodes.tolist() == [-1, 1, 3, 4]
-    assert rows.logit_sequence[verified.path_logits[:, 0]].tolist() == [0, 1]
-
-
-def plain(others: int, *bad: int, params: SamplingParams | None = None) -> Verified:
-    """Verify sequences with trees of zero nodes, some of which read prompts; lines `bad` of the logits are NaN."""
-    lines = [sequence_of(8, params or greedy()), *(sequence_of(3, params or greedy()) for _ in range(others))]
-    extends = [ExtendRows(2, 7, [2], completes=True)]
-    extends += [ExtendRows(3 + number, 0, [2, 2, 2], completes=number % 2 == 1) for number in range(others)]
-    rows = RowLayout(SlotPool(100, CPU), SlotTable(16, 40, CPU))(extends, DraftTree.empty(1 + others))
-    logits = torch.randn(rows.logit_rows.shape[0], VOCAB, generator=torch.Generator().manual_seed(5))
-    logits[list(bad)] = torch.nan
-    completing = [line for line, extend in zip(lines, extends, strict=True) if extend.completes]
-    return stage().verify(completing, rows, DraftTree.empty(1 + others), logits)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("others", [0, 1, 4])
-def test_without_nodes_each_line_of_logits_is_one_bonus_token(others: int, temperature: float) -> None:
-    params = SamplingParams(seed=7, max_tokens=50, temperature=temperature)
-    verified, batch = plain(others, params=params), 1 + others // 2
-    scores = torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(5))
-    if temperature:
-        positions = torch.tensor([8] + [3] * (batch - 1))
-        scores = scores + gumbel_noise_of(torch.full((batch,), 7), positions, torch.arange(VOCAB))
-    assert verified.bonus.tolist() == scores.argmax(1).tolist()
-    assert verified.target_tokens.tolist() == scores.argmax(1)[:, None].tolist()
-    assert verified.path.shape == (batch, 0)
-    assert verified.num_accepted.tolist() == [0] * batch
-    assert verified.path_logits.tolist() == [[line] for line in range(batch)]
-
-
-def test_without_nodes_no_score_after_the_root_fails_the_sequence() -> None:
-    verified = plain(4, 1)
-    assert verified.emitted[:, 0].tolist() == [False, True, False]
-    assert int(verified.bonus[1]) == 0
-
-
 @pytest.mark.parametrize("node", [-1, 1, 3, 4])
 def test_no_score_on_the_path_fails_the_sequence(node: int) -> None:
     assert verify(ON_PATH, node, others=2)[0].emitted[:, 0].tolist() == [True, False]
