@@ -178,15 +178,6 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
     assert same(bits(serving), before)
 
 
-def test_weights_that_are_not_finite_are_not_published(tmp_path: Path) -> None:
-    weights = weights_in(tmp_path, drafter())
-    with torch.no_grad():
-        weights.training.lm_head.weight[0, 0] = torch.nan
-    with pytest.raises(NotStored, match="finite"):
-        weights.publish({})
-    assert not weights.pending
-
-
 def test_a_version_that_is_not_there_is_not_restored(tmp_path: Path) -> None:
     weights = weights_in(tmp_path, drafter())
     with pytest.raises(Damaged):

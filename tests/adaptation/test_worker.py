@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from tests.adaptation.samples import feedback, full_bench, vocabulary
+from tests.adaptation.samples import feedback
 
 torch.set_num_threads(1)
 FEEDBACK = feedback(0)
@@ -161,23 +160,6 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
     worker.offer(FEEDBACK)
     wait_until(lambda: loop.told.count("observe") >= 2)
     assert worker.num_restarts == 1
-
-
-def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    worker = Worker(tried.learner, max_waiting=64)
-    worker.start()
-    token, seed = int(vocabulary()[0][5]), 0
-    while not tried.weights.version:
-        assert seed < 5000, tried.events
-        if not seed % 20:
-            worker.offer(feedback(seed, token=token, version=tried.weights.version))
-        tried.weights.between_steps()
-        time.sleep(0.001)
-        seed += 1
-    assert worker.stop()
-    assert worker.failures == {}
-    assert tried.weights.version > 0
 
 
 def test_commands_run_in_the_thread_and_come_first(made: Made) -> None:

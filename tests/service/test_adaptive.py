@@ -91,22 +91,6 @@ def test_who_asked_and_what_may_be_kept_arrives(assembly: Assembly, tmp_path: Pa
     assert {feedback.query.temperature for feedback in heard} == {0.5}
 
 
-def test_an_operator_is_answered(assembly: Assembly, tmp_path: Path) -> None:
-    events: list[Event] = []
-    with learning(assembly, tmp_path, events=events, policy="never") as adaptive:
-        texts(adaptive.engine, requests(PROMPTS, temperature=0.0, tokens=8))
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
-        adaptive.pause()
-        assert adaptive.status().paused
-        adaptive.resume()
-        assert adaptive.rollback() == 1
-        status = adaptive.status()
-    assert (status.policy, status.paused, status.queries_observed, status.rollbacks) == ("never", False, 4, 1)
-    assert (status.version, status.newest, status.origin) == (0, 1, 0)
-    assert [event.kind for event in status.events] == [event.kind for event in events]
-    assert [event.kind for event in events] == ["paused", "resumed", "rolled_back"]
-
-
 def test_an_operator_of_one_that_follows_is_sent_to_the_leader(
     assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,17 +193,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(assembly: Assembly, tm
                 adaptive.load_from_disk(folder)
         status = adaptive.status()
     assert (status.newest, status.snapshots, status.failures, status.events) == (0, (), {}, ())
-
-
-def test_a_later_process_serves_what_an_earlier_one_had_learnt(assembly: Assembly, tmp_path: Path) -> None:
-    folder = brought(assembly, tmp_path / "brought")
-    with learning(assembly, tmp_path / "state", policy="never") as adaptive:
-        adaptive.load_from_disk(folder)
-        adaptive.engine.step()
-    with learning(assembly, tmp_path / "state", policy="never") as later:
-        later.engine.step()
-        assert (later.learner.weights.origin, later.engine.drafter.version) == (1, 2)
-        assert serves(later.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
 
 
 def test_two_engines_of_one_assembly_learn_apart(assembly: Assembly, tmp_path: Path) -> None:

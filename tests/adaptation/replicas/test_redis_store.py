@@ -29,18 +29,6 @@ def connected(url: str, name: str = "one", *, timeout_seconds: float = 5.0, max_
     return RedisStore(url, "here", name=name, timeout_seconds=timeout_seconds, max_queries=max_queries)
 
 
-def test_bytes_come_back_as_they_went(store: RedisStore) -> None:
-    value = bytes(range(256))
-    store.command("SET", "key", value)
-    assert store.command("GET", "key") == value
-    assert store.command("GET", "another") is None
-
-
-def test_a_script_is_one_command(store: RedisStore) -> None:
-    assert store.script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[2] + 1", ["key"], b"\x00", 4) == 5
-    assert store.command("GET", "key") == b"\x00"
-
-
 def test_a_refusal_is_told_from_silence(store: RedisStore) -> None:
     store.command("SET", "key", "text")
     with pytest.raises(StoreRefused, match="WRONGTYPE"):

@@ -164,16 +164,6 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
     assert lengths == [Length(seconds=whole)] * 3 + [Length(steps=7)] * 2
 
 
-def test_a_finished_run_is_only_written_again(target: Path, features: Path, tmp_path: Path) -> None:
-    arguments = ("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 3, *QUICK)
-    run(*arguments)
-    before, curve = load_file(tmp_path / "model.safetensors"), (tmp_path / "curve.jsonl").read_text()
-    run(*arguments)
-    after = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert (tmp_path / "curve.jsonl").read_text() == curve
-
-
 @pytest.mark.parametrize("ablation", ["shift", "broadcast", "valid_prefix", "coupling", "rank", "shift,rank"])
 def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, ablation: str) -> None:
     without = ("--steps", 2, "--ablate", ablation)
