@@ -320,7 +320,8 @@ def test_each_process_learns_in_a_folder_of_its_own_and_a_killed_one_leaves_it_t
     shared = tmp_path / "state" / "learning"
     shared.mkdir(parents=True)
     program = (
-        "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(shared / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:

@@ -117,6 +117,8 @@ def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> 
 def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, policy="never")
     serve(tried, range(60))
+    assert tried.events == []
+    assert same(weights_of(tried.serving), weights_of(drafter()))
     assert tried.publisher.monitor.alarms["cusum"].state()["freedom"] == 0.0
 
 

@@ -373,15 +373,3 @@ def test_other_devices_than_cpus_are_not_asked() -> None:
         raise AssertionError("nobody may be asked")
 
     assert bf16_is_faster(torch.device("cuda"), refuses)
-
-
-def test_a_cpu_is_asked_in_earnest() -> None:
-    asked: list[torch.dtype] = []
-
-    def clocked(dtype: torch.dtype) -> float:
-        asked.append(dtype)
-        return 1.0
-
-    assert not bf16_is_faster(CPU, clocked)
-    assert set(asked) == {torch.bfloat16, torch.float32}
-    assert bf16_is_faster(CPU) in (True, False)
