@@ -192,16 +192,6 @@ def test_equal_clients_are_not_refused_for_a_rounded_share(num_clients: int) -> 
         assert all(fair.admit(str(client), 20, store=True).admitted for client in range(num_clients))
 
 
-def test_what_was_taken_counts_half_after_a_half_life() -> None:
-    clock = Clock()
-    fair = quota(clock, free=4)
-    for client in "bcde" * 8:
-        fair.admit(client, 1, store=True)
-    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 5  # 4 are free, 1 is beyond
-    clock.now += 600.0
-    assert sum(fair.admit("a", POSITIONS, store=True).admitted for _ in range(20)) == 2  # 2.5 are left of 5
-
-
 def test_one_query_counts_for_so_many_positions_at_most() -> None:
     assert quota().admit("a", 10_000, store=True).positions == POSITIONS
     assert quota().admit("a", 5, store=True).positions == 5

@@ -85,11 +85,3 @@ def test_no_single_sequence_carries_a_candidate(gain: float, losses: list[float]
     serving = [5.0] * len(differences)
     candidate = [5.0 + difference for difference in differences]
     assert not GATE.decide(candidate, serving, [0.0] * len(differences)).publish
-
-
-@given(st.permutations(range(16)))
-def test_the_order_of_the_sequences_does_not_matter(order: list[int]) -> None:
-    candidate = [1.5 + 0.125 * (i % 5) for i in range(16)]
-    serving = [1.5 + 0.125 * (i % 3) for i in range(16)]
-    shuffled = GATE.decide([candidate[i] for i in order], [serving[i] for i in order], [1.0] * 16)
-    assert shuffled == GATE.decide(candidate, serving, [1.0] * 16)

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from service.cli import app
 from service.config_sources import load_config
 from service.errors import StartupError
 from service.learning.commands import train, with_url
@@ -38,9 +36,3 @@ def test_without_weights_there_is_nothing_to_train(tmp_path: Path) -> None:
     settings = settings_for(save_two_layers(tmp_path)).model_copy(update={"drafter": "memory"})
     with pytest.raises(StartupError, match="drafter_path"):
         train(with_url(settings, URL))
-
-
-def test_help_answers() -> None:
-    answer = CliRunner().invoke(app, ["trainer", "--help"])
-    assert answer.exit_code == 0
-    assert "--redis" in answer.output
