@@ -499,18 +499,6 @@ class Serving:
         return self._step(*given)
 
 
-def test_an_update_in_a_thread_is_charged_for_the_steps_that_it_took_beside_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried, paid = full_bench(tmp_path, full_steps=6), list[float]()
-    serve(tried, range(40), update=False)
-    serving = Serving(tried, monkeypatch, begins=4)
-    monkeypatch.setattr(tried.policy, "ended", lambda *given, **_: paid.append(given[-1]))
-    assert tried.learner.update() is not None
-    assert serving.num_steps == 6
-    assert paid == [pytest.approx(2.0 * tried.time.taken_share)]
-
-
 def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes_on_where_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,7 @@ def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench, monkeypa
     worker.start()
     try:
         deadline = time.monotonic() + 20
-        while not process._waits:
+        while not process.waits:
             assert time.monotonic() < deadline, tried.events
             worker.ask(lambda: learn(tried, 1, updates=False))
             time.sleep(0.05)

@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from adaptation.policy import Arm
-from tests.adaptation.damage import Damage, flip, misshape, truncate
-from tests.adaptation.damaged_restarts import (
+from tests.adaptation.damage import (
+    Damage,
     Left,
+    flip,
     leave,
+    misshape,
     restart_damaged,
     restart_with_damaged_snapshots,
     roll_back_damaged,
+    truncate,
 )
 from tests.fault_kinds import KINDS, dead_processes, few_kills, restart_served_after_damage
 from tests.fault_parts import learning_stream
