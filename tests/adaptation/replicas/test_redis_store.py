@@ -80,17 +80,6 @@ def test_a_lease_that_is_not_kept_runs_out(store: RedisStore, other: RedisStore)
     assert not one.hold(0)
 
 
-def test_what_is_known_is_always_exceeded(server: RedisServer, store: RedisStore) -> None:
-    clock = Clock()
-    one = lease(store, clock)
-    assert one.hold(41)
-    assert one.epoch == 42
-    server.client.flushall()
-    later(clock)
-    assert one.hold(42)
-    assert one.epoch == 43
-
-
 def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
     one, follows = lease(store, clock), Lease(other, clock=clock, eligible=False)
