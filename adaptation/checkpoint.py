@@ -62,7 +62,8 @@ class SnapshotRing:
     def __init__(self, folder: Path, *, size: int) -> None:
         self._folder = folder
         self._size = size
-        clear_unfinished(folder)
+        for path in folder.glob(f"{UNFINISHED}*"):  # of a crash
+            shutil.rmtree(path, ignore_errors=True)
 
     @property
     def versions(self) -> list[int]:
@@ -183,12 +184,6 @@ def remove_snapshot(parent: Path, version: int) -> None:
         shutil.rmtree(unfinished)
     except OSError as error:
         raise NotRemoved(f"snapshot {folder_name(version)} could not be removed from {parent}: {error}") from error
-
-
-def clear_unfinished(parent: Path) -> None:
-    """Remove unfinished snapshots of a crash."""
-    for path in parent.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def stored_versions(parent: Path) -> list[int]:

@@ -213,8 +213,8 @@ class OfflineEvaluator:
 
     def scored(self, text: ValidationText, *, with_previous: bool) -> TextScores:
         """Scores of the drafters on one text; `with_previous`: also of the weights that a publish replaced."""
-        compares = with_previous and self._weights.has_previous
-        before = self._scores(self._weights.previous(), [text], self._replay)[0] if compares else None
+        previous = self._weights.previous() if with_previous else None
+        before = None if previous is None else self._scores(previous, [text], self._replay)[0]
         return TextScores(self.serving([text])[0], self.anchor([text])[0], before)
 
     def serving(self, texts: Sequence[ValidationText]) -> list[float]:

@@ -242,9 +242,7 @@ class RisingScores:
         self._mean = self._variance = self._sum = 0.0
 
     def observe(self, score: float) -> bool:
-        """Add a score; one that is not finite is ignored. # -> whether the traffic has changed"""
-        if not math.isfinite(score):
-            return False
+        """Add a finite score. # -> whether the traffic has changed"""
         if self._count >= _MIN_QUERIES:
             unusual = (score - self._mean) / max(math.sqrt(self._variance), _MIN_SCORE_SPREAD)
             self._sum = max(0.0, self._sum + min(max(unusual, -_FARTHEST), _FARTHEST) - _RISE_SLACK)

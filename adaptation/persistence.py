@@ -88,7 +88,7 @@ class LearnerCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._current, self._previous = _learner_files(folder)
+        self._current, self._previous = folder / "learner.json", folder / "learner.previous.json"
         self._unfinished = folder / f"{UNFINISHED}learner.json"
 
     def save(
@@ -109,8 +109,20 @@ class LearnerCheckpoint:
             raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
 
     def load(self) -> SavedLearner:
-        """Read the state; what was passed over as damaged is in `complaints`."""
-        return saved_learner(self._folder)
+        """Read the newest undamaged state, perhaps another process's; `complaints` names what was passed over."""
+        complaints: list[str] = []
+        for path in (self._current, self._previous):
+            try:
+                saved = _parsed_learner(path.read_bytes())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                complaints.append(f"{path.name}: unreadable: {error}")
+            except Damaged as error:
+                complaints.append(f"{path.name}: {error}")
+            else:
+                return replace(saved, complaints=tuple(complaints))
+        return SavedLearner(complaints=tuple(complaints))
 
     def save_tensors(self, kind: TensorKind, tensors: Mapping[str, Tensor], *, origin: int) -> None:
         """Store tensors of any shape [...] that belong to these serving weights. Raises NotStored, NotRemoved."""
@@ -145,28 +157,6 @@ class LearnerCheckpoint:
             return bool(_parsed_learner(path.read_bytes()))
         except (OSError, Damaged):
             return False
-
-
-def saved_learner(folder: Path) -> SavedLearner:
-    """The latest state saved in this folder, which may be another process's."""
-    complaints: list[str] = []
-    for path in _learner_files(folder):
-        try:
-            saved = _parsed_learner(path.read_bytes())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            complaints.append(f"{path.name}: unreadable: {error}")
-        except Damaged as error:
-            complaints.append(f"{path.name}: {error}")
-        else:
-            return replace(saved, complaints=tuple(complaints))
-    return SavedLearner(complaints=tuple(complaints))
-
-
-def _learner_files(folder: Path) -> tuple[Path, Path]:
-    """The newest state, and the one before it."""
-    return folder / "learner.json", folder / "learner.previous.json"
 
 
 def _parsed_learner(data: bytes) -> SavedLearner:

@@ -74,7 +74,6 @@ class TrainingProcess:
     def __init__(self, memory: int, setup: Setup, time: TrainingTime) -> None:
         """`memory`: a file descriptor, which this object closes; `time`: says when the process may compute."""
         self.num_started = 0
-        self.before_asking: Callable[[], None] = lambda: None  # called before each request; may block
         self.is_asked = False  # a request is under way
         self._memory = memory
         self._setup = setup
@@ -82,7 +81,7 @@ class TrainingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closing = threading.Lock()
-        self._is_frozen = self._waits = False  # by `freeze`, and because it may not compute
+        self.waits = False  # it is stopped, because it may not compute
         weakref.finalize(self, os.close, memory)
 
     @property
@@ -121,16 +120,6 @@ class TrainingProcess:
         """Score the replica, which is the only model that is scored. Raises as `update` does."""
         return cast(float, self._ask("replay", example))
 
-    def freeze(self) -> None:
-        """Stop the process until `thaw`; a request under way waits."""
-        self._is_frozen = True
-        self._send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let a frozen process go on."""
-        self._is_frozen = False
-        self._wait(self._waits)
-
     def quiet(self) -> None:
         """End the process if a request is under way: the thread that sent it may have died."""
         if self.is_asked:
@@ -156,7 +145,6 @@ class TrainingProcess:
     def _ask(
         self, call: str, *given: object, interrupted: Callable[[], bool] = lambda: False, **named: object
     ) -> object:
-        self.before_asking()
         self.quiet()
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it died between two requests
@@ -182,19 +170,16 @@ class TrainingProcess:
         """Receive the next answer; until then let the process compute only while it may."""
         while not connection.poll(_POLL_SECONDS):
             waits = not self._time.may_compute()
-            if waits != self._waits:
+            if waits != self.waits:
                 self._wait(waits)
         self._wait(False)
         return _received(connection)
 
     def _wait(self, waits: bool) -> None:
-        self._waits = waits
-        self._send_signal(signal.SIGSTOP if waits or self._is_frozen else signal.SIGCONT)
-
-    def _send_signal(self, number: signal.Signals) -> None:
+        self.waits = waits
         process = self._process
         if process is not None:
-            process.send_signal(number)
+            process.send_signal(signal.SIGSTOP if waits else signal.SIGCONT)
 
 
 class Training:

@@ -185,16 +185,10 @@ class DrafterWeights:
         """The replica with the training copy's weights, as they would be served."""
         return self._as_replica(self._as_served(weights_of(self.training)))
 
-    @property
-    def has_previous(self) -> bool:
-        """Whether the served or staged weights were published in place of others."""
-        return self.latest.replaced is not None
-
-    def previous(self) -> SpecBlock:
-        """The replica with the weights that the last publish replaced."""
+    def previous(self) -> SpecBlock | None:
+        """The replica with the weights that the served or staged ones were published in place of, if they were."""
         replaced = self.latest.replaced
-        assert replaced is not None, "nothing was replaced"
-        return self._as_replica(replaced)
+        return None if replaced is None else self._as_replica(replaced)
 
     def unchanged(self) -> SpecBlock:
         """The replica with the anchor's weights."""

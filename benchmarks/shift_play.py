@@ -1,6 +1,8 @@
 """A stream of queries in turns, and policies that answer them, each learning in its own turns only."""
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,8 +81,9 @@ class Learning:
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self
-        if self._process is not None:
-            self._process.before_asking = self.stand
+        training_time = adaptive.learner.training.time
+        self._may_compute = training_time.may_compute
+        training_time.may_compute = self._may_go_on  # type: ignore[method-assign]  # called while training computes
         adaptive.start()
         self.hold()
 
@@ -88,15 +91,13 @@ class Learning:
         """Let learning run."""
         self._standing.clear()
         self._free.set()
-        if self._process is not None:
-            self._process.thaw()
 
     def hold(self) -> None:
-        """Stop learning after its present step, a training process at once. Raises StartupError if it goes on."""
+        """Stop learning after its present step, a training process where it is. Raises StartupError if it goes on."""
         asked = self._adaptive.worker.ask(lambda: None)  # wakes an idle thread
         self._free.clear()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (self._freezes_process() or self._standing.wait(_POLL_SECONDS)):
+        while not self._standing.wait(_POLL_SECONDS):
             if time.monotonic() > deadline:
                 raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
@@ -122,14 +123,9 @@ class Learning:
         return self._loop.observe(feedback)
 
     def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        """Update, standing still before it and between its steps while held."""
+        """Update, once not held."""
         self.stand()
-
-        def passed() -> bool:
-            self.stand()
-            return interrupted()
-
-        return self._loop.update(passed)
+        return self._loop.update(interrupted)
 
     def stand(self) -> None:
         """Wait while held."""
@@ -137,12 +133,17 @@ class Learning:
             self._standing.set()
             self._free.wait()
 
-    def _freezes_process(self) -> bool:
-        """Stop the training process; return whether the thread waits for one."""
-        if self._process is None or not self._process.is_asked:
-            return False
-        self._process.freeze()
-        return True
+    def _may_go_on(self) -> bool:
+        """Whether training may compute, once not held; a training process is stopped meanwhile."""
+        if self._free.is_set():
+            return self._may_compute()
+        pid = None if self._process is None or self._process.waits else self._process.pid
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+        self.stand()
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+        return self._may_compute()
 
 
 @dataclass(frozen=True, slots=True)

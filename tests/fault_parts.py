@@ -96,15 +96,11 @@ class Witness:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How long learning took to do something to its end again.
-
-    What is bounded is turns of the learning thread and CPU seconds of the process, engine and all: neither grows
-    because others want the machine. The time by the clock is only told.
-    """
+    """How long learning took to do something to its end again: turns of the learning thread and CPU seconds of the
+    process, engine and all. Neither grows because others want the machine."""
 
     turns: int
     cpu_seconds: float
-    wall_seconds: float
 
 
 @dataclass
@@ -171,7 +167,6 @@ class Stream:
         adaptive.engine.assert_conserved()
         assert adaptive.status().version == adaptive.learner.weights.version
         assert serves(adaptive.network, adaptive.learner.weights._served.weights)
-        print(f"{self.arm} updates", *map(self._recovery, self.recoveries), sep="\n  ")
 
     def told(self) -> dict[str, float]:
         """How many faults of how many classes struck, and the longest that learning took to be back."""
@@ -188,20 +183,10 @@ class Stream:
 
     def _measure(self, name: str, strike: Strike) -> None:
         first = self._since(strike, "observe", "update")[0]
-        took = Recovery(
-            first.turns - strike.turns,
-            first.cpu_seconds - strike.cpu_seconds,
-            first.wall_seconds - strike.wall_seconds,
-        )
+        took = Recovery(first.turns - strike.turns, first.cpu_seconds - strike.cpu_seconds)
         assert took.turns <= RECOVERY_TURNS, (name, took)
         assert took.cpu_seconds <= RECOVERY_SECONDS, (name, took)
         self.recoveries.setdefault(name, []).append(took)
-
-    def _recovery(self, name: str) -> str:
-        took = self.recoveries[name]
-        turns, cpu = max(one.turns for one in took), max(one.cpu_seconds for one in took)
-        wall = max(one.wall_seconds for one in took)
-        return f"{name}: {len(took)} times, back within {turns} turns, {cpu:.2f} CPU seconds, {wall:.2f} by the clock"
 
 
 @contextmanager

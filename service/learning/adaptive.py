@@ -13,7 +13,7 @@ from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner, build_learner
 from adaptation.persistence import owned
-from adaptation.records import AdaptationStatus, Emit, Event, EventKind, NotStored
+from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
@@ -276,7 +276,7 @@ def _write_origin(
         sha256 = None if deployed is None else hashlib.sha256(published.weights_bytes(deployed)).hexdigest()
         model = drafter_weights.source_of(config)
         Origin(loaded.parts.identity, drafter, model, sha256).write(folder)
-    except (NotStored, OSError) as error:
+    except OSError as error:
         logger.warning("what is learnt cannot be exported: %s", error)
 
 

@@ -70,9 +70,10 @@ def _inspect(
 
     adaptree drafter inspect --model Qwen/Qwen3-0.6B --json
     """
-    from service.learning.moving import described, is_learning_folder, learnt, look_at
+    from adaptation.checkpoint import SNAPSHOTS
+    from service.learning.moving import described, learnt, look_at
 
-    if folder is not None and not is_learning_folder(folder):
+    if folder is not None and not (folder / SNAPSHOTS).is_dir():
         content = described(folder)
         print(json.dumps(content, indent=2)) if as_json else Console(markup=False).print(_folder_table(content))
         return

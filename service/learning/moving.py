@@ -12,6 +12,7 @@ import torch
 
 from adaptation.checkpoint import (
     SNAPSHOTS,
+    UNFINISHED,
     Snapshot,
     all_finite,
     read_manifest,
@@ -21,8 +22,8 @@ from adaptation.checkpoint import (
     sync_folder,
     write_synced,
 )
-from adaptation.persistence import SavedLearner, saved_learner
-from adaptation.records import Damaged, NotStored
+from adaptation.persistence import LearnerCheckpoint, SavedLearner
+from adaptation.records import Damaged
 from adaptation.weights import ANCHOR
 from drafters import published
 from drafters.specblock import checkpoint
@@ -35,7 +36,6 @@ from service.errors import StartupError
 
 DRAFTER_FILE = "drafter.json"
 _MOVED = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
-_UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 
 
@@ -50,17 +50,14 @@ class Origin:
     origin_sha256: str | None = None  # of the deployed drafter's weights; None: there was none
 
     def write(self, folder: Path) -> None:
-        """Write the file in a learning folder. Raises NotStored, and then the file is unchanged."""
+        """Write the file in a learning folder. Raises OSError, and then the file is unchanged."""
         content: dict[str, Any] = {
             "target_identity": self.target_identity,
             "drafter": self.config.described,
             "model": self.model,
             "origin_sha256": self.origin_sha256,
         }
-        try:
-            replace_file(folder / DRAFTER_FILE, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
-        except OSError as error:
-            raise NotStored(f"{DRAFTER_FILE} could not be stored in {folder}: {error}") from error
+        replace_file(folder / DRAFTER_FILE, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
     @staticmethod
     def read(folder: Path) -> "Origin | None":
@@ -140,14 +137,9 @@ def learnt(config: ServiceConfig) -> list[Learnt]:
     return [one for one in found if one.origin is None or one.origin.model in (None, source)]
 
 
-def is_learning_folder(folder: Path) -> bool:
-    """Whether this is a learning folder."""
-    return (folder / SNAPSHOTS).is_dir()
-
-
 def look_at(folder: Path) -> Learnt:
     """Read a learning folder; nothing in it is changed."""
-    origin, complaint, saved = None, None, saved_learner(folder)
+    origin, complaint, saved = None, None, LearnerCheckpoint(folder).load()
     try:
         origin = Origin.read(folder)
     except Damaged as error:
@@ -358,7 +350,7 @@ def _checked(folder: Path) -> Description:
 def _put(place: Path, write: Callable[[Path], None]) -> None:
     """Write a folder and put it in place by a rename, replacing any that is there. Raises StartupError, and then the
     old one is still there."""
-    unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (_UNFINISHED, _REPLACED))
+    unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (UNFINISHED, _REPLACED))
     try:
         for left in (unfinished, replaced):
             shutil.rmtree(left, ignore_errors=True)

@@ -43,11 +43,3 @@ def test_a_rollback_loses_nothing_that_was_collected(unmade: Bench) -> None:
     assert collected > 0
     unmade.learner.rollback()
     assert unmade.learner._bootstrap.positions == collected
-
-
-def test_a_rollback_to_no_drafter_collects_anew(unmade: Bench) -> None:
-    unmade.learner.adopt(brought(1.0))
-    unmade.weights.between_steps()
-    assert not unmade.learner._bootstrap.collects
-    unmade.learner.rollback()
-    assert unmade.learner._bootstrap.collects

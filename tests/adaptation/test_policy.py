@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from adaptation.policy import ARMS, Arm, EveryBatch, Policy, QueryReport, State
@@ -26,17 +24,6 @@ def test_what_must_not_or_cannot_be_learnt_from_counts_for_nothing() -> None:
     assert buffers.decide(policy, report(signal=None)).reason == "not_admitted"
     assert buffers.decide(policy, report(seconds=float("nan"))).reason == "unusable"
     assert buffers.take(policy) is None
-
-
-def test_it_keeps_nothing_from_one_process_to_the_next() -> None:
-    """The samples that it would count are gone."""
-    first, second = EveryBatch("full", 3), EveryBatch("full", 3)
-    for _ in range(2):
-        first.decide(report())
-    assert first.due({"head": [], "full": [7.0] * 3}) == "full"
-    second.restore(json.loads(json.dumps(first.state())))
-    assert second.due({"head": [], "full": [7.0] * 2}) is None
-    assert second.due({"head": [], "full": [7.0] * 3}) == "full"
 
 
 @pytest.mark.parametrize("state", [{"num_waiting": 2}, {"knowledge": {}, "random": []}])

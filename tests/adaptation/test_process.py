@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from adaptation.config import AdaptationConfig
 from adaptation.learner import worker_of
@@ -24,9 +25,10 @@ torch.set_num_threads(1)
 pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
 
 
-@pytest.fixture
-def tried(tmp_path: Path) -> Iterator[Bench]:
-    made = full_bench(tmp_path / "process", train_in="process")
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One learner for the tests that need a process, which run in order: starting one takes seconds of imports."""
+    made = full_bench(tmp_path_factory.mktemp("process"), train_in="process")
     yield made
     process_of(made).close()
 
@@ -46,6 +48,10 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
         tried.weights.between_steps()
 
 
+def copied(tried: Bench) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tried.trainer.tensors().items()}
+
+
 def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path: Path) -> None:
     alone = full_bench(tmp_path / "thread", train_in="thread")
     for each in (tried, alone):
@@ -60,19 +66,47 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert tried.time.seconds > 0
 
 
-def test_it_asks_before_each_step_and_breaks_off(tried: Bench) -> None:
-    before = {name: value.clone() for name, value in tried.trainer.tensors().items()}
-    asked = iter([False, False, True])
+def test_it_asks_before_each_step_and_stops_when_interrupted(tried: Bench) -> None:
+    before, asked = copied(tried), iter([False, False, True])
     report = process_of(tried).update("full", samples(4), lambda: next(asked))
     assert (report.outcome, len(report.losses)) == ("interrupted", 2)
     assert same(before, tried.trainer.tensors())
 
 
+def test_an_exception_in_it_is_raised_here_and_changes_nothing(tried: Bench) -> None:
+    process, broken, before = process_of(tried), samples(2), copied(tried)
+    draft_labels = broken[0].draft_labels
+    broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
+    with pytest.raises(RuntimeError, match="Traceback"):
+        process.update("head", broken)
+    assert same(before, tried.trainer.tensors())
+    assert process.update("head", samples(4)).applied
+
+
+def test_an_interrupt_of_the_terminal_does_not_end_it(tried: Bench) -> None:
+    process = process_of(tried)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    assert process.update("head", samples(4)).applied
+    assert process.num_started == 1
+
+
+def test_a_thread_that_dies_while_it_waits_leaves_no_update_running(tried: Bench) -> None:
+    process = process_of(tried)
+
+    def dies() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.update("full", samples(4), dies)
+    tried.learner.recover("thread_died")
+    assert process.pid is None
+    assert same(weights_of(tried.weights.training), weights_of(tried.serving))
+
+
 @pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2))])
 def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: int) -> None:
-    learn(tried, 8)
-    process, served = process_of(tried), weights_of(tried.serving)
-    served = {name: value.clone() for name, value in served.items()}
+    process, served = process_of(tried), {name: value.clone() for name, value in weights_of(tried.serving).items()}
     asked = iter(range(9))
 
     def kills() -> bool:
@@ -86,13 +120,13 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
         tried.learner.update(kills)
     tried.learner.recover("killed")
     assert same(weights_of(tried.weights.training), served)
-    learn(tried, 12)
-    assert process.num_started == 2
-    assert tried.learner.training.num_updates["full"] > 0
+    started = process.num_started
+    assert process.update("full", samples(4)).applied
+    assert process.num_started == started + 1
 
 
 @pytest.mark.slow
-def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
+def test_one_that_died_between_two_updates_is_replaced(tried: Bench) -> None:
     process = process_of(tried)
     process.update("head", samples(4))
     first = process.pid
@@ -100,55 +134,26 @@ def test_one_that_died_over_nothing_is_not_missed(tried: Bench) -> None:
     assert process._process is not None
     os.kill(first, signal.SIGKILL)
     process._process.wait()
-    report = process.update("head", samples(4))
-    assert report.applied
+    assert process.update("head", samples(4)).applied
     assert process.pid != first
 
 
-def test_what_breaks_in_it_is_told_and_changes_nothing(tried: Bench) -> None:
-    process, broken = process_of(tried), samples(2)
-    draft_labels = broken[0].draft_labels
-    broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
-    before = {name: value.clone() for name, value in tried.trainer.tensors().items()}
-    with pytest.raises(RuntimeError, match="Traceback"):
-        process.update("head", broken)
-    assert same(before, tried.trainer.tensors())
-    report = process.update("head", samples(4))
-    assert report.applied
-    assert process.num_started == 1
-
-
-def test_whoever_asked_and_is_gone_leaves_nobody_computing(tried: Bench) -> None:
-    """A thread that dies while it waits must not let its update go on beneath the next one."""
-    process = process_of(tried)
-
-    def dies() -> bool:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        process.update("full", samples(4), dies)
-    tried.learner.recover("thread_died")
-    assert process.pid is None
-    assert same(weights_of(tried.weights.training), weights_of(drafter()))
-
-
-def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench) -> None:
+def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load that covers nothing the process is stopped amid its update."""
     learner, process = tried.learner, process_of(tried)
-    process.update("head", samples(4))
-    learner.training.time._covers = lambda taken: not process.is_asked
+    monkeypatch.setattr(tried.time, "_covers", lambda taken: not process.is_asked)
     worker, ended = worker_of(learner, tried.tuning), threading.Event()
 
     def serve() -> None:
         while not ended.wait(0.01):
-            learner.training.time.stepping()
+            tried.time.stepping()
 
     serving = threading.Thread(target=serve)
     serving.start()
     worker.start()
     try:
         deadline = time.monotonic() + 20
-        while not process._waits:
+        while not process.waits:
             assert time.monotonic() < deadline, tried.events
             worker.ask(lambda: learn(tried, 1, updates=False))
             time.sleep(0.05)
@@ -160,20 +165,15 @@ def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench) -> None:
     assert (tried.events[-1].kind, tried.events[-1].reason) == ("paused", "operator")
 
 
-def test_it_heeds_no_interrupt_of_the_terminal_and_ends_with_the_server(tried: Bench) -> None:
+def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:
     process = process_of(tried)
-    process.update("head", samples(4))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
-    process.update("head", samples(4))
-    assert process.num_started == 1
     assert process._process is not None
     assert process._connection is not None
     process._connection.close()
     assert process._process.wait(60) == 0  # far above what it takes: only a process that stays fails
 
 
-def test_who_maps_the_memory_finds_and_changes_what_was_put_in() -> None:
+def test_mapped_tensors_share_their_memory() -> None:
     named = {
         "halves": torch.randn(7, dtype=torch.bfloat16),
         "ids": torch.arange(9),

@@ -19,8 +19,7 @@ from adaptation.samples import (
     undrafted_steps,
 )
 from drafters.training.corpus import Batch
-from drafters.training.replay import replay_chain
-from tests.adaptation.samples import ANSWER, EMBED, PROMPT, drafter, feedback, samples
+from tests.adaptation.samples import ANSWER, PROMPT, feedback, samples
 
 torch.set_num_threads(1)
 
@@ -62,12 +61,6 @@ def test_the_text_keeps_its_labels_when_its_beginning_was_lost() -> None:
     left, right = (Batch.of([text], 8, "cpu").label_index[0] for text in (full, part))
     assert (left >= 0).sum() == ANSWER
     assert (right >= 0).sum() == ANSWER - 5
-
-
-def test_a_text_can_be_replayed() -> None:
-    text = example_of(feedback(0))
-    assert text is not None
-    assert replay_chain(drafter(), EMBED, text).tokens == ANSWER - 1
 
 
 @pytest.mark.parametrize("answer", [0, 1, 3])

@@ -23,7 +23,6 @@ from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.heads import propose
 from drafters.specblock.model import HEADS, SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import Example
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, sampled, samples, vocabulary
 from tests.drafters.specblock.parts import serving, tiny_drafter
@@ -103,38 +102,6 @@ def test_at_a_temperature_the_rank_head_learns_the_ranks_that_it_serves_with(oth
     proposal = propose(serving(model), states, torch.ones(states.shape[:3], dtype=torch.int64), noise)
     assert float(proposal.chances.classes[..., 0].mean()) > 0.85
     assert float((proposal.tokens[:, 0, 0, 0] == fresh.draft_labels.tokens).float().mean()) > 0.8
-
-
-def test_a_full_update_goes_through_its_texts_as_often_as_it_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    taught = [sample.example for sample in samples(5) if sample.example is not None]
-    trained, _ = trainer(step_texts=2, full_steps=8)
-    seen: list[int] = []
-    full_terms = trained._full_terms
-
-    def noting(examples: list[Example]) -> object:
-        seen.extend(next(place for place, one in enumerate(taught) if one is example) for example in examples)
-        return full_terms(examples)
-
-    monkeypatch.setattr(trained, "_full_terms", noting)
-    for step in trained._full_steps(taught):
-        step()
-    assert sorted(seen[:5]) == sorted(seen[5:10]) == [0, 1, 2, 3, 4]
-    assert 13 <= len(seen) <= 14, "two steps of the third time"
-    assert seen[:5] != seen[5:10]
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_the_first_steps_are_small(arm: Arm) -> None:
-    """Adam's first step moves every weight by the rate, whatever its gradient."""
-    (at_once, left), (warming, kept) = trainer(steps=8), trainer(steps=8, warm_up_steps=8)
-    taught = samples(4, token=TOKEN)
-
-    def first_step(trained: OnlineTrainer, model: SpecBlock) -> float:
-        before = model.lm_head.weight.detach().clone()
-        trained._step(arm, trained._steps(arm, taught)[0](), 1.0)
-        return float((model.lm_head.weight.detach() - before).norm())
-
-    assert first_step(warming, kept) == pytest.approx(first_step(at_once, left) / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -373,15 +340,3 @@ def test_other_devices_than_cpus_are_not_asked() -> None:
         raise AssertionError("nobody may be asked")
 
     assert bf16_is_faster(torch.device("cuda"), refuses)
-
-
-def test_a_cpu_is_asked_in_earnest() -> None:
-    asked: list[torch.dtype] = []
-
-    def clocked(dtype: torch.dtype) -> float:
-        asked.append(dtype)
-        return 1.0
-
-    assert not bf16_is_faster(CPU, clocked)
-    assert set(asked) == {torch.bfloat16, torch.float32}
-    assert bf16_is_faster(CPU) in (True, False)

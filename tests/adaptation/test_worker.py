@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from tests.adaptation.samples import feedback, full_bench, vocabulary
+from tests.adaptation.samples import feedback
 
 torch.set_num_threads(1)
 FEEDBACK = feedback(0)
@@ -163,33 +162,6 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
     assert worker.num_restarts == 1
 
 
-def test_a_learner_in_its_thread_publishes_while_steps_go_on(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    worker = Worker(tried.learner, max_waiting=64)
-    worker.start()
-    token, seed = int(vocabulary()[0][5]), 0
-    while not tried.weights.version:
-        assert seed < 5000, tried.events
-        if not seed % 20:
-            worker.offer(feedback(seed, token=token, version=tried.weights.version))
-        tried.weights.between_steps()
-        time.sleep(0.001)
-        seed += 1
-    assert worker.stop()
-    assert worker.failures == {}
-    assert tried.weights.version > 0
-
-
-def test_commands_run_in_the_thread_and_come_first(made: Made) -> None:
-    loop, ran = Scripted(), threading.Event()
-    worker = made(loop)
-    worker.start()
-    name = worker.ask(lambda: threading.current_thread().name).result(10)
-    assert name == "adaptation"
-    worker.ask(ran.set)
-    assert ran.wait(10)
-
-
 def test_a_command_after_the_end_is_cancelled(made: Made) -> None:
     worker = made(Scripted())
     worker.start()
@@ -268,34 +240,6 @@ def test_threads_of_others_keep_their_number(made: Made) -> None:
         assert (torch.get_num_threads(), seen) == (3, [3])
     finally:
         torch.set_num_threads(usual)
-
-
-def test_settling_waits_for_queries_and_for_what_is_due(made: Made) -> None:
-    loop, due = Scripted(), [2]
-
-    def update(_: Callable[[], bool]) -> UpdateReport | None:
-        if loop.told.count("observe") < 3 or not due[0]:
-            return None
-        due[0] -= 1
-        return UpdateReport("head", "applied", 0.0)
-
-    loop.on_update = update
-    worker = made(loop)
-    worker.start()
-    for _ in range(3):
-        worker.offer(FEEDBACK)
-    assert worker.settle(10)
-    assert (loop.told.count("observe"), due) == (3, [0])
-
-
-def test_settling_gives_up(made: Made) -> None:
-    going = threading.Event()
-    worker = made(Scripted(on_hear=lambda: wait_until(going.is_set)))
-    worker.start()
-    worker.offer(FEEDBACK)
-    assert not worker.settle(0.05)
-    going.set()
-    assert worker.settle(10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")

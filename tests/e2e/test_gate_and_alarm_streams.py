@@ -74,15 +74,6 @@ def perturb(weights: dict[str, Tensor], scale: float, seed: int) -> None:
         value.add_(scale * size * torch.randn(value.shape, generator=generator).to(value.dtype))
 
 
-def test_the_trained_drafter_is_good(known: Practised, tmp_path: Path) -> None:
-    built = serving_the_good_one(known, tmp_path, [])
-    observe(built, known.stream(0, 80, version=1))
-    texts = built._feedback.validation.texts
-    serving, anchor = fmean(built._publisher.evaluator.serving(texts)), fmean(built._publisher.evaluator.anchor(texts))
-    print(f"replayed tau {serving:.2f}, of the drafter it was trained from {anchor:.2f}")
-    assert serving > anchor + 0.8
-
-
 def test_a_bad_candidate_is_refused_20_of_20_times(
     known: Practised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from adaptation.records import Refused
-from adaptation.replicas.follower import UNKNOWN, ServedWeights, VersionState
-from adaptation.replicas.wire import VersionRecord, sign, weights_from_bytes
+from adaptation.replicas.follower import ServedWeights, VersionState
+from adaptation.replicas.wire import VersionRecord, sign
 from drafters.specblock.checkpoint import weights_of
-from tests.adaptation.drafts import same
 from tests.adaptation.samples import bench, drafter
-from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("impatient")
 OURS = b"the secret of ours"
@@ -41,21 +39,6 @@ def checked(state: VersionState, one: VersionRecord) -> str:
         return refusal.reason
 
 
-def test_a_version_is_decoded_as_it_was_encoded() -> None:
-    assert VersionRecord.decode(FIRST.encode(OURS), OURS) == FIRST
-
-
-def test_nothing_is_known_at_first() -> None:
-    state = knowing()
-    assert (state.record, state.raw) == (UNKNOWN, b"")
-    assert checked(state, FIRST) == "accepted"
-
-
-def test_what_was_accepted_is_known() -> None:
-    state = knowing(FIRST)
-    assert (state.record, state.raw) == (FIRST, FIRST.encode(OURS))
-
-
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
@@ -74,13 +57,6 @@ def test_what_was_accepted_is_known() -> None:
 )
 def test_what_is_followed_and_what_is_not(changes: dict[str, object], verdict: str) -> None:
     assert checked(knowing(FIRST), replace(FIRST, **changes)) == verdict  # type: ignore[arg-type]
-
-
-def test_what_others_have_signed_is_forged() -> None:
-    for secret in (None, b"the secret of others"):
-        with pytest.raises(Refused) as refused:
-            knowing().check(FIRST.encode(secret))
-        assert refused.value.reason == "forged"
 
 
 @pytest.mark.parametrize("content", [{}, {"epoch": 1}, {"epoch": 0}, {"epoch": 2, "more": 1}])
@@ -111,9 +87,3 @@ def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> No
     tried.learner.rollback()
     assert served.now().sha256 == first.sha256
     assert served.version_of(first.sha256) == 2
-
-
-def test_what_was_sent_is_what_arrives(tmp_path: Path) -> None:
-    tried = bench(tmp_path)
-    now = ServedWeights(tried.weights).now()
-    assert same(weights_from_bytes(now.data, now.sha256, tried.weights.layout, VOCAB_SIZE), weights_of(drafter()))

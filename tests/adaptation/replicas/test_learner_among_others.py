@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.specblock.checkpoint import weights_of
-from tests.adaptation.drafts import same
-from tests.adaptation.samples import Bench, bench, drafter, feedback
+from tests.adaptation.samples import Bench, bench, feedback
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -16,24 +14,6 @@ def experienced(folder: Path, policy: str) -> Bench:
     for seed in range(9):
         tried.observe(feedback, seed)
     return tried
-
-
-def test_the_latest_weights_are_those_on_their_way(tmp_path: Path) -> None:
-    tried = bench(tmp_path)
-    assert tried.weights.latest.version == 0
-    tried.learner.adopt(weights_of(drafter(5)), "leader")
-    waiting = tried.weights.latest
-    assert (waiting.version, tried.weights.version) == (1, 0)
-    tried.weights.between_steps()
-    tried.learner.rollback()
-    assert same(waiting.weights, weights_of(drafter(5)))  # whoever looks at them need not hurry
-    assert tried.weights.latest.version == 2
-
-
-def test_whose_weights_they_are_is_told(tmp_path: Path) -> None:
-    tried = bench(tmp_path)
-    tried.learner.adopt(weights_of(drafter(5)), "leader")
-    assert [(event.kind, event.reason) for event in tried.events] == [("loaded", "leader")]
 
 
 @pytest.mark.parametrize("policy", ["bandit", "head_only", "never"])

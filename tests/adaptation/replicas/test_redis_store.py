@@ -29,24 +29,6 @@ def connected(url: str, name: str = "one", *, timeout_seconds: float = 5.0, max_
     return RedisStore(url, "here", name=name, timeout_seconds=timeout_seconds, max_queries=max_queries)
 
 
-def test_bytes_come_back_as_they_went(store: RedisStore) -> None:
-    value = bytes(range(256))
-    store.command("SET", "key", value)
-    assert store.command("GET", "key") == value
-    assert store.command("GET", "another") is None
-
-
-def test_a_script_is_one_command(store: RedisStore) -> None:
-    assert store.script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[2] + 1", ["key"], b"\x00", 4) == 5
-    assert store.command("GET", "key") == b"\x00"
-
-
-def test_a_refusal_is_told_from_silence(store: RedisStore) -> None:
-    store.command("SET", "key", "text")
-    with pytest.raises(StoreRefused, match="WRONGTYPE"):
-        store.command("XADD", "key", "*", "field", "value")
-
-
 def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, store: RedisStore) -> None:
     store.command("SET", "key", "value")
     server.kill()
@@ -87,26 +69,6 @@ def later(clock: Clock) -> None:
     clock.now += LONG
 
 
-def test_the_first_holds_it_and_the_second_does_not(store: RedisStore, other: RedisStore) -> None:
-    clock = Clock()
-    one, two = lease(store, clock), lease(other, clock)
-    assert (one.hold(0), two.hold(0)) == (True, False)
-    later(clock)
-    assert (two.hold(0), one.hold(0)) == (False, True)
-    assert (one.epoch, two.epoch) == (1, 0)
-
-
-def test_whoever_comes_next_has_a_higher_epoch(store: RedisStore, other: RedisStore) -> None:
-    clock = Clock()
-    one, two = lease(store, clock), lease(other, clock)
-    one.hold(0)
-    one.release()
-    assert two.hold(0)
-    assert two.epoch == 2
-    later(clock)
-    assert not one.hold(0)
-
-
 def test_a_lease_that_is_not_kept_runs_out(store: RedisStore, other: RedisStore) -> None:
     clock = Clock()
     one, two = lease(store, clock, seconds=0.05), lease(other, clock)
@@ -116,17 +78,6 @@ def test_a_lease_that_is_not_kept_runs_out(store: RedisStore, other: RedisStore)
     assert two.epoch == 2
     later(clock)
     assert not one.hold(0)
-
-
-def test_what_is_known_is_always_exceeded(server: RedisServer, store: RedisStore) -> None:
-    clock = Clock()
-    one = lease(store, clock)
-    assert one.hold(41)
-    assert one.epoch == 42
-    server.client.flushall()
-    later(clock)
-    assert one.hold(42)
-    assert one.epoch == 43
 
 
 def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore, other: RedisStore) -> None:
@@ -313,28 +264,12 @@ def test_what_was_not_done_is_handed_to_the_next_leader(
     assert server.client.xlen("here:queries") == 4
 
 
-def test_what_is_done_is_gone(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
-    one = joined(store)
-    for number in range(3):
-        one.send(message(number))
-    one.acknowledge([entry_id for entry_id, _ in one.receive(3)], {"a": 3, "b": 4})
-    assert server.client.xlen("here:queries") == 0
-    assert server.client.xpending("here:queries", "learner")["pending"] == 0
-    assert other.take_over() == {"a": 3, "b": 4}
-
-
 def test_of_too_many_the_oldest_go(server: RedisServer, store: RedisStore) -> None:
     one = joined(connected(server.url, max_queries=5))
     for number in range(50):
         one.send(message(number, size=10_000))
     assert server.client.xlen("here:queries") <= 7
     assert received(one)[-1] == message(49, size=10_000)
-
-
-def test_what_is_no_letter_is_delivered_as_none(server: RedisServer, store: RedisStore) -> None:
-    one = joined(store)
-    server.client.xadd("here:queries", {"something": "else"})
-    assert received(one) == [None]
 
 
 def test_a_full_server_refuses(server: RedisServer, store: RedisStore) -> None:

@@ -65,7 +65,7 @@ def features(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def test_one_command_from_prompts_to_a_drafter_that_serves(target: Path, tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "p.jsonl", 20), tmp_path / "drafter"
     run(
-        *("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 0.4),
+        *("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 0.2),
         *("--max-new-tokens", 16, "--concurrency", 4, *QUICK),
     )
     names = {path.name for path in out.iterdir()}
@@ -164,17 +164,7 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
     assert lengths == [Length(seconds=whole)] * 3 + [Length(steps=7)] * 2
 
 
-def test_a_finished_run_is_only_written_again(target: Path, features: Path, tmp_path: Path) -> None:
-    arguments = ("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 3, *QUICK)
-    run(*arguments)
-    before, curve = load_file(tmp_path / "model.safetensors"), (tmp_path / "curve.jsonl").read_text()
-    run(*arguments)
-    after = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert (tmp_path / "curve.jsonl").read_text() == curve
-
-
-@pytest.mark.parametrize("ablation", ["shift", "broadcast", "valid_prefix", "coupling", "rank", "shift,rank"])
+@pytest.mark.parametrize("ablation", ["shift,rank", "broadcast", "valid_prefix", "coupling"])
 def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, ablation: str) -> None:
     without = ("--steps", 2, "--ablate", ablation)
     run("fit", "--features", features, "--out", tmp_path, "--target", target, *without, *QUICK)
@@ -251,12 +241,6 @@ def test_what_does_not_fit_is_refused(target: Path, features: Path, tmp_path: Pa
     other = save_target(tmp_path / "other", seed=3)
     wrong = refused("fit", "--out", tmp_path / "out", "--target", other, "--features", features, "--steps", 1)
     assert "holds features of target" in wrong
-
-
-def test_settings_of_a_run_do_not_change(target: Path, features: Path, tmp_path: Path) -> None:
-    fit = ("fit", "--features", features, "--out", tmp_path, "--target", target, *QUICK)
-    run(*fit, "--steps", 2)
-    assert "learning_rate was 0.0005, is 0.1" in refused(*fit, "--steps", 3, "--learning-rate", 0.1)
 
 
 def test_a_run_is_not_gone_on_with_for_another_target(target: Path, features: Path, tmp_path: Path) -> None:

@@ -106,15 +106,6 @@ def test_shards_with_other_branches_are_refused(reader: FeatureReader, tmp_path:
     assert len(list(write_shards(branching, responses(3), tmp_path / "other"))) == 1
 
 
-def test_a_batch_mate_changes_nothing_that_matters(reader: FeatureReader) -> None:
-    texts = responses(5)
-    together = reader.read(texts)
-    alone = [reader.read([text]) for text in texts]
-    apart = torch.cat([shard.features for shard in alone])
-    assert (together.features.float() - apart.float()).abs().max() < 0.02 * apart.float().abs().max()
-    assert together.lengths.tolist() == [text.num_tokens for text in texts]
-
-
 def test_shards_hold_all_texts_and_are_kept(reader: FeatureReader, tmp_path: Path) -> None:
     texts = responses(SHARD_SEQUENCES + 3)
     chunks = list(write_shards(reader, texts, tmp_path))

@@ -63,14 +63,6 @@ def test_a_killed_run_ends_with_the_same_answers(assembly: Assembly, prompts: li
     assert answer(assembly, prompts, torn) == whole
 
 
-def test_nothing_is_answered_twice(assembly: Assembly, prompts: list[Prompt], tmp_path: Path) -> None:
-    out = tmp_path / "r.jsonl"
-    answer(assembly, prompts, out)
-    before = out.read_bytes()
-    answer(assembly, prompts, out)
-    assert out.read_bytes() == before
-
-
 def test_prompts_that_leave_no_room_are_left_out(
     assembly: Assembly, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,14 +90,6 @@ def written(file: Path, *names: str) -> None:
     for name in names:
         stream.append(response(name))
     stream.close()
-
-
-def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "r.jsonl"
-    written(file, "a", "b")
-    answered = read_responses([file])
-    assert answered == [response("a"), response("b")]
-    assert [one.num_tokens for one in answered] == [9, 9]
 
 
 def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
