@@ -41,10 +41,10 @@ serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9
 	@$(BIN)/adaptree serve $(ARGS)
 
 test: system $(STAMP) ## the tests that take minutes at most
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not gpu" --durations=25 $(ARGS)
 
 test-long: system $(STAMP) ## the same and the slow ones
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" $(ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" --durations=25 $(ARGS)
 
 check: $(STAMP) ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
