@@ -185,7 +185,7 @@ def test_a_target_that_changed_on_disk_has_learning_of_its_own(llama: Path, tmp_
     """What was learnt beside other weights is not taken up."""
     other = copytree(llama, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"][0] += 1.0
+    weights["model.embed_tokens.weight"][0] += 1.0
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     folders = {learning_folder(tmp_path, assemble(settings(model)).loaded, None) for model in (llama, other)}
     assert len(folders) == 2
