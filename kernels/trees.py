@@ -197,14 +197,6 @@ def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
     return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
 
 
-def prefix_hashes(tokens: Tensor) -> Tensor:
-    """`path_hashes` of all prefixes of sequences after the root, up to MAX_DEPTH.
-    # tokens [batch, count, ...] -> [batch, at most MAX_DEPTH, ...] int64"""
-    tokens = tokens[:, :MAX_DEPTH]
-    factors = _factors(tokens.device)[1 : tokens.shape[1] + 1]
-    return ((tokens + 1) * factors.view(-1, *[1] * (tokens.ndim - 2))).cumsum(1)
-
-
 @cache
 def _factors(device: torch.device) -> Tensor:
     """The odd random number of each depth. # -> [MAX_DEPTH + 1] int64"""

@@ -2,6 +2,7 @@
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, heads."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,7 @@ class EntryHeads(nn.Module):
         return torch.einsum("...ki,kvi->...kv", states, self.weight)
 
 
-class Input(nn.Module):
+class Input(nn.Module, ABC):
     """Base of what turns tapped features and tokens into the first inputs of blocks."""
 
     condition_proj: nn.Linear
@@ -194,11 +195,11 @@ class Input(nn.Module):
         projected: Tensor = self.condition_proj(features)
         return projected
 
+    @abstractmethod
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
         state that a further block starts at) and the embedding of the token after it.
         # context, embedded [..., hidden] -> [..., entries, width]"""
-        raise NotImplementedError
 
 
 def feature_norms(taps: int, shape: LayerShape) -> nn.ModuleList:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import MAX_DEPTH
-from kernels.trees import ROOT, DraftTree, prefix_hashes, select_nodes
+from kernels.trees import ROOT, DraftTree, fates, select_nodes
 from tests.drafters.trees import draft_trees, path_to
 
 torch.set_num_threads(1)
@@ -163,7 +163,10 @@ def test_a_node_is_tried_when_its_parent_came_true(kind: Ops, tree: DraftTree, d
 
 
 def test_texts_longer_than_any_tree_are_compared_as_far_as_trees_reach() -> None:
-    assert prefix_hashes(torch.zeros(1, MAX_DEPTH + 1, dtype=torch.int64)).shape == (1, MAX_DEPTH)
+    text, count = torch.zeros(1, MAX_DEPTH + 1, dtype=torch.int64), torch.tensor([MAX_DEPTH + 1])
+    chain = torch.arange(MAX_DEPTH)[None]
+    tried, came_true = fates(torch.zeros_like(chain), chain - 1, chain + 1, text, count)
+    assert tried.tolist() == came_true.tolist() == [[True] * MAX_DEPTH]
 
 
 def likeliest(tree: DraftTree, b: int, count: int) -> list[int]:
