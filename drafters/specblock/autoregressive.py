@@ -68,7 +68,7 @@ class TokenAndStateLayer:
     def store(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Write keys and values to the pool and return the queries. # pair [rows, 2 * hidden] -> [rows, heads, dim]"""
         layer, state = self.layer, _state(pair)
-        normed = layer.ops.add_rms_norm(state, None, layer.input_norm, layer.epsilon)
+        normed = layer.add_norm(state, None, layer.norms.attention_input)
         return layer.keep(torch.cat([pair[:, state.shape[1] :], normed], dim=-1), places, pool)
 
 

@@ -13,6 +13,8 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from kernels.families import FUSED_FAMILIES, Family
+
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> the target's embeddings of them [..., hidden]."""
 
@@ -52,14 +54,14 @@ class LayerShape:
     head_dim: int
     epsilon: float
     biases: tuple[bool, bool, bool]  # of q, k and v; of the attention output; of the feed-forward
-    head_norms: bool  # queries and keys are normed by head
+    family: Family
     rotary: Rotary
 
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
         """Return the shape that a transformers config asks for."""
         text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
-        kind, heads = text.model_type, text.num_attention_heads
+        family, heads = FUSED_FAMILIES[text.model_type], text.num_attention_heads
         biased = bool(getattr(text, "attention_bias", False))
         return LayerShape(
             text.hidden_size,
@@ -68,14 +70,22 @@ class LayerShape:
             text.num_key_value_heads or heads,
             getattr(text, "head_dim", None) or text.hidden_size // heads,
             float(text.rms_norm_eps),
-            (biased or kind == "qwen2", biased, bool(getattr(text, "mlp_bias", False))),
-            kind == "qwen3",
+            (biased or family.query_key_value_bias, biased, bool(getattr(text, "mlp_bias", False))),
+            family,
             Rotary(text),
         )
 
 
+class Norm(nn.RMSNorm):
+    """RMS norm in the type of its weight; of a wider input each part of the weight's width is normed alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm parts of the last dimension. # x [..., parts * width] -> like x"""
+        return super().forward(x.to(self.weight.dtype).unflatten(-1, (-1, len(self.weight)))).flatten(-2)
+
+
 class SelfAttention(nn.Module):
-    """Self-attention with rotary positions; queries and keys are normed by head where the family does so."""
+    """Self-attention with rotary positions; queries and keys are normed where the family does so."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         """`extra`: width of what is read before the state."""
@@ -87,32 +97,28 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(reads, narrow, bias=joined)
         self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
-        if shape.head_norms:
-            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
-            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
-        self._shape = shape
+        dim, span = shape.head_dim, shape.family.query_key_norms
+        self.q_norm = Norm(dim if span == "head" else wide, shape.epsilon) if span else nn.Identity()
+        self.k_norm = Norm(dim if span == "head" else narrow, shape.epsilon) if span else nn.Identity()
+        self._dim = dim
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Attend from each row. # x [batch, rows, extra + hidden] -> [batch, rows, hidden]"""
-        query = self._by_head(self.q_proj(x))
-        if self._shape.head_norms:
-            query = self.q_norm(query.to(x.dtype))
+        query = self._by_head(self.q_norm(self.q_proj(x)))
         mixed = attend(_rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return output
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
         """Return the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
-        key, value = self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
-        if self._shape.head_norms:
-            key = self.k_norm(key.to(x.dtype))
+        key, value = self._by_head(self.k_norm(self.k_proj(x))), self._by_head(self.v_proj(x))
         return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
 
     def _by_head(self, joined: Tensor) -> Tensor:
         """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
-        return joined.view(*joined.shape[:-1], -1, self._shape.head_dim)
+        return joined.view(*joined.shape[:-1], -1, self._dim)
 
 
 class FeedForward(nn.Module):
@@ -132,14 +138,19 @@ class FeedForward(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A standard pre-norm decoder layer, the differentiable form of `kernels.decoder_layer`."""
+    """A decoder layer of a family, the differentiable form of `kernels.decoder_layer`."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self._norms = norms = shape.family.norms
+        self._add_norms(shape, norms.attention_input, norms.attention_output)
         self.self_attn = SelfAttention(shape, extra)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self._add_norms(shape, norms.mlp_input, norms.mlp_output)
         self.mlp = FeedForward(shape)
+
+    def _add_norms(self, shape: LayerShape, *names: str | None) -> None:
+        for name in filter(None, names):
+            self.add_module(name, Norm(shape.hidden, shape.epsilon))
 
     def forward(
         self,
@@ -150,11 +161,17 @@ class DrafterLayer(nn.Module):
     ) -> Tensor:
         """Run the layer; attention reads `extra` before the normed state.
         # hidden [batch, rows, hidden], extra [batch, rows, extra] -> [batch, rows, hidden]"""
-        normed = self.input_layernorm(hidden)
+        normed, norms = self.attention_input(hidden), self._norms
         read = normed if extra is None else torch.cat([extra, normed], dim=-1)
-        hidden = hidden + self.self_attn(read, rotary, attend)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        hidden = hidden + self._normed(norms.attention_output, self.self_attn(read, rotary, attend))
+        return hidden + self._normed(norms.mlp_output, self.mlp(self._normed(norms.mlp_input, hidden)))
+
+    def attention_input(self, hidden: Tensor) -> Tensor:
+        """Return what attention reads of hidden states. # [batch, rows, hidden] -> [batch, rows, hidden]"""
+        return self._normed(self._norms.attention_input, hidden)
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else self.get_submodule(name)(x)
 
 
 class DrafterDecoder(nn.Module):

@@ -70,6 +70,7 @@ class WeightPlanner:
         return DecoderLayer.of(
             {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
             Ops(**{**vars(self.ops), "plan_linear": self.product}),
+            shape.family,
             query_heads=shape.query_heads,
             epsilon=shape.epsilon,
             scale=shape.head_dim**-0.5,

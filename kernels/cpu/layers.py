@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.cpu.library import CStruct, call, halves
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
-from kernels.layers import RunLayers
+from kernels.layers import RunLayers, spans_projection
 from kernels.layers import plan_layers as op_by_op
 from kernels.linear import Product
 from kernels.tree_attention import LOG2_E
@@ -49,7 +49,8 @@ def rotary_store(
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
     written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim, torch.get_num_threads())
-    call("rotary_store", joined, cos, sin, slots, *norms, epsilon, *written, *sizes, dtype=joined.dtype)
+    how = spans_projection(head_norms, dim), epsilon
+    call("rotary_store", joined, cos, sin, slots, *norms, *how, *written, *sizes, dtype=joined.dtype)
     return query
 
 
@@ -98,7 +99,7 @@ def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
 
 def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
     """`DecoderLayer` of decoder_layers.cpp."""
-    norms = layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None))
+    norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3])
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]
     return CStruct(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
+from kernels.families import FUSED_FAMILIES
 from kernels.layers import RunLayers
 from kernels.linear import Weight, look_up
 from kernels.ops import REFERENCE, Ops
@@ -49,8 +50,9 @@ class FusedDecoder:
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = rotary(positions.to(self._embedding.dtype), positions[None])  # in the type of the first argument
-            return cos[0], sin[0]
+            dtype = self._embedding.dtype  # families compute both in that of the first argument or in float32
+            cos, sin = rotary(positions.to(dtype), positions[None])
+            return cos[0].to(dtype), sin[0].to(dtype)
 
         self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
         self._layers, self._ops = layers, ops
@@ -224,6 +226,7 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
     return DecoderLayer.of(
         weights_of(module),
         ops,
+        FUSED_FAMILIES.get(text.model_type, FUSED_FAMILIES["llama"]),  # whether it computes the same is tried
         query_heads=text.num_attention_heads,
         epsilon=float(text.rms_norm_eps),
         scale=form.scale,
