@@ -33,5 +33,8 @@ FUSED_FAMILIES = {
     "mistral": Family(),
     "qwen2": Family(query_key_value_bias=True),
     "qwen3": Family(query_key_norms="head"),
+    "olmo2": Family(
+        Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), query_key_norms="projection"
+    ),
 }
 """Families by their `model_type` in transformers."""
