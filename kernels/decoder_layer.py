@@ -84,8 +84,7 @@ class DecoderLayer:
             assert isinstance(value, Tensor), "only matrices are quantised"
             return value
 
-        norm_names = [name for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in left]
-        head_norms = [vector(name) for name in norm_names]
+        query_norm, key_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
         try:
             layer = DecoderLayer(
                 ops,
@@ -95,17 +94,15 @@ class DecoderLayer:
                 window,
                 norms=Norms(*(None if name is None else vector(f"{name}.weight") for name in family.norms)),
                 query_key_value=joined("self_attn", *"qkv"),
-                head_norms=(head_norms[0], head_norms[1]) if len(head_norms) == 2 else None,
+                head_norms=(vector(query_norm), vector(key_norm)) if query_norm in left else None,
                 output=joined("self_attn", "o"),
                 gate_up=joined("mlp", "gate", "up"),
                 down=joined("mlp", "down"),
             )
         except KeyError as error:
             raise ValueError(f"no weight is called {error.args[0]}") from error
-        if left or len(head_norms) == 1:
-            raise ValueError(
-                f"there are weights that the layers of its family do not have: {', '.join(sorted(left)) or 'one norm'}"
-            )
+        if left:
+            raise ValueError(f"there are weights that layers of its family do not have: {', '.join(sorted(left))}")
         return layer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:

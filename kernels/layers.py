@@ -50,9 +50,9 @@ def rotary_store(
     if head_norms is not None:
         parts = zip((query, key), head_norms, strict=True)
         query, key = (add_rms_norm(x.reshape(len(x), -1, len(w)), None, w, epsilon).view(x.shape) for x, w in parts)
-    pool[0].index_copy_(0, slots, _rotated(key, cos, sin).to(pool.dtype))
+    pool[0].index_copy_(0, slots, rotated(key, cos, sin).to(pool.dtype))
     pool[1].index_copy_(0, slots, value.to(pool.dtype))
-    return _rotated(query, cos, sin)
+    return rotated(query, cos, sin)
 
 
 def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
@@ -73,7 +73,7 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
     return run
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding. # x [rows, heads, dim], cos and sin [rows, dim]"""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding: halves against halves. # x [..., heads, dim], cos and sin [..., dim] -> like x"""
     first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]

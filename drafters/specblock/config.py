@@ -103,14 +103,9 @@ class SpecBlockConfig:
         return TRAINED_KINDS[self.kind]
 
     @property
-    def trained_blocks(self) -> int:
-        """Consecutive blocks that training goes through."""
-        return self.traits.trained_blocks
-
-    @property
     def reach(self) -> int:
         """Training horizon in positions: trained_blocks * block_size."""
-        return self.trained_blocks * self.block_size
+        return self.traits.trained_blocks * self.block_size
 
     @property
     def runs_context(self) -> bool:

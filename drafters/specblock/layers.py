@@ -13,7 +13,8 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kernels.families import FUSED_FAMILIES, Family
+from kernels.families import FUSED_FAMILIES, Family, Norms
+from kernels.layers import rotated
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> the target's embeddings of them [..., hidden]."""
@@ -107,14 +108,14 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Attend from each row. # x [batch, rows, extra + hidden] -> [batch, rows, hidden]"""
         query = self._by_head(self.q_norm(self.q_proj(x)))
-        mixed = attend(_rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
+        mixed = attend(rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return output
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
         """Return the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
         key, value = self._by_head(self.k_norm(self.k_proj(x))), self._by_head(self.v_proj(x))
-        return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
+        return rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
 
     def _by_head(self, joined: Tensor) -> Tensor:
         """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
@@ -142,15 +143,20 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         super().__init__()
-        self._norms = norms = shape.family.norms
-        self._add_norms(shape, norms.attention_input, norms.attention_output)
+        names = shape.family.norms
+        before, after = self._add_norm(shape, names.attention_input), self._add_norm(shape, names.attention_output)
         self.self_attn = SelfAttention(shape, extra)
-        self._add_norms(shape, norms.mlp_input, norms.mlp_output)
+        self.norms = Norms(
+            before, after, self._add_norm(shape, names.mlp_input), self._add_norm(shape, names.mlp_output)
+        )
         self.mlp = FeedForward(shape)
 
-    def _add_norms(self, shape: LayerShape, *names: str | None) -> None:
-        for name in filter(None, names):
-            self.add_module(name, Norm(shape.hidden, shape.epsilon))
+    def _add_norm(self, shape: LayerShape, name: str | None) -> nn.Module:
+        """Make the norm of that name; without a name, the identity."""
+        if name is None:
+            return nn.Identity()
+        self.add_module(name, Norm(shape.hidden, shape.epsilon))
+        return self.get_submodule(name)
 
     def forward(
         self,
@@ -161,17 +167,12 @@ class DrafterLayer(nn.Module):
     ) -> Tensor:
         """Run the layer; attention reads `extra` before the normed state.
         # hidden [batch, rows, hidden], extra [batch, rows, extra] -> [batch, rows, hidden]"""
-        normed, norms = self.attention_input(hidden), self._norms
+        norms = self.norms
+        normed = norms.attention_input(hidden)
         read = normed if extra is None else torch.cat([extra, normed], dim=-1)
-        hidden = hidden + self._normed(norms.attention_output, self.self_attn(read, rotary, attend))
-        return hidden + self._normed(norms.mlp_output, self.mlp(self._normed(norms.mlp_input, hidden)))
-
-    def attention_input(self, hidden: Tensor) -> Tensor:
-        """Return what attention reads of hidden states. # [batch, rows, hidden] -> [batch, rows, hidden]"""
-        return self._normed(self._norms.attention_input, hidden)
-
-    def _normed(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else self.get_submodule(name)(x)
+        hidden = hidden + norms.attention_output(self.self_attn(read, rotary, attend))
+        output: Tensor = hidden + norms.mlp_output(self.mlp(norms.mlp_input(hidden)))
+        return output
 
 
 class DrafterDecoder(nn.Module):
@@ -217,14 +218,3 @@ class Input(nn.Module, ABC):
         """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
         state that a further block starts at) and the embedding of the token after it.
         # context, embedded [..., hidden] -> [..., entries, width]"""
-
-
-def feature_norms(taps: int, shape: LayerShape) -> nn.ModuleList:
-    """Return a norm for each of so many taps."""
-    return nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in range(taps))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves against halves. # x [batch, rows, heads, dim], cos and sin [batch, rows, dim] -> like x"""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]

@@ -11,7 +11,6 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
 from kernels.layers import RunLayers, spans_projection
 from kernels.layers import plan_layers as op_by_op
-from kernels.linear import Product
 from kernels.tree_attention import LOG2_E
 
 if TYPE_CHECKING:  # which imports the table of all ops
@@ -83,18 +82,15 @@ class CompiledLayers:
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
     """As the reference; layers with an odd number of columns run op by op. # pools [2, slots, kv_heads, dim] each"""
-    products = [product for layer in layers for product in _products(layer)]
-    if all(isinstance(one, PackedLinear) and not one.missing for one in products):
+    if all(len(_packed(layer)) == 4 for layer in layers):
         return CompiledLayers(layers, pools)
     return op_by_op(layers, pools)
 
 
-def _products(layer: "DecoderLayer") -> tuple[Product, ...]:
-    return layer.query_key_value, layer.output, layer.gate_up, layer.down
-
-
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    return [product for product in _products(layer) if isinstance(product, PackedLinear)]
+    """Its packed products without odd columns."""
+    products = layer.query_key_value, layer.output, layer.gate_up, layer.down
+    return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
 def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:

@@ -46,16 +46,8 @@ def _add_norm(
     if ADDS:
         value = (value + tl.load(delta + at, mask=held, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         tl.store(hidden + at, value, mask=held)
-    tl.store(out + at, _normed(value, weight + place, held, epsilon, WIDTH, kind), mask=held)
-
-
-@triton.jit
-def _normed(
-    value: tl.tensor, weight: tl.tensor, held: tl.tensor, epsilon: tl.tensor, WIDTH: tl.constexpr, kind: tl.constexpr
-) -> tl.tensor:
-    """# value float32, 0 where nothing is held -> float32"""
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + epsilon)
-    return (value * scale).to(kind).to(tl.float32) * tl.load(weight, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + at, _weighted(value * scale, weight + place, held, kind), mask=held)
 
 
 def silu_mul(joined: Tensor) -> Tensor:

@@ -38,12 +38,7 @@ class FusedDecoder:
     """A whole model as ops over flat rows, on the model's own embedding, rotary tables, norm and head."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[DecoderLayer],
-        ops: Ops,
-        device: torch.device,
-        tap_layers: Sequence[int] = (),
+        self, model: PreTrainedModel, layers: Sequence[DecoderLayer], device: torch.device, taps: Sequence[int] = ()
     ) -> None:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Weight = inner.get_input_embeddings().weight
@@ -55,10 +50,10 @@ class FusedDecoder:
             return cos[0].to(dtype), sin[0].to(dtype)
 
         self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
-        self._layers, self._ops = layers, ops
+        self._layers, self._ops = layers, layers[0].ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
-        self._head = ops.plan_linear(head.weight, head.bias)
-        self._taps = tuple(tap_layers)
+        self._head = self._ops.plan_linear(head.weight, head.bias)
+        self._taps = tuple(taps)
         self._runs: dict[int, RunLayers] = {}
         self._planned_for: Tensor | None = None  # the pool's storage
 
@@ -133,7 +128,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     for form in forms:
         layers.append(_layer_of(stack[0], form, model, ops))
         del stack[0]  # so that no weight is held twice for long
-    decoder = FusedDecoder(model, layers, ops, trial.positions.device, tap_layers)
+    decoder = FusedDecoder(model, layers, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not _agree(found, expected, expected):
@@ -200,9 +195,8 @@ def _difference(
     are joined for one layer at a time."""
     layers = decoder_layers(model)
     try:
-        decoder = FusedDecoder(
-            model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE, trial.positions.device
-        )
+        first = _layer_of(layers[0], forms[0], model, REFERENCE)
+        decoder = FusedDecoder(model, [first], trial.positions.device)
         places = decoder.places(trial.positions, trial.slots, trial.attention)
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()

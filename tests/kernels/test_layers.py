@@ -114,19 +114,15 @@ def test_a_device_may_keep_keys_and_values_in_bf16(dtype: torch.dtype, device: s
     assert torch.equal(given["pool"].cpu(), expected["pool"])
 
 
-def _head_norms(together: bool, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each of 4 query heads and 2 key heads, or of those of a row together."""
-    query, key = (4 * dim, 2 * dim) if together else (dim, dim)
-    return _weight(query, dtype), _weight(key + 1, dtype)[1:].clone()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 128])
-@pytest.mark.parametrize("together", [False, True])
-def test_heads_are_normed_before_they_are_rotated(together: bool, dim: int, dtype: torch.dtype, compiled: Ops) -> None:
+@pytest.mark.parametrize("spans", [(1, 1), (4, 2)])
+def test_heads_are_normed_before_they_are_rotated(
+    spans: tuple[int, int], dim: int, dtype: torch.dtype, compiled: Ops
+) -> None:
     """As by the norm of rows: the same bits, from the same sum."""
     given, normed = (rotary_parts(7, (4, 2), dim, dtype) for _ in range(2))
-    weights = _head_norms(together, dim, dtype)
+    weights = (_weight(spans[0] * dim, dtype), _weight(spans[1] * dim + 1, dtype)[1:].clone())
     heads = normed["joined"].view(7, 8, dim)
     for part, weight in zip((slice(4), slice(4, 6)), weights, strict=True):
         flat = heads[:, part].reshape(-1, len(weight)).contiguous()
@@ -169,13 +165,13 @@ def test_no_rows(dtype: torch.dtype, everywhere: Everywhere) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 128])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("spans", [(1, 1), (4, 2)])
 def test_heads_are_normed_before_they_are_rotated_on_a_device(
-    together: bool, dim: int, dtype: torch.dtype, device: str
+    spans: tuple[int, int], dim: int, dtype: torch.dtype, device: str
 ) -> None:
     """A norm may fall to the other side of a rounding, and so may each product and their sum."""
     expected = rotary_parts(7, (4, 2), dim, dtype)
-    norms = _head_norms(together, dim, dtype)
+    norms = (_weight(spans[0] * dim, dtype), _weight(spans[1] * dim + 1, dtype)[1:].clone())
     given = {name: value.clone().to(device) for name, value in expected.items()}
     query = REFERENCE.rotary_store(**expected, query_heads=4, head_norms=norms, epsilon=1e-5)
     on_device = (norms[0].to(device), norms[1].to(device))
