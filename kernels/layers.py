@@ -56,7 +56,8 @@ def rotary_store(
 
 
 def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
-    """Whether norms of queries and keys are over a row's heads together. # head_norms as `rotary_store` takes them"""
+    """Whether norms of queries and keys are over a row's heads together. # head_norms [width] both, as `rotary_store`
+    takes them"""
     return head_norms is not None and len(head_norms[0]) > dim
 
 
