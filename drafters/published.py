@@ -50,7 +50,7 @@ def form_of(folder: Path) -> PublishedForm | None:
 def kind_of(folder: Path) -> str:
     """Return the kind of a folder's drafter. Raises DrafterError."""
     form = form_of(folder)
-    return checkpoint.read_config(folder).kind if form is None else form.kind
+    return checkpoint.describe(folder).config.kind if form is None else form.kind
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:

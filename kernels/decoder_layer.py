@@ -1,5 +1,5 @@
-"""A standard decoder layer (Llama's, with Qwen's biases or norms of heads where there are weights for them) as a short
-list of ops over flat rows: four products, four other calls, none of them a module's.
+"""A decoder layer as a short list of ops over flat rows: four products, attention, gate, rotary embedding, and norms
+where its family (`families.py`) has them.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.families import Family, Norms
 from kernels.linear import Product, Weight, join
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, Attention
@@ -48,20 +49,26 @@ class DecoderLayer:
     epsilon: float
     scale: float
     window: int | None
-    input_norm: Tensor  # [hidden]
+    norms: Norms[Tensor | None]  # [hidden] each
     query_key_value: Product
-    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, both [dim]
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, as `rotary_store` takes them
     output: Product
-    post_norm: Tensor  # [hidden]
     gate_up: Product
     down: Product
 
     @staticmethod
     def of(
-        weights: Mapping[str, Weight], ops: Ops, *, query_heads: int, epsilon: float, scale: float, window: int | None
+        weights: Mapping[str, Weight],
+        ops: Ops,
+        family: Family,
+        *,
+        query_heads: int,
+        epsilon: float,
+        scale: float,
+        window: int | None,
     ) -> "DecoderLayer":
-        """Build a layer from weights under the names of transformers. Raises ValueError where some are missing or
-        unknown."""
+        """Build a layer of a family from weights under the names of transformers. Raises ValueError where some are
+        missing or unknown."""
         left = dict(weights)
 
         def joined(part: str, *names: str) -> Product:
@@ -77,8 +84,7 @@ class DecoderLayer:
             assert isinstance(value, Tensor), "only matrices are quantised"
             return value
 
-        norm_names = [name for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in left]
-        norms = [vector(name) for name in norm_names]
+        query_norm, key_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
         try:
             layer = DecoderLayer(
                 ops,
@@ -86,20 +92,17 @@ class DecoderLayer:
                 epsilon,
                 scale,
                 window,
-                input_norm=vector("input_layernorm.weight"),
+                norms=Norms(*(None if name is None else vector(f"{name}.weight") for name in family.norms)),
                 query_key_value=joined("self_attn", *"qkv"),
-                head_norms=(norms[0], norms[1]) if len(norms) == 2 else None,
+                head_norms=(vector(query_norm), vector(key_norm)) if query_norm in left else None,
                 output=joined("self_attn", "o"),
-                post_norm=vector("post_attention_layernorm.weight"),
                 gate_up=joined("mlp", "gate", "up"),
                 down=joined("mlp", "down"),
             )
         except KeyError as error:
             raise ValueError(f"no weight is called {error.args[0]}") from error
-        if left or len(norms) == 1:
-            raise ValueError(
-                f"there are weights that a standard layer has not: {', '.join(sorted(left)) or 'one norm'}"
-            )
+        if left:
+            raise ValueError(f"there are weights that layers of its family do not have: {', '.join(sorted(left))}")
         return layer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
@@ -113,14 +116,21 @@ class DecoderLayer:
         returned.
         # query [rows, query heads, dim] -> like hidden"""
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
-        delta = self.output(attended.flatten(1))
-        x = self.ops.add_rms_norm(hidden, delta, self.post_norm, self.epsilon)
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+        delta = self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output)
+        x = self.add_norm(hidden, delta, self.norms.mlp_input)
+        return self.add_norm(self.down(self.ops.silu_mul(self.gate_up(x))), None, self.norms.mlp_output)
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """The layer up to attention: store keys and values of hidden + delta in the pool.
         # hidden, delta [rows, hidden] -> queries [rows, query heads, dim]"""
-        return self.keep(self.ops.add_rms_norm(hidden, delta, self.input_norm, self.epsilon), places, pool)
+        return self.keep(self.add_norm(hidden, delta, self.norms.attention_input), places, pool)
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Add `delta` to `hidden` in place and return the norm of the sum; without a norm, `hidden` itself.
+        # hidden, delta [rows, hidden], norm [hidden] -> like hidden"""
+        if norm is not None:
+            return self.ops.add_rms_norm(hidden, delta, norm, self.epsilon)
+        return hidden if delta is None else hidden.add_(delta)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
         """`store` of normed hidden states. # x [rows, hidden] -> queries [rows, query heads, dim]"""

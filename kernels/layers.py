@@ -40,17 +40,25 @@ def rotary_store(
     epsilon: float,
 ) -> Tensor:
     """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the joined product of queries, keys and
-    values, norm heads of queries and keys where there are weights for it, rotate both, store keys and values in the
-    pool.
+    values, norm queries and keys where there are weights for it, rotate both, store keys and values in the pool. A norm
+    of width dim is of each head, a wider one is of a row's heads together.
     # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots,
-    kv_heads, dim]; head_norms of queries and of keys, both [dim] -> queries [rows, query heads, dim]"""
+    kv_heads, dim]; head_norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
+    -> queries [rows, query heads, dim]"""
     kv_heads, dim = pool.shape[2:]
     query, key, value = joined.unflatten(1, (-1, dim)).split([query_heads, kv_heads, kv_heads], dim=1)
     if head_norms is not None:
-        query, key = (add_rms_norm(x, None, w, epsilon) for x, w in zip((query, key), head_norms, strict=True))
-    pool[0].index_copy_(0, slots, _rotated(key, cos, sin).to(pool.dtype))
+        parts = zip((query, key), head_norms, strict=True)
+        query, key = (add_rms_norm(x.reshape(len(x), -1, len(w)), None, w, epsilon).view(x.shape) for x, w in parts)
+    pool[0].index_copy_(0, slots, rotated(key, cos, sin).to(pool.dtype))
     pool[1].index_copy_(0, slots, value.to(pool.dtype))
-    return _rotated(query, cos, sin)
+    return rotated(query, cos, sin)
+
+
+def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
+    """Whether norms of queries and keys are over a row's heads together. # head_norms [width] both, as `rotary_store`
+    takes them"""
+    return head_norms is not None and len(head_norms[0]) > dim
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
@@ -66,7 +74,7 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
     return run
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding. # x [rows, heads, dim], cos and sin [rows, dim]"""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding: halves against halves. # x [..., heads, dim], cos and sin [..., dim] -> like x"""
     first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]

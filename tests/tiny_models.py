@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from service.engine.weights import LoadedModel, load_model
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma", "gemma2", "gemma3")
 VOCAB_SIZE = 320
 EOS_ID = 319
 WINDOW = 24
@@ -50,6 +50,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": WINDOW, "num_key_value_heads": 1},
+    "olmo2": {},
     "gemma": {"head_dim": 8, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {
         "head_dim": 16,

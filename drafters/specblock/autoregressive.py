@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, Input, LayerShape, feature_norms
-from drafters.specblock.structure import (
-    ServedInput,
-    ServedLayer,
-    ServedOutput,
-    Structure,
-    WeightPlanner,
-    normed_taps,
-)
+from drafters.specblock.layers import DrafterDecoder, Input, LayerShape
+from drafters.specblock.structure import ServedInput, ServedLayer, ServedOutput, Structure, WeightPlanner, normed_taps
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers, plan_layers
 from kernels.ops import Ops
@@ -30,27 +23,12 @@ class TokenAndState(Input):
         super().__init__()
         self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
         self.token_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.feature_norms = feature_norms(len(normed_taps(config)), shape)
+        self.feature_norms = nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in normed_taps(config))
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """Return [state; token] of the one entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
         token = self.token_norm(embedded.to(self.token_norm.weight.dtype))
         return torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :][..., entries, :]
-
-
-class ServedTokenAndState:
-    """`TokenAndState.blocks` while serving."""
-
-    def __init__(self, planner: WeightPlanner, epsilon: float) -> None:
-        self._ops, self._epsilon = planner.ops, epsilon
-        self._token_norm = planner.vector("input_layer.token_norm.weight")
-
-    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
-        """Return blocks' inputs; of a context wider than hidden its end is the state to continue from.
-        # context [rows, hidden or more], embedded [rows, hidden] -> [rows, 1, 2 * hidden]"""
-        context = context[:, -embedded.shape[1] :]
-        token = self._ops.add_rms_norm(embedded.to(context.dtype).contiguous(), None, self._token_norm, self._epsilon)
-        return torch.cat([context, token], dim=-1)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +46,7 @@ class TokenAndStateLayer:
     def store(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Write keys and values to the pool and return the queries. # pair [rows, 2 * hidden] -> [rows, heads, dim]"""
         layer, state = self.layer, _state(pair)
-        normed = layer.ops.add_rms_norm(state, None, layer.input_norm, layer.epsilon)
+        normed = layer.add_norm(state, None, layer.norms.attention_input)
         return layer.keep(torch.cat([pair[:, state.shape[1] :], normed], dim=-1), places, pool)
 
 
@@ -86,7 +64,13 @@ class AutoregressiveStructure(Structure):
         return torch.cat([states, hidden], dim=-1)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
-        return ServedTokenAndState(planner, self.shape.epsilon)
+        token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
+
+        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
+            state = context[:, -embedded.shape[1] :]  # of a wider context its end is the state to continue from
+            return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
+
+        return blocks
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
         layers = super().served_layers(planner)
@@ -97,11 +81,11 @@ class AutoregressiveStructure(Structure):
         return plan_layers
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
-        norm, ops, epsilon = planner.vector("decoder.norm.weight"), planner.ops, self.shape.epsilon
+        norm = planner.norm("decoder.norm.weight", self.shape.epsilon)
 
         def end(pair: Tensor, state: Tensor | None) -> Tensor:
             assert state is not None, "there is a layer"
-            return torch.cat([ops.add_rms_norm(state, None, norm, epsilon), state], dim=-1)
+            return torch.cat([norm(state), state], dim=-1)
 
         return end
 

@@ -116,11 +116,6 @@ def weights_sha256(folder: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_config(folder: Path) -> SpecBlockConfig:
-    """Return the config alone, which says which target layers to tap. Raises DrafterError."""
-    return describe(folder).config
-
-
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
     """Load a drafter for this target. Raises DrafterError."""
     described = describe(folder)

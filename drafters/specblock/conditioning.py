@@ -26,23 +26,6 @@ class PathHead(nn.Module):
         return states + added.to(states.dtype)
 
 
-class ServedPathHead:
-    """`PathHead` while serving, in two products."""
-
-    def __init__(self, planner: WeightPlanner, epsilon: float) -> None:
-        weights = planner.weights
-        self._ops, self._epsilon = planner.ops, epsilon
-        self._token_norm = planner.vector("path_head.token_norm.weight")
-        gate_up = torch.cat([weights["path_head.gate_proj.weight"], weights["path_head.up_proj.weight"]])
-        self._gate_up = planner.product(gate_up)
-        self._down = planner.product(weights["path_head.down_proj.weight"])
-
-    def __call__(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """Condition states on tokens. # states, embedded [rows, hidden] -> [rows, hidden]"""
-        token = self._ops.add_rms_norm(embedded.to(states.dtype).contiguous(), None, self._token_norm, self._epsilon)
-        return states + self._down(self._ops.silu_mul(self._gate_up(torch.cat([states, token], dim=-1))))
-
-
 class ConditionedStructure(Structure):
     """A block network with the conditioning MLP after its layers."""
 
@@ -50,4 +33,13 @@ class ConditionedStructure(Structure):
         return PathHead(self.config.hidden_size, self.shape.epsilon)
 
     def served_path_head(self, planner: WeightPlanner) -> PathHeadOp | None:
-        return ServedPathHead(planner, self.shape.epsilon)
+        weights, silu_mul = planner.weights, planner.ops.silu_mul
+        token_norm = planner.norm("path_head.token_norm.weight", self.shape.epsilon)
+        joined = torch.cat([weights["path_head.gate_proj.weight"], weights["path_head.up_proj.weight"]])
+        gate_up, down = planner.product(joined), planner.product(weights["path_head.down_proj.weight"])
+
+        def conditioned(states: Tensor, embedded: Tensor) -> Tensor:
+            known = torch.cat([states, token_norm(embedded.to(states.dtype))], dim=-1)
+            return states + down(silu_mul(gate_up(known)))
+
+        return conditioned

@@ -9,17 +9,15 @@ from typing import Any, Literal
 from transformers import AutoConfig, LlamaConfig
 
 from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
-
-STANDARD = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose decoder layers a drafter can have."""
+from kernels.families import FUSED_FAMILIES
 
 PrefixEntries = Literal["first", "all"]
 
 
 def layers_for(target: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the transformers config of a drafter's layers: the target's own, or Llama's in the target's sizes where
-    the target's layers are not among `STANDARD`."""
-    if target["model_type"] in STANDARD:
+    the target's family is not among `FUSED_FAMILIES`."""
+    if target["model_type"] in FUSED_FAMILIES:
         return target
     text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -71,9 +69,9 @@ class SpecBlockConfig:
         if self.prefix_entries == "all" and not self.runs_context:
             raise ValueError(f"drafter config: prefix_entries must be 'first' in one of kind {self.kind}")
         kind = self.target.get("model_type")
-        if kind not in STANDARD:
+        if kind not in FUSED_FAMILIES:
             raise ValueError(
-                f"drafter config: a drafter cannot have layers of kind {kind!r}, only of {', '.join(STANDARD)}; "
+                f"drafter config: a drafter cannot have layers of kind {kind!r}, only of {', '.join(FUSED_FAMILIES)}; "
                 "train one for this target with `adaptree train drafter`"
             )
         if not self.tap_layers:
@@ -105,14 +103,9 @@ class SpecBlockConfig:
         return TRAINED_KINDS[self.kind]
 
     @property
-    def trained_blocks(self) -> int:
-        """Consecutive blocks that training goes through."""
-        return self.traits.trained_blocks
-
-    @property
     def reach(self) -> int:
         """Training horizon in positions: trained_blocks * block_size."""
-        return self.trained_blocks * self.block_size
+        return self.traits.trained_blocks * self.block_size
 
     @property
     def runs_context(self) -> bool:

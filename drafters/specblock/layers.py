@@ -13,6 +13,9 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from kernels.families import FUSED_FAMILIES, Family, Norms
+from kernels.layers import rotated
+
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> the target's embeddings of them [..., hidden]."""
 
@@ -52,14 +55,14 @@ class LayerShape:
     head_dim: int
     epsilon: float
     biases: tuple[bool, bool, bool]  # of q, k and v; of the attention output; of the feed-forward
-    head_norms: bool  # queries and keys are normed by head
+    family: Family
     rotary: Rotary
 
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
         """Return the shape that a transformers config asks for."""
         text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
-        kind, heads = text.model_type, text.num_attention_heads
+        family, heads = FUSED_FAMILIES[text.model_type], text.num_attention_heads
         biased = bool(getattr(text, "attention_bias", False))
         return LayerShape(
             text.hidden_size,
@@ -68,14 +71,22 @@ class LayerShape:
             text.num_key_value_heads or heads,
             getattr(text, "head_dim", None) or text.hidden_size // heads,
             float(text.rms_norm_eps),
-            (biased or kind == "qwen2", biased, bool(getattr(text, "mlp_bias", False))),
-            kind == "qwen3",
+            (biased or family.query_key_value_bias, biased, bool(getattr(text, "mlp_bias", False))),
+            family,
             Rotary(text),
         )
 
 
+class Norm(nn.RMSNorm):
+    """RMS norm in the type of its weight; of a wider input each part of the weight's width is normed alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm parts of the last dimension. # x [..., parts * width] -> like x"""
+        return super().forward(x.to(self.weight.dtype).unflatten(-1, (-1, len(self.weight)))).flatten(-2)
+
+
 class SelfAttention(nn.Module):
-    """Self-attention with rotary positions; queries and keys are normed by head where the family does so."""
+    """Self-attention with rotary positions; queries and keys are normed where the family does so."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         """`extra`: width of what is read before the state."""
@@ -87,32 +98,28 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(reads, narrow, bias=joined)
         self.v_proj = nn.Linear(reads, narrow, bias=joined)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=output)
-        if shape.head_norms:
-            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
-            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.epsilon)
-        self._shape = shape
+        dim, span = shape.head_dim, shape.family.query_key_norms
+        self.q_norm = Norm(dim if span == "head" else wide, shape.epsilon) if span else nn.Identity()
+        self.k_norm = Norm(dim if span == "head" else narrow, shape.epsilon) if span else nn.Identity()
+        self._dim = dim
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Attend from each row. # x [batch, rows, extra + hidden] -> [batch, rows, hidden]"""
-        query = self._by_head(self.q_proj(x))
-        if self._shape.head_norms:
-            query = self.q_norm(query.to(x.dtype))
-        mixed = attend(_rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
+        query = self._by_head(self.q_norm(self.q_proj(x)))
+        mixed = attend(rotated(query, *rotary).transpose(1, 2), *self.keys_values(x, rotary))
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return output
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
         """Return the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
-        key, value = self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
-        if self._shape.head_norms:
-            key = self.k_norm(key.to(x.dtype))
-        return _rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
+        key, value = self._by_head(self.k_norm(self.k_proj(x))), self._by_head(self.v_proj(x))
+        return rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
 
     def _by_head(self, joined: Tensor) -> Tensor:
         """# [batch, rows, heads * dim] -> [batch, rows, heads, dim]"""
-        return joined.view(*joined.shape[:-1], -1, self._shape.head_dim)
+        return joined.view(*joined.shape[:-1], -1, self._dim)
 
 
 class FeedForward(nn.Module):
@@ -132,14 +139,24 @@ class FeedForward(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A standard pre-norm decoder layer, the differentiable form of `kernels.decoder_layer`."""
+    """A decoder layer of a family, the differentiable form of `kernels.decoder_layer`."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        names = shape.family.norms
+        before, after = self._add_norm(shape, names.attention_input), self._add_norm(shape, names.attention_output)
         self.self_attn = SelfAttention(shape, extra)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.norms = Norms(
+            before, after, self._add_norm(shape, names.mlp_input), self._add_norm(shape, names.mlp_output)
+        )
         self.mlp = FeedForward(shape)
+
+    def _add_norm(self, shape: LayerShape, name: str | None) -> nn.Module:
+        """Make the norm of that name; without a name, the identity."""
+        if name is None:
+            return nn.Identity()
+        self.add_module(name, Norm(shape.hidden, shape.epsilon))
+        return self.get_submodule(name)
 
     def forward(
         self,
@@ -150,10 +167,11 @@ class DrafterLayer(nn.Module):
     ) -> Tensor:
         """Run the layer; attention reads `extra` before the normed state.
         # hidden [batch, rows, hidden], extra [batch, rows, extra] -> [batch, rows, hidden]"""
-        normed = self.input_layernorm(hidden)
+        norms = self.norms
+        normed = norms.attention_input(hidden)
         read = normed if extra is None else torch.cat([extra, normed], dim=-1)
-        hidden = hidden + self.self_attn(read, rotary, attend)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + norms.attention_output(self.self_attn(read, rotary, attend))
+        output: Tensor = hidden + norms.mlp_output(self.mlp(norms.mlp_input(hidden)))
         return output
 
 
@@ -200,14 +218,3 @@ class Input(nn.Module, ABC):
         """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
         state that a further block starts at) and the embedding of the token after it.
         # context, embedded [..., hidden] -> [..., entries, width]"""
-
-
-def feature_norms(taps: int, shape: LayerShape) -> nn.ModuleList:
-    """Return a norm for each of so many taps."""
-    return nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in range(taps))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves against halves. # x [batch, rows, heads, dim], cos and sin [batch, rows, dim] -> like x"""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]

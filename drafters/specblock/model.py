@@ -112,7 +112,7 @@ class SpecBlock(nn.Module):
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
         layers = (layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer))
-        return [layer.self_attn.keys_values(layer.input_layernorm(context), rotary) for layer in layers]
+        return [layer.self_attn.keys_values(layer.norms.attention_input(context), rotary) for layer in layers]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]

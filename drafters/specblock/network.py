@@ -22,9 +22,9 @@ class _RankHead:
     """`SpecBlock.rank_logits` while serving."""
 
     def __init__(self, config: SpecBlockConfig, planner: WeightPlanner) -> None:
-        weights, self._ops = planner.weights, planner.ops
+        weights = planner.weights
         self._corrects_draft = config.ranks_from_draft
-        self._norm = planner.vector("rank_norm.weight") if config.normalise_rank_inputs else None
+        self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.normalise_rank_inputs else None
         self._hidden = planner.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
         self._classes = planner.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
 
@@ -32,8 +32,7 @@ class _RankHead:
         """# states [..., hidden], features [..., 15] -> [..., 4] float32"""
         known, features = features, features.to(states.dtype)
         if self._norm is not None:
-            states = self._ops.add_rms_norm(states.contiguous(), None, self._norm, RANK_EPSILON)
-            features = features * FEATURE_SCALE
+            states, features = self._norm(states), features * FEATURE_SCALE
         logits = self._classes(silu(self._hidden(torch.cat([states, features], dim=-1)))).float()
         return logits + class_logits(known[..., :TOP]) if self._corrects_draft else logits
 

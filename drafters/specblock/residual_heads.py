@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape, feature_norms
+from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape
 from drafters.specblock.structure import ServedInput, ServedOutput, Structure, WeightPlanner, normed_taps
 
 
@@ -21,7 +21,7 @@ class ResidualHeads(Input):
         self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
         self.heads_weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.heads_bias = nn.Parameter(torch.zeros(heads, hidden))
-        self.feature_norms = feature_norms(len(normed_taps(config)), shape)
+        self.feature_norms = nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in normed_taps(config))
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """Return the heads' states. # context [..., hidden] -> [..., entries, hidden]"""
@@ -37,19 +37,6 @@ class ResidualHeads(Input):
         self.condition_proj.weight[:, tap * hidden : (tap + 1) * hidden] = torch.eye(hidden)
 
 
-class ServedResidualHeads:
-    """`ResidualHeads.blocks` of all entries while serving, in one product."""
-
-    def __init__(self, planner: WeightPlanner) -> None:
-        weight, bias = planner.weights["input_layer.heads_weight"], planner.weights["input_layer.heads_bias"]
-        self._shape = tuple(bias.shape)  # entries, hidden
-        self._product = planner.product(weight.flatten(0, 1), bias.flatten())
-
-    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
-        """Return all heads' states. # context [rows, hidden] -> [rows, entries, hidden]"""
-        return context[:, None] + silu(self._product(context).view(-1, *self._shape))
-
-
 class HeadsStructure(Structure):
     """Residual heads before the output norm and one output layer."""
 
@@ -57,7 +44,10 @@ class HeadsStructure(Structure):
         return ResidualHeads(self.config, self.shape)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
-        return ServedResidualHeads(planner)
+        """Plan all heads as one product."""
+        weight, bias = planner.weights["input_layer.heads_weight"], planner.weights["input_layer.heads_bias"]
+        product, shape = planner.product(weight.flatten(0, 1), bias.flatten()), tuple(bias.shape)  # entries, hidden
+        return lambda context, embedded: context[:, None] + silu(product(context).view(-1, *shape))
 
 
 class OwnHeadsStructure(HeadsStructure):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape, feature_norms
+from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers
 from kernels.linear import Product
@@ -55,9 +55,10 @@ class WeightPlanner:
             self.kept.append(value)
         return value
 
-    def vector(self, name: str) -> Tensor:
-        """Return a weight that ops read as it is, such as a norm's gain. # -> [...]"""
-        return self.tensor(self.weights[name])
+    def norm(self, name: str, epsilon: float) -> Callable[[Tensor], Tensor]:
+        """Plan the RMS norm with a weight. # -> rows [..., width] to the same shape"""
+        add_rms_norm, weight = self.ops.add_rms_norm, self.tensor(self.weights[name])
+        return lambda x: add_rms_norm(x.contiguous(), None, weight, epsilon)
 
     def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Plan the product with a weight. # weight [out, in], bias [out]"""
@@ -70,6 +71,7 @@ class WeightPlanner:
         return DecoderLayer.of(
             {name: self.tensor(value) if "norm" in name else value.detach() for name, value in own.items()},
             Ops(**{**vars(self.ops), "plan_linear": self.product}),
+            shape.family,
             query_heads=shape.query_heads,
             epsilon=shape.epsilon,
             scale=shape.head_dim**-0.5,
@@ -89,7 +91,7 @@ class InputLayer(Input):
         self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
         self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
-        self.feature_norms = feature_norms(len(normed_taps(config)), shape)
+        self.feature_norms = nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in normed_taps(config))
         self._broadcast = config.broadcast
 
     def token(self, embedded: Tensor) -> Tensor:
@@ -108,36 +110,6 @@ class InputLayer(Input):
             seen = seen * is_first[:, None]
         fused: Tensor = self.fuse(torch.cat([seen, queries.expand(*seen.shape[:-1], -1)], dim=-1))
         return fused
-
-
-class ServedInputLayer:
-    """`InputLayer.blocks` of all entries while serving."""
-
-    def __init__(self, config: SpecBlockConfig, shape: LayerShape, planner: WeightPlanner) -> None:
-        hidden, weights = config.hidden_size, planner.weights
-        self._ops, self._epsilon, self._broadcast = planner.ops, shape.epsilon, config.broadcast
-        self._condition_norm = planner.vector("input_layer.condition_norm.weight")
-        self._token_norm = planner.vector("input_layer.token_norm.weight")
-        fuse = weights["input_layer.fuse.weight"]
-        self._known = planner.product(fuse[:, : 2 * hidden].contiguous())
-        queries = torch.rms_norm(weights["input_layer.position_queries"], (hidden,), None, shape.epsilon)
-        queries = queries * weights["input_layer.query_norm.weight"]
-        # What the position queries add to an entry is the same in every block.
-        added = linear(queries.float(), fuse[:, 2 * hidden :].float())
-        self._queries = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
-
-    def __call__(self, context: Tensor, embedded: Tensor) -> Tensor:
-        """Return blocks' inputs. # context, embedded [rows, hidden] -> [rows, block, hidden]"""
-        known = [
-            self._ops.add_rms_norm(context.contiguous(), None, self._condition_norm, self._epsilon),
-            self._ops.add_rms_norm(embedded.to(context.dtype).contiguous(), None, self._token_norm, self._epsilon),
-        ]
-        seen = self._known(torch.cat(known, dim=-1))[:, None]
-        if self._broadcast:
-            return seen + self._queries
-        blocks = self._queries.expand(len(seen), -1, -1).clone()
-        blocks[:, :1] += seen
-        return blocks
 
 
 class Structure:
@@ -169,7 +141,27 @@ class Structure:
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         """Plan `input_layer` for serving."""
-        return ServedInputLayer(self.config, self.shape, planner)
+        hidden, epsilon, broadcast = self.shape.hidden, self.shape.epsilon, self.config.broadcast
+        condition_norm = planner.norm("input_layer.condition_norm.weight", epsilon)
+        token_norm = planner.norm("input_layer.token_norm.weight", epsilon)
+        fuse = planner.weights["input_layer.fuse.weight"]
+        known = planner.product(fuse[:, : 2 * hidden].contiguous())
+        queries = torch.rms_norm(planner.weights["input_layer.position_queries"], (hidden,), None, epsilon)
+        queries = queries * planner.weights["input_layer.query_norm.weight"]
+        # What the position queries add to an entry is the same in every block.
+        added = linear(queries.float(), fuse[:, 2 * hidden :].float())
+        added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
+
+        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
+            normed = [condition_norm(context), token_norm(embedded.to(context.dtype))]
+            seen = known(torch.cat(normed, dim=-1))[:, None]
+            if broadcast:
+                return seen + added
+            fused = added.expand(len(seen), -1, -1).clone()
+            fused[:, :1] += seen
+            return fused
+
+        return blocks
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
         """Plan the decoder layers for serving."""
@@ -182,7 +174,7 @@ class Structure:
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
         """Plan the output norm for serving."""
-        norm, ops, epsilon = planner.vector("decoder.norm.weight"), planner.ops, self.shape.epsilon
+        norm, ops, epsilon = planner.tensor(planner.weights["decoder.norm.weight"]), planner.ops, self.shape.epsilon
         return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
 
     def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:

@@ -96,7 +96,8 @@ class Objective:
         self._forward = forward_of(model, embed)
         self._streams = self._forward.streams
         self._settings = settings
-        self._size, self._reach, trained = model.config.block_size, model.config.reach, model.config.trained_blocks
+        config, trained = model.config, model.config.traits.trained_blocks
+        self._size, self._reach = config.block_size, config.reach
         self._blocks = min(settings.blocks or trained, trained)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:

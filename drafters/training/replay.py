@@ -133,7 +133,7 @@ def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
     """Replay chains: the likeliest token of each position, through as many consecutive blocks as the kind is trained
     for."""
     anchors = torch.arange(example.prompt - 1, example.length - 1, device=model.d2t.device)
-    states, wanted = _along(model, embed, example, anchors, model.config.trained_blocks)
+    states, wanted = _along(model, embed, example, anchors, model.config.traits.trained_blocks)
     drafted = model.d2t[model.lm_head(states).argmax(-1)]
     accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
     tokens = steps = 0
@@ -150,7 +150,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
     batch = Batch.of([example], config.reach, anchors.device)
     _, grown = forward.first(batch, anchors[None])
     states = [grown.states]
-    for _ in range(1, min(blocks, config.trained_blocks)):
+    for _ in range(1, min(blocks, config.traits.trained_blocks)):
         grown = forward.next(batch, grown, torch.full_like(grown.anchors, config.block_size))
         states.append(grown.states)
     along = torch.cat(states, dim=2)[0]
@@ -162,7 +162,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
     """Return what builds the drafter that serves this model."""
     network = ServingNetwork(model.config, weights_of(model))
-    weights = TrainedWeights(network, embed, blocks=model.config.trained_blocks)
+    weights = TrainedWeights(network, embed, blocks=model.config.traits.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
 
 

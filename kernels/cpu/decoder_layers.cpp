@@ -18,7 +18,9 @@ struct Product {
 template <class T>
 struct DecoderLayer {
     Product<T> query_key_value, output, gate_up, down;
-    const T *input_norm, *post_norm, *query_norm, *key_norm;
+    const T *attention_input, *attention_output, *mlp_input, *mlp_output;  // norms; null where the family has none
+    const T *query_norm, *key_norm;
+    int64_t norms_whole;  // whether these two are of all heads of a row together
     Layer attention;
     float epsilon;
 };
@@ -34,6 +36,13 @@ struct Places {
     int64_t table_width;
 };
 
+// hidden += delta; returns the norm of hidden, in `normed`, or hidden itself where there is no norm.
+template <class T>
+const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* normed, int64_t rows, int64_t width, int threads) {
+    if (delta || norm) add_rms_norm(hidden, delta, norm, epsilon, normed, rows, width, threads);
+    return norm ? normed : hidden;
+}
+
 // Runs the layers on hidden [rows, width], in place. The first layer adds `delta` (or null) to it first; the output of the
 // last feed-forward, which is still to be added, goes to `result`. `scratch` holds intermediate results of all rows.
 template <class T>
@@ -44,18 +53,21 @@ void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T
         const int64_t width = layer->output.out, attended_width = layer->output.in;
         T *normed = scratch, *query = normed + rows * width, *attended = query + rows * attended_width;
         T *joined = attended + rows * attended_width, *gated = query;
-        add_rms_norm(hidden, delta, layer->input_norm, layer->epsilon, normed, rows, width, threads);
-        layer->query_key_value(normed, joined, rows, threads);
-        rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->epsilon, query,
-                     const_cast<float*>(heads.keys), const_cast<float*>(heads.values), rows, heads.query_heads,
+        const float epsilon = layer->epsilon;
+        const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width, threads);
+        layer->query_key_value(x, joined, rows, threads);
+        rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
+                     query, const_cast<float*>(heads.keys), const_cast<float*>(heads.values), rows, heads.query_heads,
                      heads.kv_heads, heads.dim, threads);
         attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended, threads);
         layer->output(attended, result, rows, threads);
-        add_rms_norm(hidden, result, layer->post_norm, layer->epsilon, normed, rows, width, threads);
+        add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width, threads);
+        x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width, threads);
         joined = gated + rows * layer->down.in;
-        layer->gate_up(normed, joined, rows, threads);
+        layer->gate_up(x, joined, rows, threads);
         silu_mul(joined, gated, rows, layer->down.in, threads);
         layer->down(gated, result, rows, threads);
+        add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width, threads);
     }
 }
 

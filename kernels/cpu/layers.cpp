@@ -12,9 +12,9 @@ constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs m
 
 constexpr int VECTORS = 16 / LANES;  // squares are added up in 16 parts, whatever a register holds
 
-// y = weight * round(x / sqrt(mean(x^2) + epsilon)), of one row or one head
+// 1 / sqrt(mean(x^2) + epsilon)
 template <class T>
-void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
+float norm_scale(const T* x, float epsilon, int64_t width) {
     Vec sums[VECTORS] = {};
     for (int64_t first = 0; first < width; first += 16)
         for (int v = 0; v < VECTORS; v++) {
@@ -24,14 +24,19 @@ void norm(const T* x, const T* weight, float epsilon, int64_t width, T* y) {
         }
     float total = 0;
     for (int i = 0; i < 16; i++) total += sums[i / LANES][i % LANES];
-    float scale = 1.0f / std::sqrt(total / float(width) + epsilon);
+    return 1.0f / std::sqrt(total / float(width) + epsilon);
+}
+
+// y = weight * round(x * scale)
+template <class T>
+void apply_norm(const T* x, const T* weight, float scale, int64_t width, T* y) {
     for (int64_t i = 0; i < width; i += LANES)
         store_end(y + i, load_end(weight + i, width - i) * rounded<T>(load_end(x + i, width - i) * scale), width - i);
 }
 
 }  // namespace
 
-// hidden += delta; y = the norm of hidden
+// hidden += delta; y = the norm of hidden if there is a weight. y may be hidden.
 template <class T>
 void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
@@ -40,7 +45,7 @@ void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* 
         if (delta)
             for (int64_t i = 0; i < width; i += LANES)
                 store_end(mine + i, load_end(mine + i, width - i) + load_end(delta + row * width + i, width - i), width - i);
-        norm(mine, weight, epsilon, width, y + row * width);
+        if (weight) apply_norm(mine, weight, norm_scale(mine, epsilon, width), width, y + row * width);
     }
 }
 
@@ -60,18 +65,20 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
     }
 }
 
-// Norms heads of queries and keys where there are weights for it, and rotates them, halves against halves:
+// Norms queries and keys where there are weights for it (each head, or with `whole` all heads of a row together), and
+// rotates them, halves against halves:
 // round(x cos) + round([-x_2; x_1] sin); keys and values go to their slots, queries to a table of their own.
 // joined [rows, query heads + 2 kv_heads, dim], cos and sin [rows, dim]
 template <class T>
 void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
-                  float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads, int64_t kv_heads,
-                  int64_t dim, int threads) {
+                  int64_t whole, float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads,
+                  int64_t kv_heads, int64_t dim, int threads) {
     const int64_t heads = query_heads + 2 * kv_heads, half = dim / 2;
 #pragma omp parallel for schedule(static) num_threads(rows * heads * dim > FEW ? threads : 1)
     for (int64_t row = 0; row < rows; row++) {
         const T *c = cos + row * dim, *s = sin + row * dim;
         T normed[MOST_DIM];
+        float scale = 0;
         for (int64_t head = 0; head < heads; head++) {
             const T* x = joined + (row * heads + head) * dim;
             int64_t key = head - query_heads, value = key - kv_heads;
@@ -81,7 +88,9 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
                 continue;
             }
             if (const T* weight = key >= 0 ? key_norm : query_norm) {
-                norm(x, weight, epsilon, dim, normed);
+                const int64_t number = key >= 0 ? key : head, count = key >= 0 ? kv_heads : query_heads;
+                if (!whole || number == 0) scale = norm_scale(x, epsilon, whole ? count * dim : dim);
+                apply_norm(x, weight + (whole ? number * dim : 0), scale, dim, normed);
                 x = normed;
             }
             T turned[MOST_DIM];
@@ -103,10 +112,10 @@ template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_
 template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t, int);
 template void silu_mul(const bf16*, bf16*, int64_t, int64_t, int);
 template void silu_mul(const float*, float*, int64_t, int64_t, int);
-template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, float, bf16*, float*,
-                           float*, int64_t, int64_t, int64_t, int64_t, int);
-template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, float, float*,
+template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, int64_t, float, bf16*,
                            float*, float*, int64_t, int64_t, int64_t, int64_t, int);
+template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, int64_t, float,
+                           float*, float*, float*, int64_t, int64_t, int64_t, int64_t, int);
 
 EXPORT_TYPES(add_rms_norm)
 EXPORT_TYPES(silu_mul)

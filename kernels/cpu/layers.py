@@ -9,9 +9,8 @@ from torch import Tensor
 from kernels.cpu.library import CStruct, call, halves
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
-from kernels.layers import RunLayers
+from kernels.layers import RunLayers, spans_projection
 from kernels.layers import plan_layers as op_by_op
-from kernels.linear import Product
 from kernels.tree_attention import LOG2_E
 
 if TYPE_CHECKING:  # which imports the table of all ops
@@ -49,7 +48,8 @@ def rotary_store(
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
     written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim, torch.get_num_threads())
-    call("rotary_store", joined, cos, sin, slots, *norms, epsilon, *written, *sizes, dtype=joined.dtype)
+    how = spans_projection(head_norms, dim), epsilon
+    call("rotary_store", joined, cos, sin, slots, *norms, *how, *written, *sizes, dtype=joined.dtype)
     return query
 
 
@@ -82,23 +82,20 @@ class CompiledLayers:
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
     """As the reference; layers with an odd number of columns run op by op. # pools [2, slots, kv_heads, dim] each"""
-    products = [product for layer in layers for product in _products(layer)]
-    if all(isinstance(one, PackedLinear) and not one.missing for one in products):
+    if all(len(_packed(layer)) == 4 for layer in layers):
         return CompiledLayers(layers, pools)
     return op_by_op(layers, pools)
 
 
-def _products(layer: "DecoderLayer") -> tuple[Product, ...]:
-    return layer.query_key_value, layer.output, layer.gate_up, layer.down
-
-
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    return [product for product in _products(layer) if isinstance(product, PackedLinear)]
+    """Its packed products without odd columns."""
+    products = layer.query_key_value, layer.output, layer.gate_up, layer.down
+    return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
 def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
     """`DecoderLayer` of decoder_layers.cpp."""
-    norms = layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None))
+    norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3])
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]
     return CStruct(*words, *norms, *attention, floats=(layer.scale * LOG2_E, 0.0, layer.epsilon))

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.layers import spans_projection
+
 _BLOCK = 1024
 
 
@@ -44,16 +46,8 @@ def _add_norm(
     if ADDS:
         value = (value + tl.load(delta + at, mask=held, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         tl.store(hidden + at, value, mask=held)
-    tl.store(out + at, _normed(value, weight + place, held, epsilon, WIDTH, kind), mask=held)
-
-
-@triton.jit
-def _normed(
-    value: tl.tensor, weight: tl.tensor, held: tl.tensor, epsilon: tl.tensor, WIDTH: tl.constexpr, kind: tl.constexpr
-) -> tl.tensor:
-    """# value float32, 0 where nothing is held -> float32"""
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + epsilon)
-    return (value * scale).to(kind).to(tl.float32) * tl.load(weight, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + at, _weighted(value * scale, weight + place, held, kind), mask=held)
 
 
 def silu_mul(joined: Tensor) -> Tensor:
@@ -90,11 +84,12 @@ def rotary_store(
     rows, kv_heads, dim = slots.shape[0], pool.shape[2], pool.shape[3]
     query = joined.new_empty(rows, query_heads, dim)
     query_norm, key_norm = head_norms or (joined, joined)
+    span = triton.next_power_of_2(len(query_norm)) if spans_projection(head_norms, dim) else 0
     if rows:
         _rotate_store[(rows, query_heads + 2 * kv_heads)](
             joined.contiguous(), cos.contiguous(), sin.contiguous(), slots, pool[0], pool[1], query,
-            query_norm, key_norm, epsilon, NORMS=head_norms is not None, QUERY_HEADS=query_heads, KV_HEADS=kv_heads,
-            HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), enable_fp_fusion=False,
+            query_norm, key_norm, epsilon, NORMS=head_norms is not None, SPAN=span, QUERY_HEADS=query_heads,
+            KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), enable_fp_fusion=False,
         )  # fmt: skip
     return query
 
@@ -112,6 +107,7 @@ def _rotate_store(
     key_norm: tl.tensor,
     epsilon: tl.tensor,
     NORMS: tl.constexpr,
+    SPAN: tl.constexpr,  # 0, or elements that hold all heads that are normed together
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -128,7 +124,17 @@ def _rotate_store(
     if head < QUERY_HEADS + KV_HEADS:
         if NORMS:
             norm = (query_norm if head < QUERY_HEADS else key_norm) + place
-            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + epsilon)
+            if SPAN:
+                start = tl.where(head < QUERY_HEADS, 0, QUERY_HEADS)
+                width = tl.where(head < QUERY_HEADS, QUERY_HEADS, KV_HEADS) * 2 * HALF
+                spanned = tl.arange(0, SPAN)
+                heads = joined + (row * tl.num_programs(1) + start) * 2 * HALF + spanned
+                whole = tl.load(heads, mask=spanned < width, other=0.0).to(tl.float32)
+                mean = tl.sum(whole * whole, 0) / width
+                norm += (head - start) * 2 * HALF
+            else:
+                mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+            scale = tl.rsqrt(mean + epsilon)
             first = _weighted(first * scale, norm, held, kind)
             second = _weighted(second * scale, norm + HALF, held, kind)
         angle = row * 2 * HALF + place

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
+from kernels.families import FUSED_FAMILIES
 from kernels.layers import RunLayers
 from kernels.linear import Weight, look_up
 from kernels.ops import REFERENCE, Ops
@@ -37,26 +38,22 @@ class FusedDecoder:
     """A whole model as ops over flat rows, on the model's own embedding, rotary tables, norm and head."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[DecoderLayer],
-        ops: Ops,
-        device: torch.device,
-        tap_layers: Sequence[int] = (),
+        self, model: PreTrainedModel, layers: Sequence[DecoderLayer], device: torch.device, taps: Sequence[int] = ()
     ) -> None:
         inner, head = model.get_decoder(), model.get_output_embeddings()
         self._embedding: Weight = inner.get_input_embeddings().weight
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = rotary(positions.to(self._embedding.dtype), positions[None])  # in the type of the first argument
-            return cos[0], sin[0]
+            dtype = self._embedding.dtype  # families compute both in that of the first argument or in float32
+            cos, sin = rotary(positions.to(dtype), positions[None])
+            return cos[0].to(dtype), sin[0].to(dtype)
 
         self._rotary = RotaryTable(embed, text.max_position_embeddings, device)
-        self._layers, self._ops = layers, ops
+        self._layers, self._ops = layers, layers[0].ops
         self._norm = inner.get_submodule("norm").get_parameter("weight")
-        self._head = ops.plan_linear(head.weight, head.bias)
-        self._taps = tuple(tap_layers)
+        self._head = self._ops.plan_linear(head.weight, head.bias)
+        self._taps = tuple(taps)
         self._runs: dict[int, RunLayers] = {}
         self._planned_for: Tensor | None = None  # the pool's storage
 
@@ -131,7 +128,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     for form in forms:
         layers.append(_layer_of(stack[0], form, model, ops))
         del stack[0]  # so that no weight is held twice for long
-    decoder = FusedDecoder(model, layers, ops, trial.positions.device, tap_layers)
+    decoder = FusedDecoder(model, layers, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
     if not _agree(found, expected, expected):
@@ -198,9 +195,8 @@ def _difference(
     are joined for one layer at a time."""
     layers = decoder_layers(model)
     try:
-        decoder = FusedDecoder(
-            model, [_layer_of(layers[0], forms[0], model, REFERENCE)], REFERENCE, trial.positions.device
-        )
+        first = _layer_of(layers[0], forms[0], model, REFERENCE)
+        decoder = FusedDecoder(model, [first], trial.positions.device)
         places = decoder.places(trial.positions, trial.slots, trial.attention)
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()
@@ -224,6 +220,7 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
     return DecoderLayer.of(
         weights_of(module),
         ops,
+        FUSED_FAMILIES.get(text.model_type, FUSED_FAMILIES["llama"]),  # whether it computes the same is tried
         query_heads=text.num_attention_heads,
         epsilon=float(text.rms_norm_eps),
         scale=form.scale,

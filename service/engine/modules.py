@@ -6,6 +6,7 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,13 +81,10 @@ class FeatureTaps:
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]) -> None:
         self._outputs: list[Tensor] = [torch.empty(0)] * len(indices)
         for place, index in enumerate(indices):
-            layers[index].register_forward_hook(self._keeper(place))
+            layers[index].register_forward_hook(partial(self._keep, place))
 
-    def _keeper(self, place: int):  # type: ignore[no-untyped-def]  # torch types hooks as Any
-        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
-
-        return keep
+    def _keep(self, place: int, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._outputs[place] = output if isinstance(output, Tensor) else output[0]
 
     def take(self, num_rows: int, sequence: int = 0) -> Tensor:
         """The last forward's features of one sequence's first rows. # -> [rows, taps * hidden]"""

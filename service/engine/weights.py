@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from drafters.specblock.checkpoint import TargetParts, identity_of
-from drafters.specblock.config import STANDARD
 from drafters.specblock.model import SpecBlock
 from kernels.cpu import library
+from kernels.families import FUSED_FAMILIES
 from kernels.linear import QuantisedWeight, Weight, even_sample
 from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.kv_pool import KVShape
@@ -174,7 +174,7 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
 
 def has_standard_layers(model: PreTrainedModel) -> bool:
     """Whether a drafter's layers can be copies of the target's."""
-    return model.config.get_text_config().model_type in STANDARD
+    return model.config.get_text_config().model_type in FUSED_FAMILIES
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:

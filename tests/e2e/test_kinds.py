@@ -119,7 +119,7 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
-    assert checkpoint.read_config(trained("parallel")).kind == "parallel"
+    assert checkpoint.describe(trained("parallel")).config.kind == "parallel"
     with pytest.raises(StartupError, match=r"holds one of kind parallel: set drafter to auto, parallel or"):
         assembled(target, trained("parallel"), "memory+specblock")
 
@@ -152,4 +152,4 @@ def test_a_kind_of_another_version_is_refused(trained: Any, tmp_path: Path) -> N
     described["drafter"]["kind"] = "later"
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(checkpoint.DrafterError, match="kind 'later' is none of specblock, parallel"):
-        checkpoint.read_config(tmp_path)
+        checkpoint.describe(tmp_path)

@@ -45,7 +45,8 @@ class Seen:
         def note(states: Tensor) -> Tensor:
             norm = network._planned.rank_head._norm  # as it was published
             assert norm is not None
-            self.by_step[self.step].add((adaptive.learner.weights.version, float(norm[0])))
+            first = float(norm(torch.ones_like(states)).flatten()[0])
+            self.by_step[self.step].add((adaptive.learner.weights.version, first))
             return head(states)
 
         network.head = note  # type: ignore[method-assign]

@@ -1,17 +1,16 @@
-"""A decoder layer as a list of ops against transformers' own layers, on random weights."""
+"""A decoder layer as a list of ops against transformers' own layers of every family, on random weights."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.families import FUSED_FAMILIES, Family
 from kernels.layers import RunLayers
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import AttentionRows
@@ -26,24 +25,20 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "head_dim": DIM,
     "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 2,
+    "vocab_size": 8,
     "attn_implementation": "eager",
 }
-FAMILIES: dict[str, tuple[Callable[..., PreTrainedConfig], Callable[..., nn.Module]]] = {
-    "llama": (LlamaConfig, LlamaDecoderLayer),
-    "qwen2": (Qwen2Config, Qwen2DecoderLayer),
-    "qwen3": (Qwen3Config, Qwen3DecoderLayer),
-}
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06}  # of results around 1, behind some twenty roundings
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04}  # of the deviation of results, after some twenty roundings
 
 
 class Layers:
     """Two layers of a family, random in all weights."""
 
     def __init__(self, family: str, dtype: torch.dtype) -> None:
-        make_config, make_layer = FAMILIES[family]
-        self.config = make_config(**SIZES)
         generator = torch.Generator().manual_seed(len(family))
-        self.modules = [make_layer(self.config, layer_idx=idx).to(dtype).eval() for idx in range(2)]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES), dtype=dtype).eval()
+        self.family, self.modules = FUSED_FAMILIES[family], list(model.get_decoder().layers)
         for weight in (weight for module in self.modules for weight in module.parameters()):
             spread = weight.shape[-1] ** -0.5 if weight.dim() == 2 else 0.3
             drawn = torch.randn(weight.shape, generator=generator) * spread
@@ -73,26 +68,27 @@ class Layers:
         )  # fmt: skip
         attention = ops.plan_attention(rows, slots[None].clone(), query_heads=HEADS, kv_heads=KV_HEADS)
         places = RowPlaces(self.cos, self.sin, slots, attention)
-        layers = [_layer_of(module.state_dict(), ops) for module in self.modules]
+        layers = [_layer_of(module.state_dict(), ops, self.family) for module in self.modules]
         run = plan(layers, [torch.zeros(2, ROWS + 5, KV_HEADS, DIM) for _ in layers])
         return hidden + run(hidden, None, places)
 
 
-def _layer_of(weights: dict[str, Tensor], ops: Ops) -> DecoderLayer:
-    return DecoderLayer.of(weights, ops, query_heads=HEADS, epsilon=1e-5, scale=DIM**-0.5, window=None)
+def _layer_of(weights: dict[str, Tensor], ops: Ops, family: Family) -> DecoderLayer:
+    return DecoderLayer.of(weights, ops, family, query_heads=HEADS, epsilon=1e-5, scale=DIM**-0.5, window=None)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_equals_transformers(family: str, dtype: torch.dtype, on_cpu: Ops) -> None:
     layers = Layers(family, dtype)
-    found = layers.found(on_cpu)
+    found, expected = layers.found(on_cpu), layers.expected()
     assert found.dtype == dtype
-    torch.testing.assert_close(found, layers.expected(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    atol = TOLERANCES[dtype] * float(expected.float().std())
+    torch.testing.assert_close(found, expected, atol=atol, rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 @pytest.mark.parametrize("intermediate", [100, 99])
 def test_layers_in_one_call_have_the_bits_of_ops_one_by_one(
     family: str, dtype: torch.dtype, intermediate: int, on_cpu: Ops, monkeypatch: pytest.MonkeyPatch
@@ -118,5 +114,6 @@ def test_layers_in_one_call_have_the_bits_of_ops_one_by_one(
 )
 def test_other_layers_are_refused(family: str, change: dict[str, Tensor | None]) -> None:
     weights = Layers(family, torch.float32).modules[0].state_dict() | change
+    known = {name: value for name, value in weights.items() if value is not None}
     with pytest.raises(ValueError, match=r"weight|norm"):
-        _layer_of({name: value for name, value in weights.items() if value is not None}, REFERENCE)
+        _layer_of(known, REFERENCE, FUSED_FAMILIES[family])

@@ -116,13 +116,16 @@ def test_a_device_may_keep_keys_and_values_in_bf16(dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 128])
-def test_heads_are_normed_before_they_are_rotated(dim: int, dtype: torch.dtype, compiled: Ops) -> None:
+@pytest.mark.parametrize("spans", [(1, 1), (4, 2)])
+def test_heads_are_normed_before_they_are_rotated(
+    spans: tuple[int, int], dim: int, dtype: torch.dtype, compiled: Ops
+) -> None:
     """As by the norm of rows: the same bits, from the same sum."""
     given, normed = (rotary_parts(7, (4, 2), dim, dtype) for _ in range(2))
-    weights = (_weight(dim, dtype), _weight(dim + 1, dtype)[1:].clone())
+    weights = (_weight(spans[0] * dim, dtype), _weight(spans[1] * dim + 1, dtype)[1:].clone())
     heads = normed["joined"].view(7, 8, dim)
     for part, weight in zip((slice(4), slice(4, 6)), weights, strict=True):
-        flat = heads[:, part].reshape(-1, dim)
+        flat = heads[:, part].reshape(-1, len(weight)).contiguous()
         heads[:, part] = compiled.add_rms_norm(flat, None, weight, 1e-5).view(7, -1, dim)
     found = compiled.rotary_store(**given, query_heads=4, head_norms=weights, epsilon=1e-5)
     assert torch.equal(found, compiled.rotary_store(**normed, query_heads=4, head_norms=None, epsilon=0.0))
@@ -162,10 +165,13 @@ def test_no_rows(dtype: torch.dtype, everywhere: Everywhere) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 128])
-def test_heads_are_normed_before_they_are_rotated_on_a_device(dim: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("spans", [(1, 1), (4, 2)])
+def test_heads_are_normed_before_they_are_rotated_on_a_device(
+    spans: tuple[int, int], dim: int, dtype: torch.dtype, device: str
+) -> None:
     """A norm may fall to the other side of a rounding, and so may each product and their sum."""
     expected = rotary_parts(7, (4, 2), dim, dtype)
-    norms = (_weight(dim, dtype), _weight(dim + 1, dtype)[1:].clone())
+    norms = (_weight(spans[0] * dim, dtype), _weight(spans[1] * dim + 1, dtype)[1:].clone())
     given = {name: value.clone().to(device) for name, value in expected.items()}
     query = REFERENCE.rotary_store(**expected, query_heads=4, head_norms=norms, epsilon=1e-5)
     on_device = (norms[0].to(device), norms[1].to(device))

@@ -7,6 +7,7 @@ from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from kernels import ops
+from kernels.families import FUSED_FAMILIES
 from tests.drafters.specblock.parts import computed, serves, tiny_drafter
 
 
@@ -18,7 +19,7 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return bool(request.param)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 @pytest.mark.parametrize("kind", ["specblock", "medusa", "treeflash"])
 def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
     models = [tiny_drafter(family, seed, kind=kind, **TRAINED_KINDS[kind].shape) for seed in (0, 1)]

@@ -14,6 +14,7 @@ from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
+from kernels.families import FUSED_FAMILIES
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
@@ -84,7 +85,7 @@ DEPTH = 4
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
     model = tiny_drafter(family, **({"block_size": BLOCK} | changes))
     text = Text(model)

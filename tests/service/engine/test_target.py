@@ -12,6 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels import ops
+from kernels.families import FUSED_FAMILIES
 from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
@@ -26,7 +27,6 @@ torch.set_num_threads(1)
 
 TOLERANCE = 1e-4
 LENGTH = 150  # several sliding windows
-STANDARD = ("llama", "qwen2", "qwen3", "mistral")
 
 
 class Texts:
@@ -139,11 +139,11 @@ def test_slots_of_nobody_are_never_read(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_standard_families_run_as_a_list_of_ops(family: str) -> None:
+def test_fused_families_run_as_a_list_of_ops(family: str) -> None:
     """The others keep modules of their own, and with them what makes them special."""
     target = tiny_target(loaded_tiny(family))
     stack = decoder_layers(target.model)
-    assert (len(stack) == 0) == (family in STANDARD)
+    assert (len(stack) == 0) == (family in FUSED_FAMILIES)
 
 
 def test_a_standard_layer_that_is_used_in_another_way_keeps_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:

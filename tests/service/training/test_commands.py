@@ -226,7 +226,7 @@ def test_a_tree_is_learnt_from_features_with_branches(target: Path, features: Pa
 def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) -> None:
     entries = ("--prefix-entries", "all")
     run("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 2, *entries, *QUICK)
-    assert checkpoint.read_config(tmp_path).prefix_entries == "all"
+    assert checkpoint.describe(tmp_path).config.prefix_entries == "all"
 
 
 def test_what_does_not_fit_is_refused(target: Path, features: Path, tmp_path: Path) -> None:
