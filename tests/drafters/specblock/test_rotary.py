@@ -4,14 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.specblock.config import STANDARD
 from drafters.specblock.layers import LayerShape
 from drafters.specblock.rotary import Rotary
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 4096}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 SCALINGS: list[dict[str, Any]] = [
@@ -33,7 +38,7 @@ SCALINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_positions_are_embedded_as_transformers_does(scaling: dict[str, Any]) -> None:
     positions = torch.arange(0, 4096, 7)[None]
-    config = AutoConfig.for_model("llama", **SIZES, **scaling)
+    config = LlamaConfig(**SIZES, **scaling)
     expected = LlamaRotaryEmbedding(config)(torch.empty(0), positions)
     for target in (SIZES | scaling, config.to_dict()):
         found = Rotary(target, 64)(positions, torch.float32)
