@@ -43,7 +43,7 @@ _INTERRUPTED = "interrupted?"  # sent by the child before each step of an update
 _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
-"""Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 400 MB."""
+"""Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
 _POLL_SECONDS = 0.05  # between two checks whether it may go on
 _CHILD = """
 import signal, sys

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
@@ -31,9 +32,7 @@ from kernels import ops
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
 _GRADIENT_NORM = 1.0  # maximum, by clipping
-_BETAS = (0.9, 0.98)
-_ADAM_EPSILON = 1e-8
-
+_adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
 
 _SOLVED_STEP = 0.01
 """Step size for a drafter that was solved and not trained yet, in units of each parameter's root mean square."""
@@ -93,43 +92,40 @@ _Terms = tuple[Tensor, dict[str, Tensor]]  # the loss of a step, and its terms b
 
 
 class Adam:
-    """torch.optim.AdamW without weight decay, whose state exists from the start, where torch allocates it at the first
-    step: it is saved, shared and restored by name."""
+    """AdamW without weight decay. Its state exists from the start, where `torch.optim.AdamW` allocates it at the first
+    step: it is saved, shared and restored by name. That class also loads torch's compiler, which takes seconds."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float, relative: bool = False) -> None:
         """`relative`: `rate` is in units of each parameter's root mean square before the first step."""
         self._parameters = dict(parameters)
         self._rate = rate
         self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not taken
-        groups = [{"params": [parameter]} for parameter in self._parameters.values()]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=rate, betas=_BETAS, eps=_ADAM_EPSILON, weight_decay=0.0, fused=True
-        )
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter] = {
+        self._state = {
+            name: {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+            for name, parameter in self._parameters.items()
+        }
 
     @property
     def num_steps(self) -> int:
         """Steps since the last reset."""
-        return int(max(state["step"] for state in self._optimizer.state.values()))
+        return int(max(state["step"] for state in self._state.values()))
 
+    @torch.no_grad()
     def step(self, share: float = 1.0) -> None:
         """Apply the gradients at this share of the rate; parameters without a gradient stay."""
-        for group, rate in zip(self._optimizer.param_groups, self._rates(), strict=True):
-            group["lr"] = share * rate
-        self._optimizer.step()
+        for (name, parameter), rate in zip(self._parameters.items(), self._rates(), strict=True):
+            if parameter.grad is not None:
+                state = self._state[name]
+                moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+                _adamw([parameter], [parameter.grad], *moments, [], [state["step"]], lr=share * rate)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state itself by name, shapes [...] as the parameters'."""
-        moments = {
-            f"{name}.{kind}": value
-            for name, parameter in self._parameters.items()
-            for kind, value in self._optimizer.state[parameter].items()
-        }
+        moments = {f"{name}.{kind}": value for name, state in self._state.items() for kind, value in state.items()}
         return moments | {f"{name}.rate": rate for name, rate in self._relative.items()}
 
     @torch.no_grad()

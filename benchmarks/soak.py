@@ -5,20 +5,22 @@ requests. After all loads comes a rest, in which no slot may be in use.
 """
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import linear_regression
 from typing import Annotated, Any, NamedTuple
 
 import httpx
 import numpy as np
 import psutil
 import typer
-from scipy import stats
 
+from adaptation.evaluator import t_quantile
 from benchmarks.processes import Process, one_server
 from benchmarks.shared import in_one_line, read_chats
 from benchmarks.streams import Received, answers_alone, ask, metric, questions, slots_at_rest
@@ -48,8 +50,10 @@ def growth_of(hours: Sequence[float], mebibytes: Sequence[float]) -> Growth | No
     x, y = np.array(hours[first:]), np.array(mebibytes[first:])
     if len(x) < _LEAST_RESTS:
         return None
-    line = stats.linregress(x, y)
-    return Growth(float(line.slope), float(line.slope + line.stderr * stats.t.ppf(_BOUND, len(x) - 2)))
+    slope, start = linear_regression(x, y)
+    residuals, freedom = y - (start + slope * x), len(x) - 2
+    error = math.sqrt(residuals @ residuals / freedom / (len(x) * x.var()))
+    return Growth(slope, slope + error * t_quantile(_BOUND, freedom))
 
 
 @dataclass

@@ -1,12 +1,9 @@
 """The configuration of a trained drafter: sizes and switches, as `config.json` has them beside the weights."""
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
-
-from transformers import AutoConfig, LlamaConfig
 
 from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
 from kernels.families import FUSED_FAMILIES
@@ -14,23 +11,11 @@ from kernels.families import FUSED_FAMILIES
 PrefixEntries = Literal["first", "all"]
 
 
-def layers_for(target: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the transformers config of a drafter's layers: the target's own, or Llama's in the target's sizes where
-    the target's family is not among `FUSED_FAMILIES`."""
-    if target["model_type"] in FUSED_FAMILIES:
-        return target
-    text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
-    known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
-    return LlamaConfig(**known).to_dict()
-
-
 @dataclass(frozen=True, slots=True)
 class SpecBlockConfig:
     """Sizes and switches of a drafter. Raises ValueError for values that cannot work together."""
 
-    target: Mapping[str, Any]  # transformers config of the layers, as `layers_for` returns it
+    target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
     draft_vocab_size: int  # tokens the drafter can propose
     num_layers: int = 2  # 0: residual heads alone, one for each entry of a block

@@ -1,7 +1,6 @@
 """A drafter's decoder layers and heads as they are trained, differentiable; the parameter names are transformers'.
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, heads."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.specblock.rotary import Rotary
 from kernels.families import FUSED_FAMILIES, Family, Norms
 from kernels.layers import rotated
 
@@ -25,23 +23,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer, both [batch, kv_heads, rows, dim]."""
-
-
-class Rotary:
-    """Rotary position embedding with the target's scaling. Not part of any module: a module's frequencies would be
-    rounded with its weights."""
-
-    def __init__(self, text: PreTrainedConfig) -> None:
-        known = LlamaRotaryEmbedding(text)  # type: ignore[arg-type]  # any family's config has what it asks for
-        self._scale = float(known.attention_scaling)
-        self._frequencies = torch.cat([known.inv_freq, known.inv_freq]).float()  # [dim]
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines. # positions [...] int64 -> both [..., dim]"""
-        if self._frequencies.device != positions.device:
-            self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[..., None] * self._frequencies
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +42,23 @@ class LayerShape:
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
         """Return the shape that a transformers config asks for."""
-        text = AutoConfig.for_model(**copy.deepcopy(dict(target)))
-        family, heads = FUSED_FAMILIES[text.model_type], text.num_attention_heads
-        biased = bool(getattr(text, "attention_bias", False))
+        family, hidden, heads = (
+            FUSED_FAMILIES[target["model_type"]],
+            target["hidden_size"],
+            target["num_attention_heads"],
+        )
+        biased = bool(target.get("attention_bias"))
+        head_dim = target.get("head_dim") or hidden // heads
         return LayerShape(
-            text.hidden_size,
-            text.intermediate_size,
+            hidden,
+            target["intermediate_size"],
             heads,
-            text.num_key_value_heads or heads,
-            getattr(text, "head_dim", None) or text.hidden_size // heads,
-            float(text.rms_norm_eps),
-            (biased or family.query_key_value_bias, biased, bool(getattr(text, "mlp_bias", False))),
+            target.get("num_key_value_heads") or heads,
+            head_dim,
+            float(target.get("rms_norm_eps", 1e-6)),
+            (biased or family.query_key_value_bias, biased, bool(target.get("mlp_bias"))),
             family,
-            Rotary(text),
+            Rotary(target, head_dim),
         )
 
 

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 import drafters
@@ -23,13 +24,14 @@ from drafters import published
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.config import SpecBlockConfig, layers_for
+from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.layers import Embed
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
+from kernels.families import FUSED_FAMILIES
 from kernels.linear import Weight, dense, look_up
 from service.config import ServiceConfig
 from service.engine.modules import decoder_layers
@@ -160,11 +162,21 @@ def drafter_config(
 ) -> SpecBlockConfig:
     """Shapes of a drafter for this target. Raises ValueError for a target that cannot have one."""
     text = model.config.get_text_config()
-    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # a local path
     size = min(text.vocab_size, draft_tokens)
     # Training is faster where only a block's first entry sees token and condition: docs/training.md.
     shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
-    return SpecBlockConfig(layers_for(known), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
+    return SpecBlockConfig(layers_for(text), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
+
+
+def layers_for(text: PreTrainedConfig) -> dict[str, Any]:
+    """The config of a drafter's layers: the target's own without its path, or Llama's in the target's sizes where the
+    target's layers are not among `FUSED_FAMILIES`."""
+    if text.model_type in FUSED_FAMILIES:
+        return {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
+    return LlamaConfig(**known).to_dict()
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

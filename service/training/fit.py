@@ -12,7 +12,6 @@ from torch import Tensor
 
 from adaptation.timing import bf16_is_faster
 from drafters.specblock import checkpoint
-from drafters.specblock.config import layers_for
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
@@ -32,7 +31,7 @@ from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_weights import embed_with, target_end
+from service.engine.drafter_weights import embed_with, layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
@@ -243,8 +242,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    known = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}  # a local path
-    model = _model(plan, layers_for(known), manifest.tap_layers, d2t).to(loaded.model.device)
+    model = _model(plan, layers_for(text), manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)

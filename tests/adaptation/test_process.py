@@ -115,7 +115,7 @@ def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: i
             os.kill(process.pid, signal.SIGKILL)
         return False
 
-    learn(tried, 12, updates=False)
+    learn(tried, updates=False)
     with pytest.raises(TrainingLost, match="died"):
         tried.learner.update(kills)
     tried.learner.recover("killed")

@@ -16,7 +16,7 @@ from adaptation.policy import ARMS, Arm
 from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, training_sample
 from adaptation.timing import bf16_is_faster
-from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
+from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of
@@ -31,6 +31,22 @@ torch.set_num_threads(1)
 
 
 TOKEN = int(vocabulary()[0][5])
+
+
+def test_a_step_is_that_of_torchs_own_optimizer() -> None:
+    ours, theirs = ({name: torch.nn.Parameter(torch.randn(7, 5)) for name in "ab"} for _ in range(2))
+    for name, parameter in theirs.items():
+        parameter.data = ours[name].detach().clone()
+    adam = Adam(ours, rate=0.01)
+    expected = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    for names in ("a", "ab", "b"):  # a parameter without a gradient stays
+        for name in ours:
+            gradient = torch.randn(7, 5) if name in names else None
+            ours[name].grad = theirs[name].grad = gradient
+        adam.step()
+        expected.step()
+        assert same(ours, theirs)
+    assert adam.num_steps == 2
 
 
 def of_kind(kind: str) -> SpecBlock:

@@ -82,6 +82,12 @@ def test_no_torch_on_the_http_side(path: Path) -> None:
     assert imports_of(path.read_text(), ["torch"]) == []
 
 
+# A process that trains needs numbers of a target, and transformers' models cost 8 seconds to import.
+@pytest.mark.parametrize("path", modules("adaptation", "drafters", "kernels"), ids=module_name)
+def test_only_the_service_imports_transformers(path: Path) -> None:
+    assert imports_of(path.read_text(), ["transformers"]) == []
+
+
 @pytest.mark.parametrize("path", modules(*PACKAGES), ids=module_name)
 def test_nobody_imports_deploy_benchmarks_or_tests(path: Path) -> None:
     assert imports_of(path.read_text(), ["deploy", BENCHMARKS, "tests"]) == []

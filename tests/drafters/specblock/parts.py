@@ -11,7 +11,6 @@ from torch.nn.functional import embedding
 from drafters.protocol import Committed, DraftingSizes, Noise, Read
 from drafters.specblock.blocks import TrainedWeights
 from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.config import layers_for
 from drafters.specblock.drafter import SpecBlockDrafter
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
@@ -20,6 +19,7 @@ from drafters.specblock.serving import forward_of
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.rank_features import NUM_FEATURES
+from service.engine.drafter_weights import layers_for
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
 DRAFT_VOCAB = 64
@@ -29,7 +29,7 @@ TAPS = (0, 1, 2)
 @cache
 def target_config(family: str) -> Mapping[str, Any]:
     """By which a tiny target's drafter has its layers."""
-    return layers_for(stock_tiny(family).config.get_text_config().to_dict())
+    return layers_for(stock_tiny(family).config.get_text_config())
 
 
 def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBlock:

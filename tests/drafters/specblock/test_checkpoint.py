@@ -11,12 +11,10 @@ from torch import Tensor
 
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, TargetParts
-from drafters.specblock.config import layers_for
 from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
-from kernels.families import FUSED_FAMILIES
 from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, stock_tiny
+from tests.tiny_models import VOCAB_SIZE
 
 HIDDEN = 48
 PUBLISHED = {
@@ -163,17 +161,6 @@ def test_layers_of_another_kind_are_refused_with_what_to_do(tmp_path: Path) -> N
     file.write_text(json.dumps(described))
     with pytest.raises(DrafterError, match=r"kind 'gemma2'.*train one for this target with `adaptree train drafter`"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_target_has_layers_for_its_drafter(family: str) -> None:
-    text = stock_tiny(family).config.get_text_config()
-    layers = layers_for(text.to_dict())
-    assert layers["model_type"] == (family if family in FUSED_FAMILIES else "llama")
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    assert {name: layers[name] for name in names if hasattr(text, name)} == {
-        name: getattr(text, name) for name in names if hasattr(text, name)
-    }
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

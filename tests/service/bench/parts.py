@@ -11,11 +11,11 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafters.specblock import checkpoint
-from drafters.specblock.config import layers_for
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.config import ServiceConfig
+from service.engine.drafter_weights import layers_for
 from service.errors import StartupError
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, save_model
 
@@ -92,7 +92,7 @@ def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: 
     """A tiny SpecBlock drafter of random weights for this target."""
     torch.manual_seed(seed)
     loaded = assembly.loaded
-    described = layers_for(loaded.model.config.get_text_config().to_dict())
+    described = layers_for(loaded.model.config.get_text_config())
     model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **changes))
     with torch.no_grad():
         for parameter in model.parameters():

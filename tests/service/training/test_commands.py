@@ -65,7 +65,7 @@ def features(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def test_one_command_from_prompts_to_a_drafter_that_serves(target: Path, tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "p.jsonl", 20), tmp_path / "drafter"
     run(
-        *("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 0.2),
+        *("drafter", "--target", target, "--prompts", prompts, "--out", out, "--minutes", 0.1),
         *("--max-new-tokens", 16, "--concurrency", 4, *QUICK),
     )
     names = {path.name for path in out.iterdir()}
