@@ -14,6 +14,7 @@ from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback
+from tests.tuned import settled
 
 torch.set_num_threads(1)
 FEEDBACK = feedback(0)
@@ -217,7 +218,7 @@ def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> 
     worker.trains = False
     worker.start()
     worker.offer(FEEDBACK)
-    assert worker.settle(10)
+    assert settled(worker, 10)
     assert not begun.is_set()
     worker.trains = True
     worker.offer(FEEDBACK)

@@ -18,6 +18,7 @@ from service.errors import StartupError
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import learning, requests, texts
 from tests.taught import speech, taught_model
+from tests.tuned import settled
 
 torch.set_num_threads(1)
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
@@ -112,7 +113,7 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
     with learning(assembly, tmp_path) as adaptive:
         assert texts(adaptive.engine, asked) == plain
-        assert adaptive.worker.settle(60.0)
+        assert settled(adaptive.worker)
         status = adaptive.status()
     assert status.failures == {}
     assert sum(status.updates.values()) > 0

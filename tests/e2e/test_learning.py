@@ -10,6 +10,7 @@ from adaptation.records import Event
 from service.assembly import Assembly
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, learning, requests, texts
+from tests.tuned import settled
 
 torch.set_num_threads(1)
 PATIENCE_SECONDS = 30.0
@@ -30,11 +31,11 @@ def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_pa
     with learning(assembly, tmp_path, events=events, policy=policy) as adaptive:
         while versions[-1] == 0 and len(versions) <= ROUNDS:
             assert texts(adaptive.engine, asked) == plain
-            assert adaptive.worker.settle(PATIENCE_SECONDS)
+            assert settled(adaptive.worker, PATIENCE_SECONDS)
             adaptive.engine.step()
             versions.append(adaptive.engine.drafter.version)
         assert texts(adaptive.engine, asked) == plain
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         adaptive.engine.step()
         versions.append(adaptive.engine.drafter.version)  # the last round may have brought another one
         status = adaptive.status()

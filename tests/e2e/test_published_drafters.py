@@ -14,6 +14,7 @@ from tests.published_forms import deep_target, eagle3, medusa, mimo
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
+from tests.tuned import settled
 
 torch.set_num_threads(1)
 TOKENS = 16
@@ -97,7 +98,7 @@ def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) 
     plain = texts(assembly.engine(assembly.drafter("none")), prompts)
     with learning(assembly, tmp_path) as adaptive:
         assert texts(adaptive.engine, prompts) == plain
-        assert adaptive.worker.settle(60.0)
+        assert settled(adaptive.worker)
         status = adaptive.status()
     assert status.failures == {}
     assert sum(status.updates.values()) > 0

@@ -20,6 +20,7 @@ from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
 from tests.adaptation.samples import bench, drafter, feedback
 from tests.redis_server import RedisServer
+from tests.tuned import settled
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -78,7 +79,7 @@ def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Membe
         follower.end(2, first_seed=2 * sent)
         leader.end(2, first_seed=2 * sent + 2)
         until([leader, follower], partial(_is_heard, leader, sent + 2))
-        assert leader.worker.settle(20)
+        assert settled(leader.worker, 20)
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number >= 1)
     assert same(leader.served, follower.served)
     assert not same(follower.served, weights_of(drafter()))
@@ -228,7 +229,7 @@ def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path)
         until([one], lambda: one.status.role == "alone")
         for first_seed in range(0, 80, 8):
             one.end(8, first_seed=first_seed)
-            assert one.worker.settle(20)
+            assert settled(one.worker, 20)
             if "published" in [event.kind for event in one.events]:
                 break
         assert one.events[-1].kind == "published"
