@@ -63,6 +63,7 @@ class TrainingTime:
     ) -> None:
         """`device`: where a thread trains; `covers`: whether the ledger covers so many seconds more."""
         self.seconds = 0.0
+        self.on_poll: Callable[[], None] = lambda: None  # called whenever training asks whether to go on
         self.urged = threading.Event()  # what is under way is to end at once
         self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
@@ -127,6 +128,7 @@ class TrainingTime:
     def may_compute(self) -> bool:
         """Charge what was computed since the last call. # -> whether training may go on: the server is idle, the ledger
         covers the charge, or training is urged to end"""
+        self.on_poll()
         now = self._clock()
         is_busy = not self.is_idle
         if is_busy and self._computes:

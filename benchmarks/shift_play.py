@@ -81,9 +81,7 @@ class Learning:
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self
-        training_time = adaptive.learner.training.time
-        self._may_compute = training_time.may_compute
-        training_time.may_compute = self._may_go_on  # type: ignore[method-assign]  # called while training computes
+        adaptive.learner.training.time.on_poll = self._stand_still
         adaptive.start()
         self.hold()
 
@@ -133,17 +131,16 @@ class Learning:
             self._standing.set()
             self._free.wait()
 
-    def _may_go_on(self) -> bool:
-        """Whether training may compute, once not held; a training process is stopped meanwhile."""
+    def _stand_still(self) -> None:
+        """Wait while held; a training process is stopped meanwhile."""
         if self._free.is_set():
-            return self._may_compute()
+            return
         pid = None if self._process is None or self._process.waits else self._process.pid
         if pid is not None:
             os.kill(pid, signal.SIGSTOP)
         self.stand()
         if pid is not None:
             os.kill(pid, signal.SIGCONT)
-        return self._may_compute()
 
 
 @dataclass(frozen=True, slots=True)

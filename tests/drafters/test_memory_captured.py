@@ -60,5 +60,5 @@ def committed_of(rng: random.Random, rows: Tensor, tree: DraftTree) -> Committed
             choices[line, 0] = tree.tokens[line, 0]
         tokens[line, :count] = choices[line, :count]
     path = torch.where(counts[:, None] > 1, 0, -1)
-    result = VerifyResult(path, counts - 1, tokens[:, -1], choices)
+    result = VerifyResult(path, counts - 1, choices)
     return Committed(rows, tokens[:, : 1 + min(tree.width, 1)], counts, tree, result, None, counts, tokens)

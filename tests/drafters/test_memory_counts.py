@@ -22,7 +22,7 @@ def answer(drafter: MemoryDrafter, *tokens: int, scope: str = "owner", store: bo
     drafter.start([DraftContext(0, [1], scope=scope, store=store)])
     said = torch.tensor([tokens])
     length = torch.tensor([len(tokens) - 1])
-    result = VerifyResult(said[:, 1:], length, said[:, 0], said)
+    result = VerifyResult(said[:, 1:], length, said)
     one = torch.zeros(1, dtype=torch.int64)
     for _ in range(steps):
         drafter.commit(Committed(one, said, length + 1, DraftTree.empty(1), result, None, one, torch.zeros_like(said)))

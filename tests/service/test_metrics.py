@@ -13,6 +13,7 @@ from drafters.memory.counts import MemoryCounts
 from drafters.tree import MAX_DEPTH
 from kernels.memory import ORDERS
 from service.config import ServiceConfig
+from service.engine.requests import Timings
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
 from service.observability.learning_tables import EVENT_REASONS
 from service.observability.metric_tables import CONTEXTS, FINISH_REASONS, RANKS, ServerStatus
@@ -58,9 +59,7 @@ STEP = StepStats(
 LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
 FINISH = FinishStats(
     finish_reason="stop",
-    queue_seconds=0.5,
-    first_token_seconds=0.75,
-    total_seconds=4.0,
+    timings=Timings(queue_seconds=0.5, first_token_seconds=0.75, total_seconds=4.0),
     prompt_tokens=7,
     cached_tokens=5,
     output_tokens=6,
@@ -158,7 +157,7 @@ def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
 
 def test_a_sequence_without_a_token_has_no_first_one() -> None:
     metrics = made()
-    metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0, first_token_seconds=0.0))
+    metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0))
     found = series(metrics)
     assert found["adaptree_time_to_first_token_seconds_count"] == 0
     assert found["adaptree_request_success_total{abort}"] == 1
