@@ -22,7 +22,7 @@ from service.errors import StartupError
 from service.learning.adaptive import Adaptive
 from tests.service.bench.parts import save_drafter
 from tests.service.engine.harness import Generated, generate, greedy, request, sampled
-from tests.service.engine.test_prompt_scores import scores_of
+from tests.service.engine.test_sequence import scores_of
 from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, stock, tiny_model
 from tests.tuned import settled
