@@ -14,9 +14,9 @@ from adaptation.config import Tuning
 from adaptation.losses import untrained_rows
 from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
-from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.pool import EntryPool
+from drafters.specblock.recording import FeedbackRecorder
 from drafters.training.initialise import InputSums, sums_bytes
 from service.config import GIB
 from service.engine.engine import EngineLimits
@@ -104,11 +104,11 @@ def _num_head_weights(model: torch.nn.Module) -> int:
 
 
 def test_feedback_tables_are_as_large_as_foreseen() -> None:
-    sizes = {"width": 24, "hidden": 8, "top": 5}
-    tables = FeedbackRecorder(max_sequences=3, window_tokens=40, **sizes, dtype=torch.bfloat16, device="cpu")
+    config, sizes = tiny_drafter().config, {"max_sequences": 3, "top": 5}
+    tables = FeedbackRecorder(config, torch.arange(4), window_tokens=40, **sizes, dtype=torch.bfloat16)
     held = [tables._features, *tables._labels.fields]
-    places = tables._places
-    assert total_bytes(held) == feedback_bytes(max_sequences=3, places=places, itemsize=2, **sizes)
+    sizes |= {"width": config.features_size, "hidden": config.hidden_size, "places": tables._features.shape[1]}
+    assert total_bytes(held) == feedback_bytes(itemsize=2, **sizes)
 
 
 def test_every_need_is_named_once_with_a_remedy() -> None:
