@@ -288,7 +288,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_crash_at_any_byte_loses_at_most_the_snapshot_being_written(tmp_path: Path) -> None:
     """Every byte written and every step between them, including the removal of the oldest."""
     crashes = 0
@@ -401,7 +400,6 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "unreadable" in loaded.complaints[0]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_crash_at_any_byte_loses_at_most_the_state_being_written(tmp_path: Path) -> None:
     amount = 0
     while crash_in_file(amount, tmp_path / str(amount)):

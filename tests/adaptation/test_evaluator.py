@@ -22,9 +22,6 @@ from tests.adaptation.samples import EMBED, drafter, feedback
 from tests.adaptation.streams import Texts
 from tests.adaptation.test_weights import train, weights_in
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 def text(number: int) -> ValidationText:
     example = example_of(feedback(number))

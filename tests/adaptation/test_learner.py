@@ -22,10 +22,6 @@ from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 from tests.adaptation.worlds import Clock
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
-
 DRAFTED = 5
 TOKEN = int(vocabulary()[0][DRAFTED])
 

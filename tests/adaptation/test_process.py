@@ -21,8 +21,7 @@ from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 
-torch.set_num_threads(1)
-pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from adaptation.samples import (
 from drafters.training.corpus import Batch
 from tests.adaptation.samples import ANSWER, PROMPT, feedback, samples
 
-torch.set_num_threads(1)
-
 
 def test_the_signal_is_what_the_drafter_did_not_believe_in() -> None:
     heard = feedback(0, rejected=3)

@@ -30,9 +30,6 @@ from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
 from tests.drafters.specblock.parts import serving, tiny_drafter
 
-torch.set_num_threads(1)
-
-
 TOKEN = int(vocabulary()[0][5])
 
 

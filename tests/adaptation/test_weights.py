@@ -19,9 +19,6 @@ from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, drafter, feedback
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 def weights_in(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterWeights:
     return DrafterWeights(

@@ -16,7 +16,6 @@ from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback
 from tests.tuned import settled
 
-torch.set_num_threads(1)
 FEEDBACK = feedback(0)
 
 

@@ -11,8 +11,6 @@ from kernels.rank_features import TOP
 from kernels.survival import correct_survival
 from tests.drafters.trees import draft_trees
 
-torch.set_num_threads(1)
-
 
 def chains(batch: int, claims: list[float]) -> DraftTree:
     """One chain per sequence whose nodes claim these conditionals."""

@@ -102,7 +102,6 @@ def test_counts_come_with_what_is_read_late(monkeypatch: pytest.MonkeyPatch) -> 
 
 # The memory's calls as captures: padded batches change nothing.
 
-torch.set_num_threads(1)
 
 MEMORY = MemorySizes(num_bytes=1 << 16)
 SIZES = DraftingSizes(max_sequences=4, max_length=64, max_nodes=8, vocab_size=6, memory=MEMORY)

@@ -31,7 +31,6 @@ from tests.service.learning_parts import learning, requests, texts
 from tests.taught import speech, taught_model
 from tests.tuned import settled
 
-torch.set_num_threads(1)
 PATIENCE_SECONDS = 60.0
 TOGETHER = 8
 
@@ -202,6 +201,7 @@ serve_until_killed(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def serve_until_killed(model: Path, state: Path) -> None:
     """Answers for ever, and says after each piece how much it has."""
+    torch.set_num_threads(1)
     assembly = assemble(settings(model))
     with learning(assembly, state) as adaptive:
         while True:

@@ -20,7 +20,6 @@ from tests.service.learning_parts import learning, requests, texts
 from tests.taught import speech, taught_model
 from tests.tuned import settled
 
-torch.set_num_threads(1)
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
 STEPS, PROMPT, TOKENS = 30, 12, 32
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]

@@ -4,7 +4,6 @@ plain decoding throughout."""
 from pathlib import Path
 
 import pytest
-import torch
 
 from adaptation.records import Event
 from service.assembly import Assembly
@@ -12,7 +11,6 @@ from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, learning, requests, texts
 from tests.tuned import settled
 
-torch.set_num_threads(1)
 PATIENCE_SECONDS = 30.0
 ROUNDS = 12
 

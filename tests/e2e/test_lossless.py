@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafters.asking import AskGate
 from drafters.trained_kinds import TRAINED_KINDS
@@ -90,7 +89,6 @@ def test_the_embedded_model(tmp_path: Path, sized: Sized, tell: Tell) -> None:
 
 # All that a step computes, captured by what cannot run Python again, gives the text of plain decoding.
 
-torch.set_num_threads(1)
 
 WAYS = {
     "greedy": greedy(24),

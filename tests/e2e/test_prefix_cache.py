@@ -29,8 +29,6 @@ from tests.service.engine.harness import (
 )
 from tests.tiny_models import loaded_tiny, random_prompts
 
-torch.set_num_threads(1)
-
 TOKENS = 16
 SHARED = 150
 CACHED = replace(LIMITS, prefix_cache=True)

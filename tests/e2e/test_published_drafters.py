@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
@@ -16,7 +15,6 @@ from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
 from tests.tuned import settled
 
-torch.set_num_threads(1)
 TOKENS = 16
 
 Folders = Mapping[str, tuple[Path, Path | None]]

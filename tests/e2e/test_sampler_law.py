@@ -21,8 +21,6 @@ from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingTable
 from tests.service.engine.harness import choose_tokens, state_after
 
-torch.set_num_threads(1)
-
 DRAWS = 100_000
 SEEDS = (1, 2**63 + 5, -17, 987_654_321)
 ALPHA = 1e-6 / 100  # over fewer than a hundred tests, one false alarm in a million runs

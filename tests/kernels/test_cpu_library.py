@@ -137,7 +137,7 @@ def test_a_build_holds_the_instructions_it_is_named_for(name: str) -> None:
 # Other tests hold with narrower vectors than this machine's: sums and exponentials are rounded otherwise there.
 
 ROOT = Path(__file__).parents[2]
-COMPARING = ("tests/drafters", "tests/service/bench/test_draft_records.py", "tests/service/engine/test_sampling.py")
+COMPARING = ("tests/drafters", "tests/benchmarks/test_draft_records.py", "tests/service/engine/test_sampling.py")
 """Those that compare floating-point numbers of torch's own operations."""
 
 

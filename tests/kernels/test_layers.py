@@ -24,8 +24,6 @@ from kernels.tree_attention import AttentionRows
 from kernels.triton.layers import rotary_store
 from tests.kernels.layer_parts import gate_bounds, norm_bounds, rotary_parts, within
 
-torch.set_num_threads(1)
-
 DTYPES = [torch.float32, torch.bfloat16]
 Everywhere = tuple[Ops, str]
 SHAPES = [(1, 1), (1, 64), (3, 100), (7, 576), (300, 48), (2, 4096), (2, 4097)]

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from kernels.ops import Ops
 
-torch.set_num_threads(1)
-
 TOLERANCES = {torch.bfloat16: 2**-8, torch.float32: 1e-5}  # half the last bit; of sums in float32, of numbers around 1
 SHAPES = [(1, 1), (2, 1), (3, 33), (16, 31), (64, 32), (576, 960), (1536, 577), (49, 4999)]  # columns, features
 

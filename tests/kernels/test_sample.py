@@ -29,8 +29,6 @@ from kernels.sample import (
 from kernels.triton.sample import gumbel
 from kernels.triton.sample import hash_bits as device_hash_bits
 
-torch.set_num_threads(1)
-
 VOCAB = 3001
 Where = tuple[Ops, str]
 # quarters of a nat: many equal scores, and probabilities that float32 separates

@@ -23,8 +23,6 @@ from tests.kernels.attention_parts import (
     tree_around,
 )
 
-torch.set_num_threads(1)
-
 TOLERANCE = 2e-5  # scores of unscaled queries reach 100, of which float32 keeps 1e-5
 SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(3, 3, 64), Heads(1, 8, 80), Heads(2, 20, 16)]
 EXACT = [Heads(2, 2, 16), Heads(3, 3, 64), Heads(1, 5, 40), Heads(1, 16, 16), Heads(1, 20, 24), Heads(1, 2, 256)]

@@ -23,7 +23,6 @@ from tests.service.bench.parts import save_two_layers, settings_for, varied_prom
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
 from tests.tuned import settled, tuned
 
-torch.set_num_threads(1)
 PROMPTS = varied_prompts()[:4]
 PATIENCE_SECONDS = 30.0
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from adaptation.records import ReplicaStatus, Role, StoreLost
 from adaptation.replicas.exchange import Exchange, LocalOnly
@@ -21,9 +20,6 @@ from tests.adaptation.replicas.members import Member, agreed, member, until
 from tests.adaptation.samples import Bench, bench, drafter, feedback
 from tests.redis_server import RedisServer
 from tests.tuned import settled
-
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture

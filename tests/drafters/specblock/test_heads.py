@@ -20,8 +20,6 @@ from kernels.rank_features import TOP
 from tests.drafters.specblock.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
-torch.set_num_threads(1)
-
 
 def noise(temperature: float, batch: int = 2) -> Noise:
     return Noise(

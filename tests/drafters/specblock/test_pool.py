@@ -158,7 +158,6 @@ def test_the_fullest_row_counts() -> None:
 # A text that begins where another has left its slots: the drafter finds its entries there, and reads none that it
 # never ran.
 
-torch.set_num_threads(1)
 LENGTH = 40
 
 

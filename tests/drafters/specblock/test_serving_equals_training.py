@@ -17,7 +17,6 @@ from drafters.training.forward import forward_of as training_forward_of
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
-torch.set_num_threads(1)
 LENGTH, BLOCK = 24, 4
 ROWS = torch.tensor([1, 0])
 

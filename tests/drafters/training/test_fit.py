@@ -28,7 +28,6 @@ from drafters.training.parallel import Ranks, join, local_device
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
-torch.set_num_threads(1)
 SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=4, learning_rate=3e-3, autocast=False)
 DESCRIBED = {"seed": 0}
 

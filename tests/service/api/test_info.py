@@ -15,8 +15,6 @@ from service.engine.requests import GenerationRequest, SequenceOutput, StepTree
 from tests.service.api.client import ASK, Body, app_of, client_for, client_of, error_of, events_of
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say, step
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_models() -> None:
     async with client_of(ScriptedEngine(say("x"))) as client:

@@ -115,8 +115,6 @@ def test_a_month_begins_anew_on_its_first_day_in_utc(tmp_path: Path) -> None:
 
 # Counts that outlive the process that made them.
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_counts_are_kept_through_a_restart(tmp_path: Path) -> None:
     first = MonthlyUse(tmp_path)

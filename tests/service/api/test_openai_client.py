@@ -12,8 +12,6 @@ from service.engine.requests import GenerationRequest, TokenLogprob
 from tests.service.api.client import app_of, client_of, error_of, events_of
 from tests.service.scripted import TOKENIZER, ScriptedEngine, runtime_of, say, step
 
-pytestmark = pytest.mark.anyio
-
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 

@@ -16,8 +16,6 @@ from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 from tests.service.scripted import ScriptedEngine, say
 from tests.service.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
-pytestmark = pytest.mark.anyio
-
 PIECES = ("<thi", "nk>\nLet me", " see.\n</th", "ink>\n\nYe", "s.")
 PAST = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
 THINKS = ChatTokenizer(tiny_tokenizer(TEMPLATE.replace("{{ '<|im_start|>' +", PAST + "{{ '<|im_start|>' +", 1)))

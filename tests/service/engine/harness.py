@@ -22,8 +22,6 @@ from service.engine.weights import LoadedModel
 from service.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
 
-torch.set_num_threads(1)
-
 NUM_SLOTS = 2048
 LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
 

@@ -169,7 +169,6 @@ def test_a_broken_row_is_told_by_a_captured_choice() -> None:
 
 # How often a captured step of the engine asks a device for something, and waits for it: the figures of docs/gpu.md.
 
-torch.set_num_threads(1)
 
 LAUNCHES = {
     "none": (5, 3),
@@ -226,7 +225,6 @@ def test_what_a_step_asks_for(drafter: str, tmp_path: Path, monkeypatch: pytest.
 
 # How often a step waits for the device: once for its tokens, and once more for the size of its trees.
 
-torch.set_num_threads(1)
 
 TOKENS = "service.engine.emit:read_result tolist"
 TREE_SIZES = "service.engine.tree_pruning:node_rows tolist"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
@@ -217,7 +216,6 @@ def test_steps_of_more_rows_than_shapes_are_kept_for_are_learnt_from() -> None:
 
 # What is measured at start-up: usable tables, nothing left behind; kept for the very same machine and model.
 
-torch.set_num_threads(1)
 
 LIMITS = EngineLimits(max_model_len=128, max_sequences=4, prefill_chunk=64, max_budget=8)
 KEY: CostKey = {"machine": "m x 2", "device": "cpu", "model": "abc", "drafter": "memory 1", "threads": 1}

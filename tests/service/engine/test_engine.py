@@ -31,8 +31,6 @@ from tests.service.engine.harness import (
 from tests.service.engine.test_drafting import decoding
 from tests.tiny_models import EOS_ID, load, loaded_tiny, random_prompts, stock_tiny, tiny_model
 
-torch.set_num_threads(1)
-
 TOKENS = 24
 KINDS = (
     greedy(TOKENS),

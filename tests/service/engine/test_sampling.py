@@ -16,8 +16,6 @@ from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, logprobs
 from tests.service.engine.harness import choose_tokens, state_after
 
-torch.set_num_threads(1)
-
 VOCAB = 12
 EOS = frozenset({2})
 CPU = torch.device("cpu")

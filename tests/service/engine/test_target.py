@@ -24,8 +24,6 @@ from service.errors import StartupError
 from tests.service.engine.harness import tiny_target
 from tests.tiny_models import EOS_ID, FAMILIES, VOCAB_SIZE, load, loaded_tiny, random_prompts, save_model, stock_tiny
 
-torch.set_num_threads(1)
-
 TOLERANCE = 1e-4
 LENGTH = 150  # several sliding windows
 STANDARD = ("llama", "qwen2", "qwen3", "mistral")

@@ -26,8 +26,6 @@ from tests.service.engine.harness import generate, greedy, load_of, request, sam
 from tests.service.engine.test_budget import candidates_of, table
 from tests.tiny_models import VOCAB_SIZE, random_prompts
 
-torch.set_num_threads(1)
-
 SIZES = EngineLimits(max_model_len=120, max_sequences=4, prefill_chunk=16, max_budget=20)
 
 

@@ -22,8 +22,6 @@ from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
 from tests.service.engine.test_target import tree_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts
 
-torch.set_num_threads(1)
-
 VOCAB = 320
 CPU = torch.device("cpu")
 PARENTS = [-1, -1, 1, 1, 3]
