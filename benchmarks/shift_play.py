@@ -81,7 +81,8 @@ class Learning:
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self
-        adaptive.learner.training.time.on_poll = self._stand_still
+        training_time = adaptive.learner.training.time
+        self._covers, training_time.covers = training_time.covers, self._covers_once_free
         adaptive.start()
         self.hold()
 
@@ -131,16 +132,16 @@ class Learning:
             self._standing.set()
             self._free.wait()
 
-    def _stand_still(self) -> None:
-        """Wait while held; a training process is stopped meanwhile."""
-        if self._free.is_set():
-            return
-        pid = None if self._process is None or self._process.waits else self._process.pid
-        if pid is not None:
-            os.kill(pid, signal.SIGSTOP)
-        self.stand()
-        if pid is not None:
-            os.kill(pid, signal.SIGCONT)
+    def _covers_once_free(self, seconds: float) -> bool:
+        """Whether the ledger covers this, once not held; a training process is stopped meanwhile."""
+        if not self._free.is_set():
+            pid = None if self._process is None or self._process.waits else self._process.pid
+            if pid is not None:
+                os.kill(pid, signal.SIGSTOP)
+            self.stand()
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
+        return self._covers(seconds)
 
 
 @dataclass(frozen=True, slots=True)

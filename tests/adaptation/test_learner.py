@@ -498,7 +498,7 @@ def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes
     serve(tried, range(40), update=False)
     serving, time = Serving(tried, monkeypatch, begins=0), tried.time
     time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
-    time._covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
+    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
     report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
     assert report is not None
     assert (report.outcome, len(report.losses)) == ("interrupted", 3)

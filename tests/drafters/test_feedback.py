@@ -16,8 +16,8 @@ WIDTH, HIDDEN, TOP, WINDOW = CONFIG.features_size, CONFIG.hidden_size, 5, 20
 
 
 def recorder() -> FeedbackRecorder:
-    sizes = {"max_sequences": 3, "window_tokens": WINDOW, "top": TOP}
-    return FeedbackRecorder(CONFIG, torch.arange(4), **sizes, dtype=torch.float32)
+    t2d = torch.arange(4)
+    return FeedbackRecorder(CONFIG, t2d, max_sequences=3, window_tokens=WINDOW, top=TOP, dtype=torch.float32)
 
 
 def query(row: int, length: int) -> Query:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def _num_head_weights(model: torch.nn.Module) -> int:
 
 
 def test_feedback_tables_are_as_large_as_foreseen() -> None:
-    config, sizes = tiny_drafter().config, {"max_sequences": 3, "top": 5}
+    config = tiny_drafter().config
+    sizes: dict[str, Any] = {"max_sequences": 3, "top": 5}
     tables = FeedbackRecorder(config, torch.arange(4), window_tokens=40, **sizes, dtype=torch.bfloat16)
     held = [tables._features, *tables._labels.fields]
     sizes |= {"width": config.features_size, "hidden": config.hidden_size, "places": tables._features.shape[1]}
