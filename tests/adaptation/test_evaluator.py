@@ -20,7 +20,7 @@ from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks
 from tests.adaptation.samples import EMBED, drafter, feedback
 from tests.adaptation.streams import Texts
-from tests.adaptation.test_weights import train, weights_in
+from tests.adaptation.test_weights import publish, train, weights_in
 
 
 def text(number: int) -> ValidationText:
@@ -61,9 +61,7 @@ def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     assert replay.calls == 8, "what serves is the anchor"
     evaluator.evaluate(texts)
     assert replay.calls == 12
-    train(weights, 1)
-    weights.publish({})
-    weights.between_steps()
+    publish(weights, 1)
     evaluator.evaluate(texts)
     assert replay.calls == 20
 

@@ -173,20 +173,7 @@ def chunk(rng: random.Random, heads: Heads, start: int, count: int) -> Part:
 
 def rounded(part: Part, dtype: torch.dtype) -> Part:
     """The same with vectors that `dtype` holds exactly."""
-
-    def of(vectors: Vectors) -> Vectors:
-        return Vectors(*(getattr(vectors, name).to(dtype).float() for name in ("queries", "keys", "values")))
-
-    return replace(part, text=of(part.text), nodes=None if part.nodes is None else of(part.nodes))
-
-
-def scaled(part: Part, factor: float) -> Part:
-    """The same with longer or shorter queries."""
-
-    def of(vectors: Vectors) -> Vectors:
-        return replace(vectors, queries=vectors.queries * factor)
-
-    return replace(part, text=of(part.text), nodes=None if part.nodes is None else of(part.nodes))
+    return part.mapped(lambda v: Vectors(*(value.to(dtype).float() for value in (v.queries, v.keys, v.values))))
 
 
 def check(
@@ -253,7 +240,8 @@ def test_mixed_steps_of_real_shapes(seed: int, dtype: torch.dtype, device: str) 
     heads = rng.choice([Heads(3, 3, 64), Heads(8, 4, 128), Heads(2, 7, 96)])
     parts = [decoding(rng, heads, rng.randrange(1, 700), rng.randrange(MAX_NODES + 1)) for _ in range(3)]
     window, softcap = rng.choice([None, 150, 500]), rng.choice([None, 5.0])
-    parts = [scaled(part, heads.dim**-0.5) for part in [*parts, chunk(rng, heads, rng.randrange(300), 40)]]
+    parts = [*parts, chunk(rng, heads, rng.randrange(300), 40)]
+    parts = [part.mapped(lambda v: replace(v, queries=v.queries * heads.dim**-0.5)) for part in parts]
     check(parts, heads, device, dtype, window=window, softcap=softcap)
 
 
