@@ -64,7 +64,7 @@ class TrainingTime:
         """`device`: where a thread trains; `covers`: whether the ledger covers so many seconds more."""
         self.seconds = 0.0
         self.urged = threading.Event()  # what is under way is to end at once
-        self._covers = covers
+        self.covers = covers  # asked each time that training asks whether to go on; may be replaced
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock, self._sleep = clock, sleep
         self._correction = 0.0  # seconds that a process computed, less those that the thread slept
@@ -127,12 +127,11 @@ class TrainingTime:
     def may_compute(self) -> bool:
         """Charge what was computed since the last call. # -> whether training may go on: the server is idle, the ledger
         covers the charge, or training is urged to end"""
-        now = self._clock()
-        is_busy = not self.is_idle
-        if is_busy and self._computes:
-            self._uncharged += (now - self._polled_at) * self.taken_share
-        self._polled_at = now
-        self._computes = not is_busy or self._covers(self._uncharged) or self.urged.is_set()
+        if self._computes and not self.is_idle:
+            self._uncharged += (self._clock() - self._polled_at) * self.taken_share
+        is_covered = self.covers(self._uncharged)
+        self._polled_at = self._clock()  # nothing is computed while it is asked
+        self._computes = is_covered or self.is_idle or self.urged.is_set()
         return self._computes
 
 

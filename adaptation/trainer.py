@@ -26,6 +26,7 @@ from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import HEADS, Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
+from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
 from kernels import ops
 
@@ -325,8 +326,7 @@ class OnlineTrainer:
         optimizer, (loss, parts) = self._optimizers[arm], terms
         if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._trained[arm].values(), _GRADIENT_NORM)
+        norm = clipped_gradients(loss, list(self._trained[arm].values()), _GRADIENT_NORM)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
         optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._warm_up_steps[arm]))

@@ -61,7 +61,6 @@ class Inbox:
         self._commands: deque[_Command] = deque()
         self._urgent: deque[_Command] = deque()
         self._ready = threading.Condition()
-        self._settled = threading.Event()
 
     def put_query(self, feedback: QueryFeedback) -> None:
         """Add a query; of too many the oldest is dropped."""
@@ -70,7 +69,6 @@ class Inbox:
                 self.queries.popleft()
                 self.num_dropped += 1
             self.queries.append(feedback)
-            self._settled.clear()
             self._ready.notify()
 
     def put_command(self, command: Callable[[], Result], *, urgent: bool) -> "Future[Result]":
@@ -94,16 +92,6 @@ class Inbox:
             if not (self._urgent or self.stopping):
                 self.urged.clear()
             return taken
-
-    def settle(self) -> None:
-        """Wake `wait_settled` if nothing waits; called when no update is due."""
-        with self._ready:
-            if not (self.queries or self._commands or self._urgent):
-                self._settled.set()
-
-    def wait_settled(self, timeout_seconds: float) -> bool:
-        """Wait until nothing waits and no update is due; False: not in time."""
-        return self._settled.wait(timeout_seconds)
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -139,7 +127,7 @@ class Worker:
         self.inbox = Inbox(max_waiting, urged or threading.Event())
         self.niceness = niceness
         self._device = device or torch.device("cpu")
-        self._more_due = False  # an update was computed, and another may be due
+        self.more_due = False  # an update was computed, and another may be due
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
@@ -166,10 +154,6 @@ class Worker:
         answer = self.inbox.put_command(command, urgent=urgent)
         self._revive()
         return answer
-
-    def settle(self, timeout_seconds: float) -> bool:
-        """Wait until every query is observed and no update is due; False: not in time."""
-        return self.inbox.wait_settled(timeout_seconds)
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
         """End the thread, interrupting an update between its steps. # -> whether it ended in time"""
@@ -200,7 +184,7 @@ class Worker:
 
     def _turn(self) -> None:
         """Do what is next, and then an update if one is due."""
-        taken = self.inbox.take(0.0 if self._more_due else _IDLE_SECONDS)
+        taken = self.inbox.take(0.0 if self.more_due else _IDLE_SECONDS)
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
         elif taken is not None:
@@ -209,10 +193,8 @@ class Worker:
             self._attempt("update", self._update)
 
     def _update(self) -> None:
-        self._more_due = False  # nor after one that failed
-        self._more_due = self.trains and self.loop.update(self._interrupted) is not None
-        if not self._more_due:
-            self.inbox.settle()
+        self.more_due = False  # nor after one that failed
+        self.more_due = self.trains and self.loop.update(self._interrupted) is not None
 
     def _interrupted(self) -> bool:
         return self.inbox.urged.is_set() or not self.trains

@@ -64,7 +64,7 @@ class Ours:
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens of the answer."""
         none, given = torch.zeros(0), (self._rows, torch.tensor([tokens]), torch.tensor([len(tokens)]))
-        verdict = DraftTree.empty(1), VerifyResult(none, none, none, none)  # of which the memory reads nothing
+        verdict = DraftTree.empty(1), VerifyResult(none, none, none)  # of which the memory reads nothing
         self._drafter.commit(Committed(*given, *verdict, None, none, none))
 
 

@@ -82,8 +82,7 @@ class Learning:
         self._free.set()
         adaptive.worker.loop = self
         training_time = adaptive.learner.training.time
-        self._may_compute = training_time.may_compute
-        training_time.may_compute = self._may_go_on  # type: ignore[method-assign]  # called while training computes
+        self._covers, training_time.covers = training_time.covers, self._covers_once_free
         adaptive.start()
         self.hold()
 
@@ -133,17 +132,16 @@ class Learning:
             self._standing.set()
             self._free.wait()
 
-    def _may_go_on(self) -> bool:
-        """Whether training may compute, once not held; a training process is stopped meanwhile."""
-        if self._free.is_set():
-            return self._may_compute()
-        pid = None if self._process is None or self._process.waits else self._process.pid
-        if pid is not None:
-            os.kill(pid, signal.SIGSTOP)
-        self.stand()
-        if pid is not None:
-            os.kill(pid, signal.SIGCONT)
-        return self._may_compute()
+    def _covers_once_free(self, seconds: float) -> bool:
+        """Whether the ledger covers this, once not held; a training process is stopped meanwhile."""
+        if not self._free.is_set():
+            pid = None if self._process is None or self._process.waits else self._process.pid
+            if pid is not None:
+                os.kill(pid, signal.SIGSTOP)
+            self.stand()
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
+        return self._covers(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a drafter can learn from one finished query, and the tables it is collected in.
+"""What a drafter can learn from one finished query.
 Legend: rows = sequences of the engine's table, positions = committed ones, width = taps * hidden, top = likeliest
 tokens of the target that are kept, labels = positions for which the drafter had a state."""
 
@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.protocol import DraftContext, Read
-from drafters.readback import reached
-from drafters.tree import MAX_DEPTH
-
-_PAST_END = MAX_DEPTH + 1  # positions a step may commit after the end of an answer
 NOWHERE = -1
 """Position of a label that is padding."""
 _BLOCK = 32  # scores whose maximum is looked at first
@@ -102,99 +97,6 @@ class QueryFeedback:
     def recorded(self) -> bool:
         """Whether there is anything to learn from."""
         return self.prompt < len(self.query.tokens)
-
-
-class FeedbackRecorder:
-    """Collects the feedback of running sequences. All calls come from the engine thread."""
-
-    def __init__(
-        self,
-        *,
-        max_sequences: int,
-        window_tokens: int,
-        width: int,
-        hidden: int,
-        top: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.max_sequences, self.hidden, self.top, self.dtype = max_sequences, hidden, top, dtype
-        self._window = window_tokens
-        self._places = window_tokens + _PAST_END
-
-        def table(*shape: int, fill: float = 0, dtype: torch.dtype) -> Tensor:
-            return torch.full((max_sequences, self._places, *shape), fill, dtype=dtype, device=device)
-
-        self._features = table(width, dtype=dtype)
-        self._labels = DraftLabels(
-            positions=table(fill=NOWHERE, dtype=torch.int64),
-            states=table(hidden, dtype=dtype),
-            tokens=table(fill=-1, dtype=torch.int64),
-            chances=table(dtype=torch.float32),
-            rejected=table(dtype=torch.bool),
-            top_ids=table(top, dtype=torch.int32),
-            top_logprobs=table(top, dtype=torch.float16),
-        )
-        self._first: dict[int, int] = {}
-        self._prompt: dict[int, int] = {}
-
-    @torch.inference_mode()
-    def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin recording these sequences; tokens generated before a preemption count as prompt."""
-        for context in contexts:
-            self._prompt[context.row] = len(context.tokens)
-            self._first[context.row] = len(context.tokens) - 1
-            self._labels.positions[context.row] = NOWHERE
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Stop recording the sequences of these rows, and drop what was kept."""
-        for row in rows:
-            self._prompt.pop(row, None)
-            self._first.pop(row, None)
-
-    @torch.inference_mode()
-    def read(self, read: Read) -> None:
-        """Keep the features of a piece of a prompt, as far as they fit the window."""
-        self._first[read.row] = min(self._first[read.row], read.start)
-        count = min(read.features.shape[0], self._window)
-        start = read.start + read.features.shape[0] - count
-        places = (start + torch.arange(count, device=self._features.device)) % self._places
-        self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
-
-    @torch.inference_mode()
-    def commit(self, rows: Tensor, roots: Tensor, features: Tensor, labels: DraftLabels) -> None:
-        """Keep committed positions, in any order: roots and accepted nodes, each with the token after it. Positions of
-        one sequence must span less than the window and what one step commits. `labels` has one for each, with position
-        NOWHERE if no block had a state. # rows, roots [positions] int64, roots absolute; features [positions, width]"""
-        self._features[rows, roots % self._places] = features.to(self._features.dtype)
-        places = (roots + 1) % self._places
-        for table, values in zip(self._labels.fields, labels.fields, strict=True):
-            table[rows, places] = values.to(table.dtype)
-
-    @torch.inference_mode(False)
-    def finish(self, query: Query) -> QueryFeedback:
-        """Return what was recorded of a finished query, copied out of the tables."""
-        row, length = query.row, len(query.tokens)
-        first = max(self._first.pop(row, length - 1), length - self._window)
-        prompt = max(self._prompt.pop(row, length), length - self._window)
-        features = self._range(first, length - 1)
-        labels = self._range(prompt, length)
-        kept = DraftLabels(*(table[row, labels] for table in self._labels.fields))
-        # Labels of an earlier lap of the ring may remain.
-        marked = kept.positions == prompt + torch.arange(labels.shape[0], device=labels.device)
-        return QueryFeedback(
-            query=query,
-            prompt=prompt,
-            first=first,
-            features=self._features[row, features],
-            top_ids=kept.top_ids,
-            top_logprobs=kept.top_logprobs,
-            draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: their number, once per query
-            ready=reached(self._features),
-        )
-
-    def _range(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, max(start, end), device=self._features.device) % self._places
 
 
 def target_tops(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ class VerifyResult:
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus
-    bonus: Tensor  # [batch] int64, the target's own token after the accepted path
     target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after root and nodes; arbitrary at padding
 
 

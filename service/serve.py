@@ -20,7 +20,7 @@ from drafters.protocol import Drafter
 from drafters.registry import memory_of
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
-from service.api.connections import GuardedProtocol
+from service.api.connections import server_config, started, url_of
 from service.api.settings import ApiSettings, naming_key
 from service.api.tenants import Tenants
 from service.api_keys import digest_in
@@ -58,16 +58,12 @@ def serve(config: ServiceConfig) -> None:
 
 async def _serve(config: ServiceConfig) -> None:
     app, runtime = application(config)
-    settings = uvicorn.Config(
+    settings = server_config(
         app,
-        http=GuardedProtocol,
-        ws="none",
-        host=config.host,
-        port=config.port,
-        log_config=None,
-        access_log=False,
-        limit_concurrency=config.max_sequences + config.max_waiting + _SPARE_CONNECTIONS,
-        timeout_graceful_shutdown=_READ_SECONDS_AFTER_DRAIN,
+        config.host,
+        config.port,
+        shutdown_seconds=_READ_SECONDS_AFTER_DRAIN,
+        max_connections=config.max_sequences + config.max_waiting + _SPARE_CONNECTIONS,
     )
     server = _DrainingServer(settings, runtime, config.drain_seconds)
     serving = asyncio.create_task(server.serve())
@@ -119,16 +115,14 @@ async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tupl
 
 async def _announce(server: "_DrainingServer", runtime: Runtime, serving: asyncio.Task[None]) -> None:
     """Log when the server is ready; end it if loading fails."""
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if serving.done():
+    if not await started(server, serving):
         return
     try:
         await runtime.wait_until_loaded()
     except BaseException:
         server.should_exit = True
         raise
-    logger.info("ready: %s/v1 (try %s/v1/models)", server.url, server.url)
+    logger.info("ready: %s/v1 (try %s/v1/models)", url_of(server), url_of(server))
 
 
 class _DrainingServer(uvicorn.Server):
@@ -139,13 +133,6 @@ class _DrainingServer(uvicorn.Server):
         self._runtime = runtime
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        """The address of the server, with the port in use."""
-        port = self.servers[0].sockets[0].getsockname()[1]
-        host = self.config.host
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal; end at once on the second."""

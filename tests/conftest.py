@@ -18,6 +18,12 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+def pytest_configure() -> None:
+    import torch  # after the variable
+
+    torch.set_num_threads(1)  # sums of several threads may differ, and tests run side by side
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--size", type=int, metavar="N", help="of long tests, in what each counts; unset: its own")
     parser.addoption("--figures", type=Path, metavar="FILE", help="also write what long tests tell, as JSON")

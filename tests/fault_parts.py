@@ -27,6 +27,7 @@ from service.learning.adaptive import Adaptive
 from tests.drafters.specblock.parts import serves
 from tests.practised import Practised, greedy_requests
 from tests.service.learning_parts import learning, texts
+from tests.tuned import settled
 
 PATIENCE_ROUNDS = 80
 SETTLE_SECONDS = 120.0
@@ -126,7 +127,7 @@ class Stream:
     def settle(self) -> None:
         """Let learning catch up. A thread that has died is replaced at the next query only."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        while self.adaptive.worker.alive and not self.adaptive.worker.settle(0.05):
+        while self.adaptive.worker.alive and not settled(self.adaptive.worker, 0.05):
             assert time.monotonic() < deadline, "learning does not settle"
         self.adaptive.engine.step()
 

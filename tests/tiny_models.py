@@ -44,6 +44,13 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+"""Sizes of the fastest models in which a wrong key still changes the text."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},

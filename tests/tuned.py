@@ -2,13 +2,16 @@
 
 import json
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from adaptation.config import AdaptationConfig, Tuning
+from adaptation.worker import Worker
 
 QUICK: dict[str, object] = {
     "policy": "head_only",
@@ -41,6 +44,18 @@ def tune(monkeypatch: pytest.MonkeyPatch, knobs: Mapping[str, object]) -> None:
     """What learns from here on has these fixed numbers, whoever builds it."""
     for name, value in fixed(knobs).items():
         monkeypatch.setitem(_DEFAULTS, name, value)
+
+
+def settled(worker: Worker, seconds: float = 60.0) -> bool:
+    """Wait until every query is observed and no update is due; False: not in time."""
+    deadline = time.monotonic() + seconds
+    with suppress(TimeoutError):
+        while time.monotonic() < deadline:
+            worker.ask(lambda: None).result(seconds)  # after each command an update is tried
+            if worker.ask(lambda: not (worker.inbox.queries or worker.more_due)).result(seconds):
+                return True
+            time.sleep(0.01)
+    return False
 
 
 def program(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -21,7 +21,7 @@ from drafters.specblock.heads import POLICIES, propose
 from drafters.specblock.layers import Embed
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
-from drafters.specblock.recording import BlockRecorder
+from drafters.specblock.recording import FeedbackRecorder
 from drafters.specblock.serving import Live, forward_of
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
@@ -41,7 +41,7 @@ class TrainedWeights:
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks begun at once after the first forward
     policy: str = "best_first"  # of POLICIES
-    recorder: BlockRecorder | None = None  # collects what may be learnt from
+    recorder: FeedbackRecorder | None = None  # collects what may be learnt from
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
     ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
 

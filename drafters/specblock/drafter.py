@@ -134,7 +134,7 @@ class SpecBlockDrafter(Drafter):
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._grower.calibration.forget(rows)
         if self._weights.recorder is not None:
-            self._weights.recorder.finish(rows)
+            self._weights.recorder.end(rows)
         return [0] * len(rows)
 
     def timed(self, times: StepTimes) -> None:

@@ -1,5 +1,6 @@
-"""Records a drafter's states and probabilities for positions that get committed, for learning. They are taken from a
-tree's first block, which covers the positions after the root whatever path is accepted.
+"""Records what running sequences may teach: features and labels of committed positions. The drafter's states and
+probabilities there are taken from a tree's first block, which covers the positions after the root whatever path is
+accepted.
 Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = committed ones."""
 
 from collections.abc import Callable, Sequence
@@ -8,9 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, target_tops
+from drafters.feedback import NOWHERE, DraftLabels, Query, QueryFeedback, target_tops
 from drafters.protocol import Committed, DraftContext, Read
+from drafters.readback import reached
+from drafters.specblock.config import SpecBlockConfig
+from drafters.tree import MAX_DEPTH
 
+_PAST_END = MAX_DEPTH + 1  # positions a step may commit after the end of an answer
 _TOGETHER = 16
 """Positions that are processed together, at least: on a CPU less than half the cost of one by one. At most the shortest
 window, so that no two of a sequence have the same index in the tables."""
@@ -30,46 +35,84 @@ class _Committed(NamedTuple):
     logits: Tensor
 
 
-class BlockRecorder:
-    """Keeps each row's last first block until the next commit shows which tokens its positions got. The last row is a
-    dummy that pads batches."""
+class FeedbackRecorder:
+    """Collects the feedback of running sequences in rings of the last positions, and keeps each row's last first block
+    until the next commit shows which tokens its positions got. The last row of the blocks is a dummy that pads batches.
+    All calls come from the engine thread."""
 
     def __init__(
-        self, tables: FeedbackRecorder, t2d: Tensor, *, block_size: int, wanted: Callable[[], bool] = lambda: True
+        self,
+        config: SpecBlockConfig,
+        t2d: Tensor,
+        *,
+        max_sequences: int,
+        window_tokens: int,
+        top: int,
+        dtype: torch.dtype,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`t2d` [target_vocab] int64, draft id of a target token, -1 if it cannot be drafted; `wanted` decides for each
-        sequence that begins, and may be stored, whether to record it."""
-        self._tables = tables
+        """`t2d` [target_vocab] int64, draft id of a target token, -1 if it cannot be drafted; `top`: tokens of the
+        target's distribution that are kept; `wanted` decides for each sequence that begins, and may be stored, whether
+        to record it."""
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
         self._waiting: list[_Committed] = []
         self._t2d = t2d
-        rows, device = tables.max_sequences + 1, t2d.device
-        self._roots = torch.full((rows,), NOWHERE, dtype=torch.int64, device=device)
-        self._states = torch.zeros(rows, block_size, tables.hidden, dtype=tables.dtype, device=device)
+        self._window = window_tokens
+        device, hidden = t2d.device, config.hidden_size
+
+        def table(*shape: int, fill: float = 0, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.full((max_sequences, window_tokens + _PAST_END, *shape), fill, dtype=dtype, device=device)
+
+        self._features = table(config.features_size)
+        self._labels = DraftLabels(
+            positions=table(fill=NOWHERE, dtype=torch.int64),
+            states=table(hidden),
+            tokens=table(fill=-1, dtype=torch.int64),
+            chances=table(dtype=torch.float32),
+            rejected=table(dtype=torch.bool),
+            top_ids=table(top, dtype=torch.int32),
+            top_logprobs=table(top, dtype=torch.float16),
+        )
+        self._first: dict[int, int] = {}
+        self._prompt: dict[int, int] = {}
+        blocks = max_sequences + 1, config.block_size
+        self._roots = torch.full(blocks[:1], NOWHERE, dtype=torch.int64, device=device)
+        self._states = torch.zeros(*blocks, hidden, dtype=dtype, device=device)
         draft_vocab = int(t2d.max()) + 1  # planned transfer: at the start
-        self._logits = torch.zeros(rows, block_size, draft_vocab, dtype=tables.dtype, device=device)
+        self._logits = torch.zeros(*blocks, draft_vocab, dtype=dtype, device=device)
 
     @property
     def wants_scores(self) -> bool:
         """Whether any running sequence is recorded."""
         return bool(self._recorded)
 
+    @torch.inference_mode()
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin these sequences, and decide which to record."""
+        """Begin these sequences, and decide which to record; tokens generated before a preemption count as prompt."""
         self._process()  # steps that wait may be of a sequence, perhaps a private one, that had one of these rows
-        rows = [context.row for context in contexts]
-        wanted = [context for context in contexts if context.store and self._wanted()]
-        self._recorded.difference_update(rows)
-        self._recorded.update(context.row for context in wanted)
-        self._roots[rows] = NOWHERE
-        self._tables.forget(rows)
-        self._tables.start(wanted)
+        for context in contexts:
+            row = context.row
+            self._roots[row] = NOWHERE
+            self._recorded.discard(row)
+            self._prompt.pop(row, None)
+            self._first.pop(row, None)
+            if context.store and self._wanted():
+                self._recorded.add(row)
+                self._prompt[row] = len(context.tokens)
+                self._first[row] = len(context.tokens) - 1
+                self._labels.positions[row] = NOWHERE
 
+    @torch.inference_mode()
     def read(self, read: Read) -> None:
-        """Record a piece of a prompt."""
-        if read.row in self._recorded:
-            self._tables.read(read)
+        """Keep the features of a piece of a prompt, as far as they fit the window."""
+        if read.row not in self._recorded:
+            return
+        self._first[read.row] = min(self._first[read.row], read.start)
+        count = min(read.features.shape[0], self._window)
+        start = read.start + read.features.shape[0] - count
+        places = self._range(start, start + count)
+        self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logits: Tensor) -> None:
         """Keep the first blocks of trees. # rows, roots [batch]; states [batch, block, hidden];
@@ -118,11 +161,46 @@ class BlockRecorder:
         if sum(len(step.rows) for step in self._waiting) >= _TOGETHER:
             self._process()
 
-    def finish(self, rows: Sequence[int]) -> None:
-        """End these sequences; what was recorded stays in the tables until `FeedbackRecorder.finish`."""
+    def end(self, rows: Sequence[int]) -> None:
+        """End these sequences; what was recorded of them stays until `finish`."""
         if not self._recorded.isdisjoint(rows):
             self._process()
         self._recorded.difference_update(rows)
+
+    @torch.inference_mode()
+    def store(self, rows: Tensor, roots: Tensor, features: Tensor, labels: DraftLabels) -> None:
+        """Keep committed positions, in any order: roots and accepted nodes, each with the token after it. Positions of
+        one sequence must span less than the window and what one step commits. `labels` has one for each, with position
+        NOWHERE if no block had a state. # rows, roots [positions] int64, roots absolute; features [positions, width]"""
+        self._features[rows, roots % self._features.shape[1]] = features.to(self._features.dtype)
+        places = (roots + 1) % self._features.shape[1]
+        for table, values in zip(self._labels.fields, labels.fields, strict=True):
+            table[rows, places] = values.to(table.dtype)
+
+    @torch.inference_mode(False)
+    def finish(self, query: Query) -> QueryFeedback:
+        """Return what was recorded of a finished query, copied out of the tables."""
+        row, length = query.row, len(query.tokens)
+        first = max(self._first.pop(row, length - 1), length - self._window)
+        prompt = max(self._prompt.pop(row, length), length - self._window)
+        features = self._range(first, length - 1)
+        labels = self._range(prompt, length)
+        kept = DraftLabels(*(table[row, labels] for table in self._labels.fields))
+        # Labels of an earlier lap of the ring may remain.
+        marked = kept.positions == prompt + torch.arange(labels.shape[0], device=labels.device)
+        return QueryFeedback(
+            query=query,
+            prompt=prompt,
+            first=first,
+            features=self._features[row, features],
+            top_ids=kept.top_ids,
+            top_logprobs=kept.top_logprobs,
+            draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: their number, once per query
+            ready=reached(self._features),
+        )
+
+    def _range(self, start: int, end: int) -> Tensor:
+        return torch.arange(start, max(start, end), device=self._features.device) % self._features.shape[1]
 
     @torch.inference_mode()
     def _process(self) -> None:
@@ -132,7 +210,6 @@ class BlockRecorder:
         of = _Committed(*map(torch.cat, zip(*self._waiting, strict=True)))
         self._waiting = []
         positions = (of.roots + 1).where(of.known, NOWHERE)
-        labels = DraftLabels(
-            positions, of.states, of.tokens, of.chances, of.rejected, *target_tops(of.logits, self._tables.top)
-        )
-        self._tables.commit(of.rows, of.roots, of.features, labels)
+        tops = target_tops(of.logits, self._labels.top_ids.shape[-1])
+        labels = DraftLabels(positions, of.states, of.tokens, of.chances, of.rejected, *tops)
+        self.store(of.rows, of.roots, of.features, labels)

@@ -209,7 +209,7 @@ def replay_trees(
                 tokens=continuation.masked_fill(reach > accepted[:, None], -1),
                 counts=accepted + 1,
                 tree=tree,
-                result=VerifyResult(nothing, accepted, continuation.gather(1, accepted[:, None])[:, 0], nothing),
+                result=VerifyResult(nothing, accepted, nothing),
                 features=features[rows[:, None], places],
                 positions=at,
                 slots=slots[rows[:, None], places],

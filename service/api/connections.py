@@ -4,10 +4,12 @@ connections, half-closed connections, and answers to bytes that are no HTTP."""
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.errors import error_body
@@ -16,6 +18,36 @@ from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestErr
 HEADER_SECONDS = 10.0
 READ_SECONDS = 30.0
 PROBE_SECONDS = 1.0
+
+
+def server_config(
+    app: Callable[..., Any], host: str, port: int, *, shutdown_seconds: int, max_connections: int | None = None
+) -> uvicorn.Config:
+    """The settings of an HTTP server of this application. `shutdown_seconds`: time for open answers at the end."""
+    return uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=shutdown_seconds,
+    )
+
+
+async def started(server: uvicorn.Server, serving: "asyncio.Task[None]") -> bool:
+    """Wait until the server listens. # -> False: it has ended before"""
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    return not serving.done()
+
+
+def url_of(server: uvicorn.Server) -> str:
+    """The address of a server that has started, with the port in use."""
+    host, port = server.config.host, server.servers[0].sockets[0].getsockname()[1]
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
 class GuardedProtocol(H11Protocol):

@@ -180,9 +180,7 @@ def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
     assert output.timings is not None, "the last output has the totals"
     return FinishStats(
         finish_reason=output.finish_reason,
-        queue_seconds=output.timings.queue_seconds,
-        first_token_seconds=output.timings.first_token_seconds,
-        total_seconds=output.timings.total_seconds,
+        timings=output.timings,
         prompt_tokens=sequence.num_prompt,
         cached_tokens=min(sequence.num_cached, sequence.num_prompt),
         output_tokens=sequence.num_generated,

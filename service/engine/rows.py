@@ -122,7 +122,7 @@ def committed_of(
         tokens=verified.tokens,
         counts=verified.counts,
         tree=trees.first(verified.tokens.shape[0]),
-        result=VerifyResult(*verified[:4]),
+        result=VerifyResult(verified.path, verified.num_accepted, verified.target_tokens),
         features=None if features is None else features[verified.path_rows],
         scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
         last_logits=partial(_last_logits, output.logits, verified),

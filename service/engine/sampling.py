@@ -129,7 +129,6 @@ class SamplingState:
         self,
         params: SamplingParams,
         prompt: Sequence[int],
-        generated: Sequence[int] = (),
         *,
         eos_ids: frozenset[int],
         vocab: int,
@@ -142,7 +141,6 @@ class SamplingState:
         self.device = device
         self.forbidden_at_first = tuple(sorted(i for i in eos_ids | params.stop_token_ids if i < vocab))
         self.history = TokenHistory(prompt, vocab, device) if params.has_penalties else None
-        self.extend(generated)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens to history and grammar."""

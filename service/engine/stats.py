@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from drafters.memory.counts import MemoryCounts
+from service.engine.requests import Timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +69,7 @@ class FinishStats:
     """One sequence, when it ends."""
 
     finish_reason: str
-    queue_seconds: float
-    first_token_seconds: float
-    total_seconds: float
+    timings: Timings
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
     output_tokens: int

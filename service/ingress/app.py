@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.connections import GuardedProtocol
+from service.api.connections import server_config, started, url_of
 from service.api.errors import install_error_handlers
 from service.api.middleware import AccessMiddleware, BodyMiddleware
 from service.api.settings import MAX_REQUEST_BYTES
@@ -104,21 +104,8 @@ def serve(urls: Sequence[str], host: str, port: int) -> None:
 
 async def _serve(urls: Sequence[str], host: str, port: int) -> None:
     app = create_ingress(HttpReplicas(urls, stall_seconds=STALL_SECONDS))
-    settings = uvicorn.Config(
-        app,
-        http=GuardedProtocol,
-        ws="none",
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=round(PATIENCE_SECONDS),
-    )
-    server = uvicorn.Server(settings)
+    server = uvicorn.Server(server_config(app, host, port, shutdown_seconds=round(PATIENCE_SECONDS)))
     serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        port = server.servers[0].sockets[0].getsockname()[1]
-        logger.info("ready: http://%s:%d/v1 in front of %s", host, port, ", ".join(urls))
+    if await started(server, serving):
+        logger.info("ready: %s/v1 in front of %s", url_of(server), ", ".join(urls))
     await serving

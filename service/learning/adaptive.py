@@ -19,13 +19,13 @@ from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters import published
-from drafters.feedback import FeedbackRecorder, Query
+from drafters.feedback import Query
 from drafters.regret import RegretLedger
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlockConfig
 from drafters.specblock.network import ServingNetwork
-from drafters.specblock.recording import BlockRecorder
+from drafters.specblock.recording import FeedbackRecorder
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
 from service.drafter_choice import choose_drafter
@@ -153,23 +153,22 @@ def build_adaptive(
         )
     _write_origin(folder, assembly.config, assembly.loaded, network.config, assembly.drafter_folder)
     shape = network.config
-    tables = FeedbackRecorder(
+    recorder = FeedbackRecorder(
+        shape,
+        network.t2d,
         max_sequences=limits.max_sequences,
         window_tokens=tuning.window_tokens,
-        width=len(shape.tap_layers) * shape.hidden_size,
-        hidden=shape.hidden_size,
         top=min(tuning.target_top, shape.target_vocab_size),
         dtype=network.dtype,
-        device=network.device,
+        wanted=learner.sampler.draws,
     )
-    recorder = BlockRecorder(tables, network.t2d, block_size=shape.block_size, wanted=learner.sampler.draws)
     weights = replace(
         source.weights,
         recorder=recorder,
         version=lambda: learner.weights.version,
         ready=lambda: source.made or learner.weights.origin != ANCHOR,
     )
-    hooks = _EngineHooks(learner.weights, learner.training.time, tables, replicas)
+    hooks = _EngineHooks(learner.weights, learner.training.time, recorder, replicas)
     drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
     engine = assembly.engine(drafting, policy, limits, hooks, ledger)
     learner.restore()
@@ -239,7 +238,7 @@ class _EngineHooks:
 
     weights: DrafterWeights
     time: TrainingTime
-    tables: FeedbackRecorder
+    recorder: FeedbackRecorder
     replicas: Replicas
 
     def stepped(self, stats: StepStats) -> bool:
@@ -252,7 +251,7 @@ class _EngineHooks:
         return self.weights.between_steps()
 
     def ended(self, query: Query) -> None:
-        self.replicas.offer(self.tables.finish(query))
+        self.replicas.offer(self.recorder.finish(query))
 
 
 def _replaceable(assembly: Assembly) -> Replaceable:

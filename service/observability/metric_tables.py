@@ -147,10 +147,14 @@ FINISH: Final[Table[FinishStats]] = (
         "time_to_first_token_seconds",
         "Time from arrival to the first token.",
         _LATENCY,
-        lambda s: (s.first_token_seconds,) if s.output_tokens else (),
+        lambda s: (s.timings.first_token_seconds,) if s.output_tokens else (),
     ),
-    histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY, lambda s: (s.total_seconds,)),
-    histogram("request_queue_time_seconds", "Time spent in the waiting queue.", _LATENCY, lambda s: (s.queue_seconds,)),
+    histogram(
+        "e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY, lambda s: (s.timings.total_seconds,)
+    ),
+    histogram(
+        "request_queue_time_seconds", "Time spent in the waiting queue.", _LATENCY, lambda s: (s.timings.queue_seconds,)
+    ),
 )
 
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -35,12 +35,15 @@ class Fuel:
         if granted:
             path.write_bytes(data[: granted - 1])
         if granted <= len(data):
-            raise Killed
+            self.run_out()
+
+    def run_out(self) -> NoReturn:
+        raise Killed
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*arguments: Any, **options: Any) -> Any:
             if not self.spend(1):
-                raise Killed
+                self.run_out()
             return action(*arguments, **options)
 
         return guarded

@@ -32,24 +32,9 @@ LONGEST_SECONDS = 0.4
 class Deadly(Fuel):
     """Ends the process by SIGKILL when it is spent, in the middle of a file if it comes to that."""
 
-    def write(self, path: Path, data: bytes) -> None:
-        granted = self.spend(len(data) + 1)
-        path.write_bytes(data[: max(0, granted - 1)])
-        if granted <= len(data):
-            kill_myself()
-
-    def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*arguments: Any, **options: Any) -> Any:
-            if not self.spend(1):
-                kill_myself()
-            return action(*arguments, **options)
-
-        return guarded
-
-
-def kill_myself() -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("outlived SIGKILL")
+    def run_out(self) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("outlived SIGKILL")
 
 
 @dataclass

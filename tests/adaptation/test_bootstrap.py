@@ -9,9 +9,6 @@ from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 @pytest.fixture
 def unmade(tmp_path: Path) -> Bench:

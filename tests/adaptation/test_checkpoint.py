@@ -288,7 +288,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_crash_at_any_byte_loses_at_most_the_snapshot_being_written(tmp_path: Path) -> None:
     """Every byte written and every step between them, including the removal of the oldest."""
     crashes = 0
@@ -346,6 +345,13 @@ def save(checkpoint: LearnerCheckpoint, version: int) -> None:
     checkpoint.save(newest=version, origin=version, condemned=set(), parts=parts_of(version))
 
 
+def saved_twice(folder: Path) -> LearnerCheckpoint:
+    file = LearnerCheckpoint(folder)
+    save(file, 1)
+    save(file, 2)
+    return file
+
+
 def parts_of(version: int) -> dict[str, State]:
     return {"policy": {"values": {"head": 0.1 * version}}, "cusum": {"total": version / 3}}
 
@@ -356,9 +362,7 @@ def saved(version: int) -> SavedLearner:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_damaged_state_falls_back_to_the_one_before_and_says_so(tmp_path: Path, seed: int) -> None:
-    file = LearnerCheckpoint(tmp_path)
-    save(file, 1)
-    save(file, 2)
+    file = saved_twice(tmp_path)
     path = tmp_path / CURRENT
     good = path.read_bytes()
     rng = random.Random(seed)
@@ -373,9 +377,7 @@ def test_a_damaged_state_falls_back_to_the_one_before_and_says_so(tmp_path: Path
 
 
 def test_a_damaged_state_does_not_push_the_good_one_out(tmp_path: Path) -> None:
-    file = LearnerCheckpoint(tmp_path)
-    save(file, 1)
-    save(file, 2)
+    file = saved_twice(tmp_path)
     (tmp_path / CURRENT).write_bytes(b"damaged")
     save(file, 3)
     assert file.load() == saved(3)
@@ -384,9 +386,7 @@ def test_a_damaged_state_does_not_push_the_good_one_out(tmp_path: Path) -> None:
 
 
 def test_two_damaged_states_are_nothing_to_resume(tmp_path: Path) -> None:
-    file = LearnerCheckpoint(tmp_path)
-    save(file, 1)
-    save(file, 2)
+    file = saved_twice(tmp_path)
     (tmp_path / CURRENT).write_bytes(seal({"format": 2, "state": {}}))
     (tmp_path / PREVIOUS).write_bytes(seal({"format": 1, "state": {"version": -1, "parts": {}}}))
     loaded = file.load()
@@ -401,7 +401,6 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "unreadable" in loaded.complaints[0]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_crash_at_any_byte_loses_at_most_the_state_being_written(tmp_path: Path) -> None:
     amount = 0
     while crash_in_file(amount, tmp_path / str(amount)):
@@ -411,9 +410,7 @@ def test_a_crash_at_any_byte_loses_at_most_the_state_being_written(tmp_path: Pat
 
 def crash_in_file(amount: int, folder: Path) -> bool:
     """False when everything was done before the fuel ran out."""
-    file = LearnerCheckpoint(folder)
-    save(file, 1)
-    save(file, 2)
+    file = saved_twice(folder)
     crashed = False
     with running_on(Fuel(amount)):
         try:
@@ -429,9 +426,7 @@ def crash_in_file(amount: int, folder: Path) -> bool:
 
 @pytest.mark.parametrize("limit", [0, 1, 50, 200])
 def test_a_full_disk_loses_no_state(tmp_path: Path, limit: int) -> None:
-    file = LearnerCheckpoint(tmp_path)
-    save(file, 1)
-    save(file, 2)
+    file = saved_twice(tmp_path)
     with disk_full_after(limit), pytest.raises(NotStored):
         save(file, 3)
     assert file.load() == saved(2)

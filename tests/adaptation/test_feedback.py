@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +17,6 @@ from drafters.regret import RegretLedger
 from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock
 from tests.tuned import tuned
-
-torch.set_num_threads(1)
 
 
 class Parts:

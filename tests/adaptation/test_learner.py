@@ -22,10 +22,6 @@ from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 from tests.adaptation.worlds import Clock
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
-
 DRAFTED = 5
 TOKEN = int(vocabulary()[0][DRAFTED])
 
@@ -52,6 +48,14 @@ def serve_until(tried: Bench, seeds: range, kind: str) -> None:
         if kind in tried.kinds():
             return
     raise AssertionError(f"{kind} never happened: {tried.kinds()}")
+
+
+def later(folder: Path, **knobs: object) -> Bench:
+    """A later process, which serves what the one before has left."""
+    tried = full_bench(folder, **knobs)
+    tried.learner.restore()
+    tried.weights.between_steps()
+    return tried
 
 
 @torch.no_grad()
@@ -222,9 +226,7 @@ def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
 def test_a_pause_outlasts_the_process(tmp_path: Path) -> None:
     for command, paused in (("pause", True), ("resume", False)):
         getattr(bench(tmp_path).learner, command)()
-        later = bench(tmp_path)
-        later.learner.restore()
-        assert later.learner.paused == paused
+        assert later(tmp_path).learner.paused == paused
 
 
 def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> None:
@@ -290,9 +292,7 @@ def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytes
 def test_a_later_process_goes_on(tmp_path: Path) -> None:
     before = taught(tmp_path)
     before.learner.save(training=True)
-    after = full_bench(tmp_path)
-    after.learner.restore()
-    after.weights.between_steps()
+    after = later(tmp_path)
     assert after.weights.version == before.weights.version + 1
     assert after.weights.origin == before.weights.origin
     assert same(weights_of(after.serving), weights_of(before.serving))
@@ -306,9 +306,7 @@ def test_what_was_condemned_stays_so_in_a_later_process(tmp_path: Path) -> None:
     bad = before.weights.origin
     before.learner.rollback()
     before.weights.between_steps()
-    after = full_bench(tmp_path)
-    after.learner.restore()
-    after.weights.between_steps()
+    after = later(tmp_path)
     assert bad in after.weights.condemned
     assert same(weights_of(after.serving), weights_of(before.serving))
 
@@ -318,26 +316,23 @@ def test_the_deployed_drafter_served_again_has_a_version_in_a_later_process_too(
     while before.weights.latest.origin > 0:
         before.learner.rollback()
     before.weights.between_steps()
-    after = full_bench(tmp_path)
-    after.learner.restore()
-    assert after.weights.between_steps() == after.weights.newest > before.weights.version
+    after = later(tmp_path)
+    assert after.weights.version == after.weights.newest > before.weights.version
     assert after.weights.origin == 0
 
 
 def test_a_first_start_restores_nothing(tmp_path: Path) -> None:
-    tried = full_bench(tmp_path)
-    tried.learner.restore()
-    assert (tried.events, tried.weights.pending) == ([], False)
+    tried = later(tmp_path)
+    assert (tried.events, tried.weights.version) == ([], 0)
 
 
 def test_another_policy_starts_anew(tmp_path: Path) -> None:
     before = taught(tmp_path)
     before.learner.save(training=False)
-    after = full_bench(tmp_path, policy="bandit")
-    after.learner.restore()
+    after = later(tmp_path, policy="bandit")
     assert after.events[0].reason == "same_weights"
     assert any("policy" in event.reason for event in after.events[1:])
-    assert after.weights.between_steps() > 0
+    assert after.weights.version > 0
 
 
 def test_queries_of_older_weights_say_nothing_about_the_ones_that_serve(tmp_path: Path) -> None:
@@ -411,10 +406,7 @@ def test_weights_that_an_operator_brings_are_served_unjudged(tmp_path: Path) -> 
     assert same(weights_of(tried.serving), brought)
     assert same(weights_of(tried.weights.training), brought)
     assert [(event.kind, event.reason, event.version) for event in tried.events] == [("loaded", "operator", 1)]
-    later = bench(tmp_path)
-    later.learner.restore()
-    later.weights.between_steps()
-    assert same(weights_of(later.serving), brought)
+    assert same(weights_of(later(tmp_path).serving), brought)
 
 
 def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: Path) -> None:
@@ -506,7 +498,7 @@ def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes
     serve(tried, range(40), update=False)
     serving, time = Serving(tried, monkeypatch, begins=0), tried.time
     time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
-    time._covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
+    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
     report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
     assert report is not None
     assert (report.outcome, len(report.losses)) == ("interrupted", 3)

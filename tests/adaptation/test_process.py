@@ -21,8 +21,7 @@ from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 
-torch.set_num_threads(1)
-pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +140,7 @@ def test_one_that_died_between_two_updates_is_replaced(tried: Bench) -> None:
 def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load that covers nothing the process is stopped amid its update."""
     learner, process = tried.learner, process_of(tried)
-    monkeypatch.setattr(tried.time, "_covers", lambda taken: not process.is_asked)
+    monkeypatch.setattr(tried.time, "covers", lambda taken: not process.is_asked)
     worker, ended = worker_of(learner, tried.tuning), threading.Event()
 
     def serve() -> None:

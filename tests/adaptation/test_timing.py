@@ -11,8 +11,6 @@ from tests.adaptation.samples import drafter, samples
 from tests.adaptation.test_trainer import trainer
 from tests.adaptation.worlds import Clock
 
-torch.set_num_threads(1)
-
 
 def idle(share: float = 0.25, max_failures: int = 2) -> tuple[IdleTime, Clock]:
     clock = Clock()

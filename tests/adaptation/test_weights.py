@@ -19,9 +19,6 @@ from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, drafter, feedback
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 def weights_in(folder: Path, serving: SpecBlock, replica_dtype: torch.dtype | None = None) -> DrafterWeights:
     return DrafterWeights(
@@ -39,6 +36,14 @@ def train(weights: DrafterWeights, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for value in weights.training.parameters():
         value.add_(0.1 * torch.randn(value.shape, generator=generator))
+
+
+def publish(weights: DrafterWeights, seed: int) -> int:
+    """Train, publish, and serve what was published. # -> its version"""
+    train(weights, seed)
+    version = weights.publish({})
+    assert weights.between_steps() == version
+    return version
 
 
 def bits(model: SpecBlock) -> dict[str, Tensor]:
@@ -73,9 +78,7 @@ def test_a_publish_makes_serving_say_what_the_training_copy_says(tmp_path: Path)
 def test_the_parameters_stay_the_same_objects(tmp_path: Path) -> None:
     serving = drafter().to(torch.bfloat16)
     weights, places = weights_in(tmp_path, serving), {n: v.data_ptr() for n, v in serving.named_parameters()}
-    train(weights, 1)
-    weights.publish({})
-    weights.between_steps()
+    publish(weights, 1)
     assert places == {name: value.data_ptr() for name, value in serving.named_parameters()}
     parameters = {name: value.detach().to(torch.bfloat16) for name, value in weights.training.named_parameters()}
     assert same(bits(serving), parameters | {VOCABULARY: weights.training.d2t})
@@ -97,10 +100,8 @@ def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dt
     weights = weights_in(tmp_path, serving)
     known = {0: bits(serving)}
     for seed in (1, 2, 3):
-        train(weights, seed)
-        known[weights.publish({})] = {}
-        weights.between_steps()
-        known[weights.version] = bits(serving)
+        version = publish(weights, seed)
+        known[version] = bits(serving)
     for target, version in ((1, 4), (3, 5), (0, 6), (2, 7)):
         restored = weights.restore(target)
         assert (restored.version, restored.origin) == (version, target)
@@ -113,14 +114,10 @@ def test_publishes_that_are_taken_back_push_nothing_out_that_can_be_gone_back_to
     serving = drafter()
     weights = weights_in(tmp_path, serving)
     for seed in (1, 2):
-        train(weights, seed)
-        weights.publish({})
-        weights.between_steps()
+        publish(weights, seed)
     good = bits(serving)
     for seed in range(6):
-        train(weights, seed)
-        taken_back = weights.publish({})
-        weights.between_steps()
+        taken_back = publish(weights, seed)
         weights.condemn()
         assert weights.restore_before(taken_back).origin == 2
         weights.between_steps()
@@ -133,9 +130,7 @@ def test_going_back_skips_what_was_condemned_or_cannot_be_trusted(tmp_path: Path
     serving = drafter()
     weights, first = weights_in(tmp_path, serving), bits(serving)
     for seed in (1, 2, 3, 4):
-        train(weights, seed)
-        weights.publish({})
-        weights.between_steps()
+        publish(weights, seed)
     weights.condemned.add(3)
     (tmp_path / folder_name(2) / "weights.safetensors").write_bytes(b"")
     assert weights.condemn() == 4

@@ -14,8 +14,8 @@ from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback
+from tests.tuned import settled
 
-torch.set_num_threads(1)
 FEEDBACK = feedback(0)
 
 
@@ -45,6 +45,19 @@ class Scripted:
         self.on_save()
 
 
+def failing(stage: str, action: Callable[[], None]) -> Scripted:
+    """Does this once, at a stage."""
+    act = once(action)
+    match stage:
+        case "observe":
+            return Scripted(on_hear=act)
+        case "update":
+            return Scripted(on_update=lambda _: act())
+        case "recover":
+            return Scripted(on_hear=once(broken), on_recover=act)
+    return Scripted()
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not true():
@@ -70,8 +83,10 @@ def killed() -> None:
 def made() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def make(loop: Scripted, *, max_waiting: int = 64) -> Worker:
+    def make(loop: Scripted, *, max_waiting: int = 64, trains: bool = True) -> Worker:
         workers.append(Worker(loop, max_waiting=max_waiting))
+        workers[-1].trains = trains
+        workers[-1].start()
         return workers[-1]
 
     yield make
@@ -84,7 +99,6 @@ Made = Callable[..., Worker]
 def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
     loop = Scripted()
     worker = made(loop)
-    worker.start()
     for _ in range(20):
         worker.offer(FEEDBACK)
     wait_until(lambda: loop.told.count("observe") == 20)
@@ -97,7 +111,6 @@ def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
     going = threading.Event()
     loop = Scripted(on_hear=lambda: wait_until(going.is_set))
     worker = made(loop, max_waiting=5)
-    worker.start()
     worker.offer(FEEDBACK)
     wait_until(lambda: loop.told == ["observe"])
     began = time.monotonic()
@@ -111,16 +124,8 @@ def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
 
 @pytest.mark.parametrize("stage", ["observe", "update", "recover", "command"])
 def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: str) -> None:
-    loop = Scripted()
-    fails = once(broken)
-    if stage == "observe":
-        loop.on_hear = fails
-    elif stage == "update":
-        loop.on_update = lambda _: fails()
-    elif stage == "recover":
-        loop.on_hear, loop.on_recover = once(broken), fails
+    loop = failing(stage, broken)
     worker = made(loop)
-    worker.start()
     if stage == "command":
         with pytest.raises(RuntimeError, match="on purpose"):
             worker.ask(broken).result(10)
@@ -135,7 +140,6 @@ def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: st
 
 def test_a_save_that_breaks_does_not_keep_the_thread(made: Made) -> None:
     worker = made(Scripted(on_save=broken))
-    worker.start()
     assert worker.stop()
     assert worker.failures["save"] == 1
 
@@ -143,16 +147,8 @@ def test_a_save_that_breaks_does_not_keep_the_thread(made: Made) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stage", ["observe", "update", "recover"])
 def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made, stage: str) -> None:
-    loop = Scripted()
-    dies = once(killed)
-    if stage == "observe":
-        loop.on_hear = dies
-    elif stage == "update":
-        loop.on_update = lambda _: dies()
-    else:
-        loop.on_hear, loop.on_recover = once(broken), dies
+    loop = failing(stage, killed)
     worker = made(loop)
-    worker.start()
     worker.offer(FEEDBACK)
     wait_until(lambda: not worker.alive)
     worker.offer(FEEDBACK)
@@ -164,7 +160,6 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
 
 def test_a_command_after_the_end_is_cancelled(made: Made) -> None:
     worker = made(Scripted())
-    worker.start()
     assert worker.stop()
     assert worker.ask(lambda: 1).cancelled()
 
@@ -178,7 +173,6 @@ def test_an_update_under_way_is_told_to_end(made: Made) -> None:
         return UpdateReport("head", "interrupted", 0.0)
 
     worker = made(Scripted(on_update=long))
-    worker.start()
     assert began.wait(10)
     stopped_at = time.monotonic()
     assert worker.stop()
@@ -195,7 +189,6 @@ def test_a_command_that_is_urgent_ends_an_update_and_comes_before_others(made: M
             ended.set()
 
     worker = made(Scripted(on_update=update))
-    worker.start()
     assert begun.wait(10)
     usual = worker.ask(lambda: ran.append("usual"))
     assert not ended.wait(0.1), "who only looks may wait"
@@ -213,11 +206,9 @@ def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> 
         wait_until(interrupted)
         ended.set()
 
-    worker = made(Scripted(on_update=update))
-    worker.trains = False
-    worker.start()
+    worker = made(Scripted(on_update=update), trains=False)
     worker.offer(FEEDBACK)
-    assert worker.settle(10)
+    assert settled(worker, 10)
     assert not begun.is_set()
     worker.trains = True
     worker.offer(FEEDBACK)
@@ -232,7 +223,6 @@ def test_threads_of_others_keep_their_number(made: Made) -> None:
     assert torch.get_num_threads() == 3
     try:
         worker = made(Scripted())
-        worker.start()
         assert worker.ask(torch.get_num_threads).result(10) == 1
         later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         later.start()
@@ -256,7 +246,6 @@ def test_the_thread_gives_way_and_nobody_else_does() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_whoever_asked(made: Made) -> None:
     worker = made(Scripted())
-    worker.start()
     with pytest.raises(RuntimeError, match="died"):
         worker.ask(killed).result(10)
     wait_until(lambda: not worker.alive)
@@ -270,7 +259,6 @@ def test_a_dead_thread_is_replaced_by_one_other_whoever_finds_it_first(
 ) -> None:
     """Operators ask from their threads while the engine offers from its own."""
     worker = made(Scripted(on_hear=once(killed)))
-    worker.start()
     worker.offer(FEEDBACK)
     wait_until(lambda: not worker.alive)
     usual, starts = worker.start, list[int]()

@@ -13,6 +13,7 @@ from benchmarks.__main__ import app
 from benchmarks.shift_play import Learning
 from tests.service.bench.conftest import assembly, prompt_file, quiet, trained_assembly
 from tests.service.bench.parts import run_command, save_two_layers, written_prompts
+from tests.tuned import settled
 
 __all__ = ["assembly", "prompt_file", "quiet", "trained_assembly"]
 
@@ -29,7 +30,7 @@ def in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hold = Learning.hold
 
     def settled_first(self: Learning) -> None:
-        assert self._adaptive.worker.settle(60)
+        assert settled(self._adaptive.worker)
         hold(self)
 
     monkeypatch.setattr(Learning, "hold", settled_first)

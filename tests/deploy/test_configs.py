@@ -1,6 +1,8 @@
 """The shipped example configurations start a server, or refuse for a stated reason."""
 
+import ast
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +12,7 @@ import torch
 import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import service
 from drafters.specblock.model import SpecBlock
 from drafters.tree import MAX_NODES
 from service.assembly import _learning, assemble
@@ -117,3 +120,54 @@ def test_the_gpu_example_refuses_where_there_is_no_gpu(tmp_path: Path, monkeypat
     config = load_config({"config": FOLDER / "gpu.yaml", "state_dir": str(tmp_path)}, {}).config
     with pytest.raises(StartupError, match="this machine has 0 CUDA devices; set device to cpu"):
         assemble(config)
+
+
+# The files for Ray name settings, deployments and versions that there are, and say the same.
+
+RAY = ROOT / "deploy" / "ray"
+KUBERAY: dict[str, Any] = yaml.safe_load((RAY / "kuberay.yaml").read_text())
+SERVED: dict[str, dict[str, Any]] = {
+    "serve": yaml.safe_load((RAY / "serve.yaml").read_text()),
+    "kuberay": yaml.safe_load(KUBERAY["spec"]["serveConfigV2"]),
+}
+SOURCE = ROOT / "service" / "ray_serve.py"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_application_is_what_there_is(name: str) -> None:
+    (application,) = SERVED[name]["applications"]
+    module, _, function = application["import_path"].partition(":")
+    tree = ast.parse(SOURCE.read_text())
+    assert module == "service.ray_serve"
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named = set(re.findall(r'name="(\w+)"', SOURCE.read_text()))
+    assert {one["name"] for one in application["deployments"]} == named
+    config = load_config(application["args"], {}).config
+    replica = next(one for one in application["deployments"] if one["name"] == "Replica")
+    assert replica["ray_actor_options"]["num_cpus"] == config.num_threads
+    assert replica["autoscaling_config"]["target_ongoing_requests"] <= config.max_sequences
+
+
+def test_one_machine_and_kubernetes_serve_the_same() -> None:
+    assert SERVED["serve"]["applications"] == SERVED["kuberay"]["applications"]
+    assert SERVED["serve"]["http_options"]["host"] == "127.0.0.1"
+
+
+def test_one_version_everywhere() -> None:
+    version = KUBERAY["spec"]["rayClusterConfig"]["rayVersion"]
+    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ray"]
+    assert f">={version.rpartition('.')[0]}," in wanted
+    assert f"ray=={version}\n" in (ROOT / "constraints.txt").read_text()
+    assert (ROOT / "tests" / "e2e" / "ray.txt").read_text() == f"ray[serve]=={version}\n"
+    images = set(re.findall(r"adaptree:[\w.-]+", (RAY / "kuberay.yaml").read_text()))
+    assert images == {f"adaptree:{service.__version__}-ray"}
+
+
+def test_nodes_hold_the_replicas_of_the_least_and_end_after_they_have_drained() -> None:
+    (application,) = SERVED["kuberay"]["applications"]
+    replica = next(one for one in application["deployments"] if one["name"] == "Replica")
+    (workers,) = KUBERAY["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    cores = workers["minReplicas"] * int(pod["containers"][0]["resources"]["limits"]["cpu"])
+    assert cores >= replica["autoscaling_config"]["min_replicas"] * replica["ray_actor_options"]["num_cpus"]
+    assert pod["terminationGracePeriodSeconds"] > application["args"]["drain_seconds"]

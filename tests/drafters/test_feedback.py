@@ -6,23 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.feedback import NOWHERE, DraftLabels, FeedbackRecorder, Query, QueryFeedback, likeliest, target_tops
+from drafters.feedback import NOWHERE, DraftLabels, Query, QueryFeedback, likeliest, target_tops
 from drafters.protocol import DraftContext, Read
+from drafters.specblock.recording import FeedbackRecorder
+from tests.drafters.specblock.parts import tiny_drafter
 
-torch.set_num_threads(1)
-WIDTH, HIDDEN, TOP, WINDOW = 6, 2, 5, 20
+CONFIG = tiny_drafter().config
+WIDTH, HIDDEN, TOP, WINDOW = CONFIG.features_size, CONFIG.hidden_size, 5, 20
 
 
-def recorder(sequences: int = 3) -> FeedbackRecorder:
-    return FeedbackRecorder(
-        max_sequences=sequences,
-        window_tokens=WINDOW,
-        width=WIDTH,
-        hidden=HIDDEN,
-        top=TOP,
-        dtype=torch.float32,
-        device="cpu",
-    )
+def recorder() -> FeedbackRecorder:
+    t2d = torch.arange(4)
+    return FeedbackRecorder(CONFIG, t2d, max_sequences=3, window_tokens=WINDOW, top=TOP, dtype=torch.float32)
 
 
 def query(row: int, length: int) -> Query:
@@ -78,7 +73,7 @@ def drive(tables: FeedbackRecorder, row: int, prompt: int, read_from: int, count
             tables.read(Read(row, start, positions + 1, positions, telling(row, positions, WIDTH)))
     root = prompt - 1
     for count in counts:
-        tables.commit(*step([row], [root], [count]))
+        tables.store(*step([row], [root], [count]))
         root += count
     return tables.finish(query(row, root + 1))
 
@@ -117,7 +112,7 @@ def test_marks_are_the_positions_that_a_block_predicted(counts: list[int]) -> No
 def test_a_step_without_drafted_nodes_rejects_nothing() -> None:
     tables = recorder()
     tables.start([DraftContext(0, [1, 2, 3])])
-    tables.commit(*step([0], [2], [1], drafts=False))
+    tables.store(*step([0], [2], [1], drafts=False))
     assert not tables.finish(query(0, 4)).draft_labels.rejected.any()
 
 
@@ -147,7 +142,7 @@ def test_an_answer_that_stops_inside_a_step_ends_there() -> None:
     tables.start([DraftContext(0, list(range(3)))])
     root = 2
     for count in (5, 5, 5, 5):
-        tables.commit(*step([0], [root], [count]))
+        tables.store(*step([0], [root], [count]))
         root += count
     heard = tables.finish(query(0, root - 2))
     assert heard.features[-1, 0] == root - 4
@@ -162,7 +157,7 @@ def test_rows_beside_each_other_do_not_mix() -> None:
     tables.start([DraftContext(row, list(range(6))) for row in counts])
     for number in range(3):
         rows = rng.sample(sorted(counts), 3)
-        tables.commit(*step(rows, [roots[row] for row in rows], [counts[row][number] for row in rows]))
+        tables.store(*step(rows, [roots[row] for row in rows], [counts[row][number] for row in rows]))
         roots = {row: root + counts[row][number] for row, root in roots.items()}
     for row, heard in alone.items():
         beside = tables.finish(query(row, roots[row] + 1))

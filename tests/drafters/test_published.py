@@ -30,7 +30,6 @@ from tests.published_forms import (
 )
 from tests.tiny_models import load, stock, tiny_model
 
-torch.set_num_threads(1)
 MORE = torch.tensor([7, 250, 31])
 TEXT = torch.randint(300, (12,), generator=torch.Generator().manual_seed(1))
 

@@ -102,7 +102,7 @@ class Said:
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         rows, said = torch.tensor([row]), torch.tensor([tokens])
         counts = torch.tensor([len(tokens)])
-        result = VerifyResult(said[:, 1:], counts - 1, said[:, 0], said)
+        result = VerifyResult(said[:, 1:], counts - 1, said)
         self.drafter.commit(Committed(rows, said, counts, DraftTree.empty(1), result, None, rows, said))
 
 

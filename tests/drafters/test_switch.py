@@ -77,7 +77,7 @@ def committed(accepted: int, batch: int = 1, features: Tensor | None = None, cho
     tokens = torch.ones(batch, accepted + 1).long()
     lengths = torch.full((batch,), accepted)
     logits = torch.zeros(batch, 64).index_fill(1, torch.arange(choices, 64), float("-inf"))
-    result = VerifyResult(tokens[:, 1:], lengths, tokens[:, 0], tokens)
+    result = VerifyResult(tokens[:, 1:], lengths, tokens)
     return Committed(
         lengths,
         tokens,

@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 
-torch.set_num_threads(1)
-
 
 @st.composite
 def draft_trees(draw: st.DrawFn, max_batch: int = 3, max_nodes: int = 12) -> DraftTree:

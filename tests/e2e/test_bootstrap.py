@@ -29,8 +29,8 @@ from service.learning.adaptive import Adaptive, learning_folder
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import learning, requests, texts
 from tests.taught import speech, taught_model
+from tests.tuned import settled
 
-torch.set_num_threads(1)
 PATIENCE_SECONDS = 60.0
 TOGETHER = 8
 
@@ -66,7 +66,7 @@ def rounds(adaptive: Adaptive, queries: Sequence[GenerationRequest]) -> Iterator
     """Their texts, some at a time; after each piece what was learnt of it is served."""
     for first in range(0, len(queries), TOGETHER):
         yield texts(adaptive.engine, queries[first : first + TOGETHER])
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         adaptive.engine.step()
 
 
@@ -105,7 +105,7 @@ def test_before_it_is_made_the_network_is_never_asked(llama: Path, tmp_path: Pat
         texts(adaptive.engine, asked(4))
         assert adaptive.engine.drafter.num_blocks == 0
         assert adaptive.status().phase == "collecting"
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         assert 0 < adaptive.status().collected_positions < adaptive.status().wanted_positions
 
 
@@ -148,7 +148,7 @@ def test_a_rollback_to_no_drafter_collects_anew(llama: Path, tmp_path: Path) -> 
         for _ in rounds(adaptive, queries):
             if adaptive.status().origin:
                 break
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         adaptive.engine.step()
         while adaptive.status().origin:
             adaptive.rollback()
@@ -201,6 +201,7 @@ serve_until_killed(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def serve_until_killed(model: Path, state: Path) -> None:
     """Answers for ever, and says after each piece how much it has."""
+    torch.set_num_threads(1)
     assembly = assemble(settings(model))
     with learning(assembly, state) as adaptive:
         while True:

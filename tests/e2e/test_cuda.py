@@ -22,9 +22,10 @@ from service.errors import StartupError
 from service.learning.adaptive import Adaptive
 from tests.service.bench.parts import save_drafter
 from tests.service.engine.harness import Generated, generate, greedy, request, sampled
-from tests.service.engine.test_prompt_scores import scores_of
+from tests.service.engine.test_sequence import scores_of
 from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, stock, tiny_model
+from tests.tuned import settled
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -166,7 +167,7 @@ def test_learning_beside_serving(learned: Assembly, tmp_path: Path) -> None:
     expected = texts(learned.engine(learned.drafter("none")), asked)
     with serving(DEVICE), learning(learned, tmp_path) as adaptive:
         found = texts(adaptive.engine, asked)
-        assert adaptive.worker.settle(60)
+        assert settled(adaptive.worker)
         assert sum(adaptive.learner.training.num_updates.values()) > 0
         assert not adaptive.worker.failures
     assert found == expected
@@ -213,7 +214,7 @@ def _proposals(adaptive: Adaptive) -> torch.Tensor:
             tokens=row[:, None] + 21,
             counts=row + 1,
             tree=DraftTree.empty(1).to(DEVICE),
-            result=VerifyResult(*[row.new_zeros(1, 0)] * 4),
+            result=VerifyResult(*[row.new_zeros(1, 0)] * 3),
             features=features[None, 20:],
             positions=row + 20,
             slots=slots[None, 20:],

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from adaptation.policy import Arm
 from tests.adaptation.damage import (
@@ -30,7 +29,6 @@ from tests.fault_kinds import KINDS, dead_processes, few_kills, restart_served_a
 from tests.fault_parts import learning_stream
 from tests.practised import Practised, practised
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 
 

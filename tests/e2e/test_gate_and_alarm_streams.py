@@ -22,8 +22,6 @@ from drafters.feedback import QueryFeedback
 from tests.adaptation.drafts import same
 from tests.practised import Practised, practised
 
-torch.set_num_threads(1)
-
 WINDOW = 16
 TEXTS = 32
 PATIENCE_SECONDS = 60.0

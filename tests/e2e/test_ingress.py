@@ -18,8 +18,6 @@ from service.config import ServiceConfig
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
 
-pytestmark = pytest.mark.anyio
-
 NUM_STREAMS = 8
 TOKENS = 120
 

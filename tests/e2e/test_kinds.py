@@ -16,10 +16,9 @@ from service.assembly import Assembly, assemble
 from service.cli import app
 from service.errors import StartupError
 from tests.service.bench.parts import settings_for
-from tests.service.learning_parts import learning, requests, texts
+from tests.service.learning_parts import assert_learns, requests, texts
 from tests.taught import speech, taught_model
 
-torch.set_num_threads(1)
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
 STEPS, PROMPT, TOKENS = 30, 12, 32
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
@@ -109,13 +108,7 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
     assembly = assembled(target, trained(kind))
     prompts = speech(16, PROMPT, torch.Generator().manual_seed(4)).tolist()
     asked = requests(prompts, temperature=0.9, tokens=TOKENS)
-    plain = texts(assembly.engine(assembly.drafter("none")), asked)
-    with learning(assembly, tmp_path) as adaptive:
-        assert texts(adaptive.engine, asked) == plain
-        assert adaptive.worker.settle(60.0)
-        status = adaptive.status()
-    assert status.failures == {}
-    assert sum(status.updates.values()) > 0
+    assert_learns(assembly, tmp_path, asked)
 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:

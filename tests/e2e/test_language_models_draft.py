@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +15,6 @@ from tests.processes import begin
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-torch.set_num_threads(1)
 TOKENS = 1_500
 QUESTION = {
     "model": "smollm2-135m",

@@ -4,14 +4,13 @@ plain decoding throughout."""
 from pathlib import Path
 
 import pytest
-import torch
 
 from adaptation.records import Event
 from service.assembly import Assembly
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, learning, requests, texts
+from tests.tuned import settled
 
-torch.set_num_threads(1)
 PATIENCE_SECONDS = 30.0
 ROUNDS = 12
 
@@ -30,11 +29,11 @@ def test_traffic_becomes_weights_and_texts_stay_plain(assembly: Assembly, tmp_pa
     with learning(assembly, tmp_path, events=events, policy=policy) as adaptive:
         while versions[-1] == 0 and len(versions) <= ROUNDS:
             assert texts(adaptive.engine, asked) == plain
-            assert adaptive.worker.settle(PATIENCE_SECONDS)
+            assert settled(adaptive.worker, PATIENCE_SECONDS)
             adaptive.engine.step()
             versions.append(adaptive.engine.drafter.version)
         assert texts(adaptive.engine, asked) == plain
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         adaptive.engine.step()
         versions.append(adaptive.engine.drafter.version)  # the last round may have brought another one
         status = adaptive.status()

@@ -20,8 +20,6 @@ from service.serve import application
 from tests.service.api.client import events_of
 from tests.service.bench.parts import save_two_layers, settings_for
 
-pytestmark = pytest.mark.anyio
-
 QUESTION = "so it is that the other was what it is"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24},

@@ -25,7 +25,6 @@ from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import varied_prompts
 from tests.service.learning_parts import assembled, requests, texts
 
-torch.set_num_threads(1)
 SEQUENCES = 4
 TOKENS = 96
 SCARCE_SLOTS = 300

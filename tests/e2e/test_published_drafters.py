@@ -5,17 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.moving import described
 from tests.published_forms import deep_target, eagle3, medusa, mimo
 from tests.service.bench.parts import settings_for
-from tests.service.learning_parts import learning, requests, texts
+from tests.service.learning_parts import assert_learns, learning, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
 
-torch.set_num_threads(1)
 TOKENS = 16
 
 Folders = Mapping[str, tuple[Path, Path | None]]
@@ -94,10 +92,4 @@ def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) 
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)
     prompts = requests(list(random_prompts(16, 10)), temperature=0.9, tokens=32)
-    plain = texts(assembly.engine(assembly.drafter("none")), prompts)
-    with learning(assembly, tmp_path) as adaptive:
-        assert texts(adaptive.engine, prompts) == plain
-        assert adaptive.worker.settle(60.0)
-        status = adaptive.status()
-    assert status.failures == {}
-    assert sum(status.updates.values()) > 0
+    assert_learns(assembly, tmp_path, prompts)

@@ -18,7 +18,7 @@ from tests.environments import python_environment
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 NUM_STREAMS = 20

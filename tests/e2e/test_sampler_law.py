@@ -17,11 +17,9 @@ from torch import Tensor
 from kernels.sample import gumbel_noise_of
 from kernels.settle import accept
 from service.engine.requests import SamplingParams
-from service.engine.sampling import SamplingRows, SamplingState, SamplingTable
+from service.engine.sampling import SamplingRows, SamplingTable
 from tests import p_values
-from tests.service.engine.harness import choose_tokens
-
-torch.set_num_threads(1)
+from tests.service.engine.harness import choose_tokens, state_after
 
 DRAWS = 100_000
 SEEDS = (1, 2**63 + 5, -17, 987_654_321)
@@ -156,10 +154,7 @@ def _p_value(counts: NDArray[np.int64], law: Law) -> float:
 
 def _table(case: Case, seeds: Sequence[int], vocab: int) -> SamplingTable:
     return SamplingTable.build(
-        [
-            SamplingState(case.params(seed), PROMPT, case.generated, eos_ids=EOS, vocab=vocab, device=CPU)
-            for seed in seeds
-        ]
+        [state_after(case.params(seed), PROMPT, case.generated, eos_ids=EOS, vocab=vocab) for seed in seeds]
     )
 
 

@@ -14,8 +14,6 @@ from service.ingress.replicas import ForwardedRequest, answer_locally
 from service.serve import application
 from tests.service.bench.parts import save_two_layers, settings_for
 
-pytestmark = pytest.mark.anyio
-
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "so it is that the other was what it is"}
 LEAST = 9

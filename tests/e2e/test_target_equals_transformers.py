@@ -15,8 +15,6 @@ from service.engine.weights import EMBEDDED_NAME, LoadedModel, load_model, resol
 from tests.service.engine.harness import LIMITS, alone, generate, request, tiny_engine
 from tests.tiny_models import FAMILIES, random_prompts, stock, stock_tiny
 
-torch.set_num_threads(1)
-
 NUM_PROMPTS = 8
 NUM_TOKENS = 64
 

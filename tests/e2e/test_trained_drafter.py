@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels.families import FUSED_FAMILIES
 from service.assembly import Assembly, assemble
@@ -16,7 +15,6 @@ from service.errors import StartupError
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import tiny_model
 
-torch.set_num_threads(1)
 TOKENS = 6_000
 
 

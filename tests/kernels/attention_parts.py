@@ -3,7 +3,7 @@ row in double precision."""
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class Part:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
+
+    def mapped(self, change: Callable[[Vectors], Vectors]) -> "Part":
+        return replace(self, text=change(self.text), nodes=None if self.nodes is None else change(self.nodes))
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to this one."""

@@ -4,14 +4,18 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from inspect import Parameter, isfunction, signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels import ops
 from kernels.cpu import library
+from kernels.ops import OPS, REFERENCE, implementation
 
 CPU = torch.device("cpu")
 AVX2 = {"avx2": True, "fma3": True}
@@ -128,3 +132,42 @@ def test_a_build_holds_the_instructions_it_is_named_for(name: str) -> None:
     assert built is not None
     listed = subprocess.run(["objdump", "-d", built], capture_output=True, text=True, check=True).stdout
     assert {one for one in INSTRUCTIONS["avx512bf16"] if one in listed} == INSTRUCTIONS[name]
+
+
+# Other tests hold with narrower vectors than this machine's: sums and exponentials are rounded otherwise there.
+
+ROOT = Path(__file__).parents[2]
+COMPARING = ("tests/drafters", "tests/benchmarks/test_draft_records.py", "tests/service/engine/test_sampling.py")
+"""Those that compare floating-point numbers of torch's own operations."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_comparisons_do_not_depend_on_the_width_of_vectors(capability: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *COMPARING]
+    environment = {**outside, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+# The table of ops: kernels are called as their references are.
+
+KERNELS = [
+    (name, kernel, getattr(REFERENCE, name))
+    for kind in ("triton", "cpu")
+    for name in OPS
+    if (kernel := getattr(implementation(kind), name)) is not getattr(REFERENCE, name)
+]
+
+
+@pytest.mark.parametrize(("name", "kernel", "reference"), KERNELS)
+def test_a_kernel_is_called_as_its_reference(
+    name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
+) -> None:
+    assert _parameters(kernel) == _parameters(reference), name
+
+
+def _parameters(op: Callable[..., Any]) -> list[Parameter]:
+    """All but the smaller ops that an op is made of."""
+    return [one for one in signature(op).parameters.values() if not isfunction(one.default)]

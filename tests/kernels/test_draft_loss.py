@@ -11,8 +11,6 @@ from kernels import rank_features as reference
 from kernels.rank_features import draft_objective, target_divergence
 from kernels.triton import rank_features as device_loss
 
-torch.set_num_threads(1)
-
 
 def test_the_divergence_from_the_target_is_torchs_where_all_tokens_can_be_drafted() -> None:
     generator = torch.Generator().manual_seed(0)

@@ -8,8 +8,6 @@ from kernels import ops
 from kernels.entries import EntryTables
 from kernels.ops import REFERENCE
 
-torch.set_num_threads(1)
-
 KINDS = (REFERENCE, ops.on(torch.device("cpu")))
 ROWS, POSITIONS, ROOM, SLOTS, WIDTH = 17, 60, 12, 200, 3
 

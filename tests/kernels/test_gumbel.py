@@ -8,7 +8,6 @@ import torch
 from kernels.sample import gumbel_noise_of, hash_bits, row_keys
 from tests import p_values
 
-torch.set_num_threads(1)
 torch.manual_seed(0)
 
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1

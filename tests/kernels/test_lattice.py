@@ -12,8 +12,6 @@ from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT
 
-torch.set_num_threads(1)
-
 BOTH = (REFERENCE, ops.on(torch.device("cpu")))
 KINDS = pytest.mark.parametrize("kind", BOTH, ids=["reference", "compiled"])
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from kernels.ops import REFERENCE, Ops
 from kernels.rank_features import TOP
 
-torch.set_num_threads(1)
-
 
 def _scores(shape: tuple[int, ...], dtype: torch.dtype, spread: float = 2.0) -> Tensor:
     """Scores without equals at the top, whose places are random."""

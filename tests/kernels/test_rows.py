@@ -16,8 +16,6 @@ from kernels.trees import DraftTree
 from service.engine.rows import place_rows
 from tests.kernels.attention_parts import random_parents
 
-torch.set_num_threads(1)
-
 Row = tuple[int, int, int, int]  # sequence, position, node, token
 
 

@@ -18,8 +18,6 @@ from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
 from kernels.triton import settle as on_device
 from tests.kernels.random_walks import Tree
 
-torch.set_num_threads(1)
-
 LENGTH = 400
 SIZES = pytest.mark.parametrize(
     ("batch", "width"), [(1, 0), (1, 1), (1, 24), (2, 256), (3, 7), (5, 64), (16, 31), (16, 0), (0, 0)]

@@ -12,8 +12,6 @@ from kernels.trees import DraftTree, select_nodes
 from tests.drafters.trees import draft_trees, path_to
 from tests.kernels.test_trees import likeliest
 
-torch.set_num_threads(1)
-
 COMPILED = ops.on(torch.device("cpu"))
 
 

@@ -2,15 +2,26 @@
 against the same row in company."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
-from tests.kernels.attention_parts import LONGEST, Heads, Part, Vectors, attend, naive, random_part, tree_around
-
-torch.set_num_threads(1)
+from kernels.triton.tree_attention import plan_attention
+from tests.kernels.attention_parts import (
+    LONGEST,
+    Heads,
+    Part,
+    Vectors,
+    attend,
+    naive,
+    random_parents,
+    random_part,
+    tree_around,
+)
 
 TOLERANCE = 2e-5  # scores of unscaled queries reach 100, of which float32 keeps 1e-5
 SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(3, 3, 64), Heads(1, 8, 80), Heads(2, 20, 16)]
@@ -142,3 +153,183 @@ def test_a_row_that_sees_nothing_gets_numbers(anywhere: tuple[Ops, str]) -> None
     plan = ops.plan_attention(rows, table, query_heads=4, kv_heads=2)
     pool = torch.full((2, 4, 2, 16), 3.0, device=device)
     assert plan.attend(torch.ones(1, 4, 16, device=device), pool, scale=1.0).isfinite().all()
+
+
+# The device's tree attention against plain attention in double precision, and a row's bits alone and in company.
+
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 5e-3)}  # atol, rtol; bf16: of weights in the prefix
+DEVICE_SHAPES = [Heads(1, 1, 8), Heads(2, 2, 16), Heads(1, 3, 24), Heads(1, 5, 64), Heads(1, 8, 16), Heads(1, 20, 16)]
+
+
+def decoding(rng: random.Random, heads: Heads, context: int, count: int) -> Part:
+    text = Vectors.draw(context, heads, rng.randrange(1 << 30))
+    nodes = Vectors.draw(count, heads, rng.randrange(1 << 30))
+    return Part(text, context - 1, context, nodes, random_parents(rng, count))
+
+
+def chunk(rng: random.Random, heads: Heads, start: int, count: int) -> Part:
+    return Part(Vectors.draw(start + count, heads, rng.randrange(1 << 30)), start, start + count)
+
+
+def rounded(part: Part, dtype: torch.dtype) -> Part:
+    """The same with vectors that `dtype` holds exactly."""
+    return part.mapped(lambda v: Vectors(*(value.to(dtype).float() for value in (v.queries, v.keys, v.values))))
+
+
+def check(
+    parts: list[Part],
+    heads: Heads,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    parts = [rounded(part, dtype) for part in parts]
+    outputs = attend(parts, heads, plan_attention, window=window, softcap=softcap, device=device, dtype=dtype)
+    atol, rtol = TOLERANCES[dtype]
+    for part, output in zip(parts, outputs, strict=True):
+        torch.testing.assert_close(output, naive(part, heads, window, softcap), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", DEVICE_SHAPES, ids=str)
+def test_a_device_equals_plain_attention(heads: Heads, dtype: torch.dtype, device: str) -> None:
+    rng = random.Random(heads.query)
+    parts = [decoding(rng, heads, 66, 3), chunk(rng, heads, 61, 5), decoding(rng, heads, 1, 0)]
+    check(parts, heads, device, dtype)
+
+
+@pytest.mark.parametrize("count", [0, 1, 17, 33, MAX_NODES])
+def test_trees_of_any_size(count: int, device: str) -> None:
+    heads = Heads(1, 1, 8)
+    check([decoding(random.Random(count), heads, 70, count)], heads, device)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, 5.0), (150, None), (500, 5.0)])
+def test_windows_and_caps(window: int, softcap: float | None, device: str) -> None:
+    heads = Heads(1, 2, 16)
+    parts = [decoding(random.Random(window), heads, 600, 9), decoding(random.Random(window), heads, 100, 4)]
+    check(parts, heads, device, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 66, 128, 129, 512, 576, 577, 1008])
+def test_contexts_at_borders(context: int, device: str) -> None:
+    heads = Heads(1, 1, 8)
+    check([decoding(random.Random(context), heads, context, 5)], heads, device)
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_many_sequences(batch: int, device: str) -> None:
+    heads, rng = Heads(1, 2, 8), random.Random(batch)
+    check([decoding(rng, heads, rng.randrange(1, 40), rng.randrange(3)) for _ in range(batch)], heads, device)
+
+
+@pytest.mark.parametrize("context", [4096, pytest.param(32_768, marks=pytest.mark.slow)])
+def test_long_contexts(context: int, device: str) -> None:
+    heads = Heads(1, 2, 8)
+    check([decoding(random.Random(1), heads, context, 2)], heads, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("seed", range(12))
+def test_mixed_steps_of_real_shapes(seed: int, dtype: torch.dtype, device: str) -> None:
+    """With scores of a model's size: unscaled, rounding them to fp32 alone would cost more than the tolerance."""
+    rng = random.Random(seed)
+    heads = rng.choice([Heads(3, 3, 64), Heads(8, 4, 128), Heads(2, 7, 96)])
+    parts = [decoding(rng, heads, rng.randrange(1, 700), rng.randrange(MAX_NODES + 1)) for _ in range(3)]
+    window, softcap = rng.choice([None, 150, 500]), rng.choice([None, 5.0])
+    parts = [*parts, chunk(rng, heads, rng.randrange(300), 40)]
+    parts = [part.mapped(lambda v: replace(v, queries=v.queries * heads.dim**-0.5)) for part in parts]
+    check(parts, heads, device, dtype, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("heads", "end", "window"),
+    [
+        (Heads(1, 2, 16), 1, None),
+        (Heads(1, 1, 8), 63, None),
+        (Heads(1, 3, 16), 130, 40),
+        pytest.param(Heads(1, 4, 8), 575, None, marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_device_a_path_in_a_tree_gives_the_bits_of_single_rows(
+    heads: Heads, end: int, window: int | None, device: str
+) -> None:
+    rng = random.Random(end)
+    text = Vectors.draw(end + MAX_DEPTH, heads, seed=end)
+    depths = [0, 1, 2, *rng.sample(range(3, MAX_DEPTH), 4), MAX_DEPTH]
+    ends = [end + depth for depth in depths]
+    alone = [attend([Part(text, p - 1, p)], heads, plan_attention, window=window, device=device)[0] for p in ends]
+    part, nodes = tree_around(text, end, heads, rng)
+    company = [decoding(rng, heads, 50, 7), chunk(rng, heads, 90, 6)]
+    parts = [company[0], part, company[1]]
+    outputs = attend(parts, heads, plan_attention, window=window, seed=end, device=device)
+    path = [0, *(1 + node for node in nodes)]
+    assert torch.equal(outputs[1][[path[depth] for depth in depths]], torch.cat(alone))
+
+
+def test_on_a_device_a_chunk_of_any_size_gives_the_bits_of_single_rows(device: str) -> None:
+    heads = Heads(1, 3, 16)
+    text = Vectors.draw(150, heads, seed=1)
+    (whole,) = attend([Part(text, 0, 150)], heads, plan_attention, device=device)
+    for start, size in ((0, 7), (60, 29), (143, 7), (149, 1)):
+        (output,) = attend([Part(text, start, start + size)], heads, plan_attention, seed=start, device=device)
+        assert torch.equal(output, whole[start : start + size])
+
+
+def test_few_tiles_at_a_time_are_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, rng = Heads(1, 4, 16), random.Random(5)
+    parts = [decoding(rng, heads, 200, 12), decoding(rng, heads, 90, 5)]
+    whole = attend(parts, heads, plan_attention, device=device)
+    monkeypatch.setattr("kernels.triton.tree_attention._PARTIAL_BYTES", 1)
+    assert all(
+        torch.equal(a, b) for a, b in zip(attend(parts, heads, plan_attention, device=device), whole, strict=True)
+    )
+
+
+def test_results_have_the_type_of_the_queries(device: str) -> None:
+    heads, rng = Heads(2, 2, 16), random.Random(3)
+    parts = [rounded(decoding(rng, heads, context, count), torch.bfloat16) for context, count in ((90, 5), (600, 0))]
+    whole = attend(parts, heads, plan_attention, device=device, dtype=torch.bfloat16)
+    halves = attend(parts, heads, plan_attention, device=device, dtype=torch.bfloat16, query_dtype=torch.bfloat16)
+    for precise, half in zip(whole, halves, strict=True):
+        assert torch.equal(half, precise.bfloat16().float())
+
+
+def test_rows_may_stand_in_any_order_and_more_than_once(device: str) -> None:
+    """A recorded shape is filled up with copies of its first row, behind the nodes."""
+    heads = Heads(1, 2, 16)
+    part = decoding(random.Random(2), heads, 70, 6)
+    (expected,) = attend([part], heads, plan_attention, device=device)
+
+    def shuffled(rows: AttentionRows, slot_table: Tensor, **sizes: int) -> "_Reordered":
+        return _Reordered(rows, slot_table, sizes)
+
+    (output,) = attend([part], heads, shuffled, device=device)
+    assert torch.equal(output, expected)
+
+
+class _Reordered:
+    """Attends with two more copies of the first row and all rows reversed, then undoes it."""
+
+    def __init__(self, rows: AttentionRows, slot_table: Tensor, sizes: dict[str, int]) -> None:
+        count = rows.sequence.shape[0]
+        self._order = torch.tensor([0, 0, *range(count)], device=slot_table.device).flip(0)
+        mixed = {name: getattr(rows, name)[self._order] for name in ("sequence", "positions", "node")}
+        others = {name: getattr(rows, name) for name in AttentionRows.__slots__ if name not in mixed}
+        self._plan = plan_attention(AttentionRows(**mixed, **others), slot_table, **sizes)
+
+    def attend(
+        self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        mixed = self._plan.attend(query[self._order], pool, scale=scale, window=window, softcap=softcap)
+        out = torch.full_like(query, torch.nan)
+        out[self._order] = mixed
+        return out
+
+
+def test_the_deepest_path(device: str) -> None:
+    heads, parents = Heads(1, 1, 8), [-1, *range(MAX_DEPTH - 1)]
+    check([Part(Vectors.draw(90, heads, 1), 89, 90, Vectors.draw(MAX_DEPTH, heads, 2), parents)], heads, device)

@@ -12,8 +12,6 @@ from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT, DraftTree, fates, select_nodes
 from tests.drafters.trees import draft_trees, path_to
 
-torch.set_num_threads(1)
-
 KINDS = pytest.mark.parametrize("kind", [REFERENCE, ops.on(torch.device("cpu"))], ids=["reference", "compiled"])
 
 Path = tuple[int, ...]

@@ -12,7 +12,7 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for
-from tests.tuned import QUICK, tuned
+from tests.tuned import QUICK, settled, tuned
 
 EAGER: dict[str, object] = {
     **QUICK,
@@ -74,3 +74,14 @@ def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: in
 
 def texts(engine: Engine, asked: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in generate(engine, asked).answers]
+
+
+def assert_learns(assembly: Assembly, folder: Path, asked: Sequence[GenerationRequest]) -> None:
+    """An engine of this assembly learns from these while it gives plain answers."""
+    plain = texts(assembly.engine(assembly.drafter("none")), asked)
+    with learning(assembly, folder) as adaptive:
+        assert texts(adaptive.engine, asked) == plain
+        assert settled(adaptive.worker)
+        status = adaptive.status()
+    assert status.failures == {}
+    assert sum(status.updates.values()) > 0

@@ -21,9 +21,8 @@ from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.drafters.specblock.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
-from tests.tuned import tuned
+from tests.tuned import settled, tuned
 
-torch.set_num_threads(1)
 PROMPTS = varied_prompts()[:4]
 PATIENCE_SECONDS = 30.0
 
@@ -79,7 +78,7 @@ def test_texts_for_which_nobody_drafted_are_learnt_from(assembly: Assembly, tmp_
     with learning(assembly, tmp_path, budget=FixedBudget(0), policy="full_only") as adaptive:
         texts(adaptive.engine, asked)
         texts(adaptive.engine, asked)
-        assert adaptive.worker.settle(PATIENCE_SECONDS)
+        assert settled(adaptive.worker, PATIENCE_SECONDS)
         status = adaptive.status()
     assert status.updates["full"] > 0
 

@@ -28,8 +28,6 @@ from tests.service.learning_parts import EAGER, assembled
 from tests.tiny_models import VOCAB_SIZE
 from tests.tuned import tuned
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:

@@ -1,23 +1,40 @@
 """What the metrics page says after known steps, and that its label sets are closed."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaptation.records import Event, ReplicaStatus
+from adaptation.config import AdaptationConfig
+from adaptation.policy import ARMS as ALL_ARMS
+from adaptation.policy import Reason
+from adaptation.records import Event, EventKind, RefusalReason, ReplicaStatus
 from drafters.calibration import CLASS_NAMES
 from drafters.memory.counts import MemoryCounts
 from drafters.tree import MAX_DEPTH
 from kernels.memory import ORDERS
 from service.config import ServiceConfig
+from service.engine.requests import Timings
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
-from service.observability.learning_tables import EVENT_REASONS
+from service.observability.learning_tables import (
+    ADAPTATION,
+    ARMS,
+    DECISIONS,
+    EVENT_REASONS,
+    EVENTS,
+    OTHER,
+    QUERY_FATES,
+    VERSION_FATES,
+    label_of,
+)
 from service.observability.metric_tables import CONTEXTS, FINISH_REASONS, RANKS, ServerStatus
 from service.observability.metrics import Metrics
 from service.serve import metrics_of
+from tests.architecture.rules import ROOT
 from tests.service.scripted import STATUS
 
 REASONS = ("load", "gain", "off")
@@ -58,9 +75,7 @@ STEP = StepStats(
 LOAD = LoadStats(num_running=3, num_waiting=2, slots_used=25, slots_total=100)
 FINISH = FinishStats(
     finish_reason="stop",
-    queue_seconds=0.5,
-    first_token_seconds=0.75,
-    total_seconds=4.0,
+    timings=Timings(queue_seconds=0.5, first_token_seconds=0.75, total_seconds=4.0),
     prompt_tokens=7,
     cached_tokens=5,
     output_tokens=6,
@@ -89,7 +104,7 @@ def series(metrics: Metrics) -> dict[str, float]:
     return {f"{s.name}{{{' '.join(s.labels.values())}}}" if s.labels else s.name: s.value for s in samples}
 
 
-EVENTS = (
+HAPPENED = (
     Event("published", 1, "better", {"seconds": 2.5, "draft_loss": 1.5, "rank_loss": 0.5, "anchor_loss": 0.25}),
     Event("published", 2, "better", {"candidate": 2.0, "serving": 1.75, "anchor": 1.5}),
     Event("discarded", 2, "loss_not_finite", {"seconds": 0.5}),
@@ -112,7 +127,7 @@ def test_the_page_after_known_records_is_the_one_on_file() -> None:
     metrics.observe_finish(replace(FINISH, cached_tokens=0))
     metrics.observe_server(SERVER)
     metrics.observe_adaptation(replace(STATUS, replicas=REPLICAS))
-    for event in EVENTS:
+    for event in HAPPENED:
         metrics.observe_event(event)
     page, content_type = metrics.render()
     assert page.decode() == PAGE.read_text()
@@ -158,7 +173,7 @@ def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
 
 def test_a_sequence_without_a_token_has_no_first_one() -> None:
     metrics = made()
-    metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0, first_token_seconds=0.0))
+    metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0))
     found = series(metrics)
     assert found["adaptree_time_to_first_token_seconds_count"] == 0
     assert found["adaptree_request_success_total{abort}"] == 1
@@ -189,3 +204,65 @@ def test_an_unknown_label_is_refused() -> None:
 def test_label_sets_are_those_of_the_drafters() -> None:
     assert tuple(map(str, ORDERS)) == CONTEXTS
     assert RANKS == CLASS_NAMES
+
+
+# The label sets are exactly what the modules that produce their values can say.
+
+
+def test_every_kind_of_event_is_counted() -> None:
+    assert set(EVENT_REASONS) == set(get_args(EventKind))
+    assert all(reasons[-1] == OTHER for reasons in EVENT_REASONS.values())
+
+
+def test_decisions_are_those_of_the_policy() -> None:
+    assert ALL_ARMS == ARMS
+    assert {reason.partition(":")[2] for reason in DECISIONS} == set(get_args(Reason))
+
+
+def test_names_are_unique_and_counters_leave_their_suffix_to_the_exporter() -> None:
+    names = [series.name for series in ADAPTATION]
+    assert len(set(names)) == len(names)
+    assert not any(name.endswith("_total") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "label"),
+    [
+        ("failed", "update: RuntimeError: boom", "update"),
+        ("failed", "thread_died", "thread_died"),
+        ("restored", "same_weights", "same_weights"),
+        ("restored", "version 3: the hash differs", OTHER),
+        ("refused", "update", OTHER),
+    ],
+)
+def test_sentences_become_labels(kind: EventKind, reason: str, label: str) -> None:
+    assert label_of(kind, reason) == label
+
+
+def test_the_guide_names_knobs_and_metrics_there_are() -> None:
+    guide = (ROOT / "docs" / "adaptation.md").read_text()
+    _, _, knobs = guide.partition("## Knobs")
+    knobs, _, rest = knobs.partition("## Whose traffic")
+    _, _, metrics = rest.partition("## What to watch")
+    rows = [line.split("|")[1] for line in knobs.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} <= set(AdaptationConfig.model_fields)
+    rows = [line.split("|")[1] for line in metrics.splitlines() if line.startswith("| `")]
+    named = {name.removesuffix("_total") for row in rows for name in re.findall(r"`(\w+?)(?:\{[\w,]+\})?`", row)}
+    full = {f"adaptation{name}" if name.startswith("_") else name for name in named}
+    assert full <= {series.name for series in ADAPTATION} | {series.name for series in EVENTS}
+    assert len(guide.splitlines()) <= 120
+
+
+_COUNTED = re.compile(r'(?:counts|versions)\["(\w+)"\]|_drop\(entry_id, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
+
+
+def fates_of(name: str) -> set[str]:
+    """Every word under which this module counts something."""
+    source = (ROOT / "adaptation" / "replicas" / f"{name}.py").read_text()
+    return {word for found in _COUNTED.findall(source) for word in found if word}
+
+
+def test_every_fate_has_a_series() -> None:
+    arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
+    told = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
+    assert told == {*QUERY_FATES, *VERSION_FATES}

@@ -10,8 +10,6 @@ from service.errors import EngineFailure, NotFound, NotReady, StartupError
 from service.runtime import Runtime, ServedModel
 from tests.service.scripted import CARD, TOKENIZER, Held, ScriptedAdaptation, ScriptedEngine, running, say, step
 
-pytestmark = pytest.mark.anyio
-
 
 def ask(request_id: str = "a", n: int = 1) -> GenerationRequest:
     sampling = SamplingParams(seed=0, max_tokens=8)

@@ -45,7 +45,6 @@ def asked_of(engine: ScriptedEngine) -> list[tuple[int, ...]]:
     return [tuple(request.prompt) for request in engine.submitted]
 
 
-@pytest.mark.anyio
 async def test_all_are_answered_one_by_one() -> None:
     engine = ScriptedEngine(say("x"))
     async with seeded(engine, Phased("collecting")) as runtime:
@@ -55,7 +54,6 @@ async def test_all_are_answered_one_by_one() -> None:
         assert runtime.num_open == 0
 
 
-@pytest.mark.anyio
 async def test_none_is_asked_where_nothing_is_made() -> None:
     engine = ScriptedEngine(say("x"))
     async with seeded(engine, Phased("learning")) as runtime:
@@ -63,7 +61,6 @@ async def test_none_is_asked_where_nothing_is_made() -> None:
         assert engine.submitted == []
 
 
-@pytest.mark.anyio
 async def test_a_users_request_breaks_one_off_and_it_is_asked_again() -> None:
     began, goes_on = threading.Event(), threading.Event()
 

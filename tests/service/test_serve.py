@@ -159,14 +159,12 @@ def test_a_kind_says_what_it_taps(
     assert built[-1].widths == {32}
 
 
-@pytest.mark.anyio
 async def test_the_metrics_page_asks_learning_first() -> None:
     async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
         page, _ = await rendered(made(), runtime, NOBODY)
     assert b"adaptree_adaptation_queries_total 40.0" in page
 
 
-@pytest.mark.anyio
 async def test_the_metrics_page_waits_for_nobody() -> None:
     opened = threading.Event()
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from adaptation.records import ReplicaStatus, Role, StoreLost
 from adaptation.replicas.exchange import Exchange, LocalOnly
@@ -18,11 +17,9 @@ from drafters.feedback import QueryFeedback
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
-from tests.adaptation.samples import bench, drafter, feedback
+from tests.adaptation.samples import Bench, bench, drafter, feedback
 from tests.redis_server import RedisServer
-
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
+from tests.tuned import settled
 
 
 @pytest.fixture
@@ -78,7 +75,7 @@ def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Membe
         follower.end(2, first_seed=2 * sent)
         leader.end(2, first_seed=2 * sent + 2)
         until([leader, follower], partial(_is_heard, leader, sent + 2))
-        assert leader.worker.settle(20)
+        assert settled(leader.worker, 20)
     until([leader, follower], lambda: agreed([leader, follower]) and follower.status.number >= 1)
     assert same(leader.served, follower.served)
     assert not same(follower.served, weights_of(drafter()))
@@ -228,7 +225,7 @@ def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path)
         until([one], lambda: one.status.role == "alone")
         for first_seed in range(0, 80, 8):
             one.end(8, first_seed=first_seed)
-            assert one.worker.settle(20)
+            assert settled(one.worker, 20)
             if "published" in [event.kind for event in one.events]:
                 break
         assert one.events[-1].kind == "published"
@@ -310,3 +307,42 @@ def test_waits_for_a_lost_server_double_up_to_a_bound(server: RedisServer, leade
     assert leader.exchange.attempt() == 0.1
     server.kill()
     assert leader.exchange.attempt() <= 0.1
+
+
+# What a learner offers to those it learns with: its weights, and what it knows of its arms.
+
+
+def experienced(folder: Path, policy: str) -> Bench:
+    tried = bench(folder, policy=policy, warm_up_queries=2)
+    for seed in range(9):
+        tried.observe(feedback, seed)
+    return tried
+
+
+@pytest.mark.parametrize("policy", ["bandit", "head_only", "never"])
+def test_what_one_knows_another_goes_on_from(tmp_path: Path, policy: str) -> None:
+    one, two = experienced(tmp_path / "one", policy), bench(tmp_path / "two", policy=policy)
+    two.learner.inherit(one.learner.shared())
+    assert two.learner.shared() == one.learner.shared()
+    assert two.events == []
+
+
+def test_whoever_learns_after_a_paused_one_is_paused_until_resumed(tmp_path: Path) -> None:
+    one, two = experienced(tmp_path / "one", "bandit"), bench(tmp_path / "two", policy="bandit")
+    before = one.learner.shared()
+    one.learner.pause()
+    two.learner.inherit(one.learner.shared())
+    assert two.learner.paused
+    two.learner.inherit(before)
+    assert two.learner.paused, "what is older than the pause does not end it"
+    two.learner.resume()
+    assert [(event.kind, event.reason) for event in two.events] == [("paused", "inherited"), ("resumed", "operator")]
+
+
+@pytest.mark.parametrize("shared", [{}, {"policy": 3}, {"policy": {"knowledge": {}, "random": []}}])
+def test_what_is_no_knowledge_is_told_and_changes_nothing(tmp_path: Path, shared: dict[str, object]) -> None:
+    tried = experienced(tmp_path, "bandit")
+    before = tried.learner.shared()
+    tried.learner.inherit(shared)  # type: ignore[arg-type]
+    assert tried.learner.shared() == before
+    assert [event.kind for event in tried.events] == ["restored"]

@@ -11,7 +11,6 @@ from adaptation.replicas.wire import VersionRecord, sign
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.samples import bench, drafter
 
-pytestmark = pytest.mark.usefixtures("impatient")
 OURS = b"the secret of ours"
 FIRST = VersionRecord(
     epoch=3,

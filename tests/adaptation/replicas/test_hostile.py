@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from adaptation.replicas.redis_store import CHUNK_BYTES
 from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
@@ -18,8 +17,6 @@ from tests.adaptation.replicas.members import SHAPE, Member, agreed, member, unt
 from tests.adaptation.samples import drafter, feedback
 from tests.redis_server import RedisServer
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("impatient")
 SECRET = "the secret of ours"
 OURS = SECRET.encode()
 

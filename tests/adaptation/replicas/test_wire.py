@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,13 @@ OURS, THEIRS = b"the secret of ours", b"the secret of others"
 CONTENT: dict[str, JsonValue] = {"version": 3, "scores": [0.5, 1.5], "name": "ä"}
 
 
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(Refused, match=match) as refusal:
+        yield
+    assert refusal.value.reason == reason
+
+
 @pytest.mark.parametrize("secret", [OURS, None], ids=["secret", "none"])
 def test_what_was_signed_is_verified(secret: Secret) -> None:
     assert verify("version", sign("version", CONTENT, secret), secret) == CONTENT
@@ -48,9 +56,8 @@ def test_what_was_signed_is_verified(secret: Secret) -> None:
     ],
 )
 def test_without_the_secret_nothing_is_accepted(raw: bytes) -> None:
-    with pytest.raises(Refused) as refused:
+    with refused("forged"):
         verify("version", raw, OURS)
-    assert refused.value.reason == "forged"
 
 
 def test_every_bit_counts_even_without_a_secret() -> None:
@@ -58,9 +65,8 @@ def test_every_bit_counts_even_without_a_secret() -> None:
     for place in range(1, len(raw)):
         altered = bytearray(raw)
         altered[place] ^= 1
-        with pytest.raises(Refused) as refused:
+        with refused("torn"):
             verify("version", bytes(altered), None)
-        assert refused.value.reason == "torn"
 
 
 def test_equal_weights_are_equal_bytes_in_whatever_order() -> None:
@@ -79,16 +85,14 @@ def test_bytes_say_of_what_type_they_are(dtype: torch.dtype) -> None:
     sha256 = hashlib.sha256(data).hexdigest()
     assert same(weights_from_bytes(data, sha256, layout_of(weights), VOCAB_SIZE), weights)
     others = {name: (shape, torch.float16) for name, (shape, _) in layout_of(weights).items()}
-    with pytest.raises(Refused, match="types") as refused:
+    with refused("misfit", "types"):
         weights_from_bytes(data, sha256, others, VOCAB_SIZE)
-    assert refused.value.reason == "misfit"
 
 
 def test_bytes_that_are_no_weights_are_refused() -> None:
     for data in (b"", b"no weights at all", bytes(100)):
-        with pytest.raises(Refused) as refused:
+        with refused("misfit"):
             weights_from_bytes(data, hashlib.sha256(data).hexdigest(), {}, VOCAB_SIZE)
-        assert refused.value.reason == "misfit"
 
 
 def test_weights_for_tokens_that_there_are_not_are_refused() -> None:
@@ -96,9 +100,8 @@ def test_weights_for_tokens_that_there_are_not_are_refused() -> None:
         weights = {name: value.clone() for name, value in weights_of(drafter()).items()}
         weights[VOCABULARY][place] = token
         data = weights_to_bytes(weights)
-        with pytest.raises(Refused, match="tokens") as refused:
+        with refused("misfit", "tokens"):
             weights_from_bytes(data, hashlib.sha256(data).hexdigest(), layout_of(weights), VOCAB_SIZE)
-        assert refused.value.reason == "misfit"
 
 
 CODEC = QueryCodec("ours", SHAPE, OURS)

@@ -24,8 +24,6 @@ from tests.drafters.language_model.parts import (
 from tests.service.engine.harness import LIMITS, Generated, alone, collect, generate, greedy, request, sampled
 from tests.tiny_models import random_prompts, stock_tiny
 
-torch.set_num_threads(1)
-
 TOKENS = 20
 SHARED = 70
 KINDS = ("early_exit(1)", "early_exit(2)", "draft_model", "memory+early_exit(2)", "switch(early_exit(2),draft_model)")

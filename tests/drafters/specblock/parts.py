@@ -131,7 +131,7 @@ class FedDrafter:
                 tokens=self.tokens[numbers, at + 1],
                 counts=torch.full((len(rows),), count),
                 tree=DraftTree.empty(len(rows)),
-                result=VerifyResult(nothing, nothing, nothing, nothing),
+                result=VerifyResult(nothing, nothing, nothing),
                 features=self.features[numbers, at],
                 positions=at[:, 0],
                 slots=self.slots[numbers, at],

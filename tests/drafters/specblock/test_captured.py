@@ -6,30 +6,26 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.feedback import FeedbackRecorder
 from drafters.protocol import DraftContext
-from drafters.specblock.recording import BlockRecorder
+from drafters.specblock.recording import FeedbackRecorder
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture
 from tests.drafters.specblock.parts import FedDrafter, target_config, tiny_drafter
 from tests.kernels.tensor_program import kernels, record
 
-torch.set_num_threads(1)
 LENGTH, TEXTS = 150, 3
 TOLERANCE = 1e-5
 
 
-def fed(capture: Capture | None, kind: str, blocks: int, *published: str) -> tuple[FedDrafter, BlockRecorder]:
+def fed(capture: Capture | None, kind: str, blocks: int, *published: str) -> tuple[FedDrafter, FeedbackRecorder]:
     """A drafter of three sequences, and what it recorded of their first blocks."""
     target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
     changes: dict[str, Any] = {**TRAINED_KINDS[kind].shape, **dict.fromkeys(published, True)}
     model = tiny_drafter(trained_length=192, kind=kind, **changes)
-    width, hidden = model.config.features_size, model.config.hidden_size
-    tables = FeedbackRecorder(
-        max_sequences=TEXTS, window_tokens=8, width=width, hidden=hidden, top=2, dtype=torch.float32, device="cpu"
+    recorder = FeedbackRecorder(
+        model.config, model.t2d, max_sequences=TEXTS, window_tokens=8, top=2, dtype=torch.float32, wanted=lambda: False
     )
-    recorder = BlockRecorder(tables, model.t2d, block_size=model.config.block_size, wanted=lambda: False)
     sizes: dict[str, Any] = {"sequences": TEXTS, "rows": TEXTS, "length": LENGTH, "max_nodes": 24}
     return FedDrafter(model, **sizes, capture=capture, blocks=blocks, starts=3, recorder=recorder), recorder
 

@@ -1,17 +1,25 @@
 """What the heads propose: rank features by definition, chances that sum up, and coupling to the sampling noise."""
 
+from itertools import product
+from math import prod
+
+import pytest
 import torch
 
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
+from drafters.specblock.blocks import path_nodes
+from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
+from drafters.specblock.network import ServingNetwork
+from drafters.trained_kinds import TRAINED_KINDS
+from drafters.tree import ROOT
 from kernels import ops
-from kernels.lattice import CLASS_OF_RANK
+from kernels.families import FUSED_FAMILIES
+from kernels.lattice import CLASS_OF_RANK, StartNodes
 from kernels.rank_features import TOP
-from tests.drafters.specblock.parts import DRAFT_VOCAB, serving, tiny_drafter
+from tests.drafters.specblock.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
-
-torch.set_num_threads(1)
 
 
 def noise(temperature: float, batch: int = 2) -> Noise:
@@ -115,3 +123,79 @@ def test_sequences_of_a_batch_keep_their_own_temperature() -> None:
     assert both.tokens[0].equal(cold.tokens[0])
     assert both.tokens[1].equal(warm.tokens[1])
     assert not warm.tokens[1].equal(cold.tokens[1])
+
+
+# The network that serves: weights that come later, in the place of the first or in places of their own.
+
+
+@pytest.fixture(params=[False, True], ids=["elsewhere", "in place"])
+def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """In place with products that read weights where they are, as kernels of a GPU do."""
+    if request.param:
+        monkeypatch.setattr(ops, "_table", lambda device_type: ops.REFERENCE)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("kind", ["specblock", "medusa", "treeflash"])
+def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
+    models = [tiny_drafter(family, seed, kind=kind, **TRAINED_KINDS[kind].shape) for seed in (0, 1)]
+    first, second = map(weights_of, models)
+    network = ServingNetwork(models[0].config, first, in_place=in_place)
+    assert serves(network, first)
+    write = network.prepare(second)
+    assert serves(network, first)
+    write()
+    assert serves(network, second)
+    assert not serves(network, first)
+    network.prepare(first)()
+    assert serves(network, first)
+
+
+def test_in_place_ops_read_where_they_read_before() -> None:
+    """As a captured graph does, which knows addresses only."""
+    network = ServingNetwork(tiny_drafter().config, weights_of(tiny_drafter()), in_place=True)
+    planned = network._planned
+    network.prepare(weights_of(tiny_drafter(seed=1)))()
+    assert network._planned is planned
+
+
+def test_weights_that_are_brought_are_left_as_they_are(in_place: bool) -> None:
+    first, second = (weights_of(tiny_drafter(seed=seed)) for seed in (0, 1))
+    before = {name: value.clone() for name, value in first.items()}
+    network = ServingNetwork(tiny_drafter().config, first, in_place=in_place)
+    network.prepare(second)()
+    computed(network)
+    assert all(torch.equal(value, before[name]) for name, value in first.items())
+
+
+# Nodes of a block whose distributions do not depend on the path.
+
+
+def test_the_likeliest_paths_go_on() -> None:
+    """Its likeliest nodes are those of all paths there are, each under its parent."""
+    block, ranks, paths, most = 4, 5, 4, 12
+    odds = torch.rand(2, 1, block, ranks, generator=torch.Generator().manual_seed(0)) * 0.9
+    tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks)).expand(2, 1, -1, -1)
+    trust = torch.linspace(0.8, 1.05, block * ranks).view(block, ranks)
+    said, parents, depths, survival = path_nodes(StartNodes.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths)
+    odds = odds * trust
+    for line in range(2):
+        every = {
+            tuple(10 * place + rank for place, rank in enumerate(path)): prod(
+                float(odds[line, 0, place, rank]) for place, rank in enumerate(path)
+            )
+            for depth in range(1, block + 1)
+            for path in product(range(ranks), repeat=depth)
+        }
+        likeliest = sorted(every, key=lambda path: -every[path])[:most]
+        found = {}
+        for node in survival[line].argsort(descending=True)[:most].tolist():
+            path, above = [], node
+            while above != ROOT:
+                path.append(int(said[line, above]))
+                assert depths[line, above] == depths[line, node] - len(path) + 1
+                above = int(parents[line, above])
+            found[tuple(reversed(path))] = float(survival[line, node])
+        assert list(found) == likeliest
+        assert all(abs(found[path] - every[path]) < 1e-6 for path in likeliest)

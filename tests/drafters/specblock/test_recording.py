@@ -6,27 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.feedback import FeedbackRecorder, QueryFeedback
+from drafters.feedback import QueryFeedback
 from drafters.protocol import Committed, DraftContext, Read, Scores
-from drafters.specblock.recording import BlockRecorder
+from drafters.specblock.recording import FeedbackRecorder
 from drafters.tree import DraftTree, VerifyResult
+from tests.drafters.specblock.parts import tiny_drafter
 from tests.drafters.test_feedback import query
 
-ROWS, BLOCK, HIDDEN, TARGET_VOCAB, TOP = 3, 4, 5, 20, 2
+CONFIG = tiny_drafter(block_size=4).config
+ROWS, BLOCK, TARGET_VOCAB, TOP = 3, 4, 20, 2
+WIDTH, HIDDEN = CONFIG.features_size, CONFIG.hidden_size
 T2D = torch.where(torch.arange(TARGET_VOCAB) % 2 == 0, torch.arange(TARGET_VOCAB) // 2, -1)
 
 
-def recorder(wanted: Callable[[], bool] = lambda: True) -> tuple[BlockRecorder, FeedbackRecorder]:
-    tables = FeedbackRecorder(
-        max_sequences=ROWS,
-        window_tokens=32,
-        width=6,
-        hidden=HIDDEN,
-        top=TOP,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    return BlockRecorder(tables, T2D, block_size=BLOCK, wanted=wanted), tables
+def recorder(wanted: Callable[[], bool] = lambda: True) -> FeedbackRecorder:
+    sizes = {"max_sequences": ROWS, "window_tokens": 32, "top": TOP}
+    return FeedbackRecorder(CONFIG, T2D, **sizes, dtype=torch.float32, wanted=wanted)
 
 
 def block(seed: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,28 +41,26 @@ def committed(row: int, root: int, tokens: list[int], nodes: int = 3) -> Committ
         tokens=ids,
         counts=count,
         tree=tree,
-        result=VerifyResult(nothing, count - 1, count, nothing),
-        features=torch.zeros(*wide, 6),
+        result=VerifyResult(nothing, count - 1, nothing),
+        features=torch.zeros(*wide, WIDTH),
         positions=torch.tensor([root]),
         slots=ids,
         scores=Scores(torch.arange(len(tokens)), torch.randn(len(tokens), TARGET_VOCAB)),
     )
 
 
-def drive(
-    recorder: BlockRecorder, tables: FeedbackRecorder, tokens: list[int], *, drafts: bool = True
-) -> QueryFeedback:
+def drive(recorder: FeedbackRecorder, tokens: list[int], *, drafts: bool = True) -> QueryFeedback:
     """A prompt of three tokens and one step that commits these."""
     recorder.start([DraftContext(1, [1, 2, 3])])
     if drafts:
         recorder.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recorder.commit(committed(1, 2, tokens), grown=drafts)
-    recorder.finish([1])
-    return tables.finish(query(1, 3 + len(tokens)))
+    recorder.end([1])
+    return recorder.finish(query(1, 3 + len(tokens)))
 
 
 def test_what_the_block_said_stands_beside_the_committed_token() -> None:
-    draft_labels = drive(*recorder(), [4, 7, 10]).draft_labels
+    draft_labels = drive(recorder(), [4, 7, 10]).draft_labels
     states, logprobs = block(7)
     assert draft_labels.positions.tolist() == [3, 4, 5]
     assert draft_labels.tokens.tolist() == [4, 7, 10]
@@ -82,61 +75,61 @@ def test_what_the_block_said_stands_beside_the_committed_token() -> None:
 
 
 def test_a_block_says_nothing_beyond_its_own_length() -> None:
-    draft_labels = drive(*recorder(), [0, 2, 4, 6, 8, 10]).draft_labels
+    draft_labels = drive(recorder(), [0, 2, 4, 6, 8, 10]).draft_labels
     assert draft_labels.positions.tolist() == [3, 4, 5, 6]
 
 
 def test_without_a_tree_nothing_was_said() -> None:
-    assert drive(*recorder(), [4], drafts=False).draft_labels.count == 0
+    assert drive(recorder(), [4], drafts=False).draft_labels.count == 0
 
 
 def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recording.commit(committed(1, 2, [4, 6]), grown=True)
     recording.commit(committed(1, 4, [8]), grown=True)
-    recording.finish([1])
-    assert tables.finish(query(1, 6)).draft_labels.positions.tolist() == [3, 4]
+    recording.end([1])
+    assert recording.finish(query(1, 6)).draft_labels.positions.tolist() == [3, 4]
 
 
 def test_a_row_that_begins_anew_has_heard_nothing() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.commit(committed(1, 2, [4, 6]), grown=True)
-    recording.finish([1])
-    assert tables.finish(query(1, 5)).draft_labels.count == 0
+    recording.end([1])
+    assert recording.finish(query(1, 5)).draft_labels.count == 0
 
 
 def test_rows_do_not_hear_each_other() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(row, [1, 2, 3]) for row in range(ROWS)])
     states, logprobs = block(3, rows=2)
     recording.grown(torch.tensor([2, 0]), torch.tensor([2, 2]), states, logprobs)
     for row in range(ROWS):
         recording.commit(committed(row, 2, [4]), grown=True)
-    recording.finish(range(ROWS))
-    said = {row: tables.finish(query(row, 4)).draft_labels for row in range(ROWS)}
+    recording.end(range(ROWS))
+    said = {row: recording.finish(query(row, 4)).draft_labels for row in range(ROWS)}
     assert torch.equal(said[2].states, states[:1, 0])
     assert torch.equal(said[0].states, states[1:, 0])
     assert said[1].count == 0
 
 
 def test_nobody_who_learns_wants_nothing() -> None:
-    recording = recorder()[0]
+    recording = recorder()
     wanted = [recording.wants_scores]
     recording.start([DraftContext(1, [1, 2, 3])])
     wanted.append(recording.wants_scores)
-    recording.finish([1])
+    recording.end([1])
     wanted.append(recording.wants_scores)
     assert wanted == [False, True, False]
 
 
 def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
     answers = iter([True])
-    recording, tables = recorder(lambda: next(answers))  # asked once: nobody is of private sequences
+    recording = recorder(lambda: next(answers))  # asked once: nobody is of private sequences
     recording.start([DraftContext(0, [1, 2, 3], store=False)])
     assert not recording.wants_scores
     recording.start([DraftContext(1, [1, 2, 3])])
@@ -144,35 +137,35 @@ def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
     recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
     for row in (0, 1):
         recording.commit(committed(row, 2, [4]), grown=True)
-    recording.finish([0, 1])
-    private, public = (tables.finish(query(row, 4)) for row in (0, 1))
+    recording.end([0, 1])
+    private, public = (recording.finish(query(row, 4)) for row in (0, 1))
     assert (private.recorded, private.draft_labels.count, private.features.shape[0]) == (False, 0, 0)
     assert (public.recorded, public.draft_labels.count) == (True, 1)
 
 
 def test_of_a_sequence_that_is_not_wanted_nothing_is_kept() -> None:
     answers = iter([False, True, False])
-    recording, tables = recorder(lambda: next(answers))
+    recording = recorder(lambda: next(answers))
     recording.start([DraftContext(0, [1, 2, 3]), DraftContext(1, [1, 2, 3])])
     states, logprobs = block(3, rows=2)
     for row in (0, 1):
-        recording.read(Read(row, 0, torch.tensor([2, 3]), torch.tensor([5, 6]), torch.ones(2, 6)))
+        recording.read(Read(row, 0, torch.tensor([2, 3]), torch.tensor([5, 6]), torch.ones(2, WIDTH)))
     recording.grown(torch.tensor([0, 1]), torch.tensor([2, 2]), states, logprobs)
     for row in (0, 1):
         recording.commit(committed(row, 2, [4]), grown=True)
-    recording.finish([0, 1])
-    unheard, heard = (tables.finish(query(row, 4)) for row in (0, 1))
+    recording.end([0, 1])
+    unheard, heard = (recording.finish(query(row, 4)) for row in (0, 1))
     assert (unheard.recorded, heard.recorded) == (False, True)
     assert (unheard.draft_labels.count, heard.draft_labels.count) == (0, 1)
     assert (unheard.features.shape[0], unheard.top_ids.shape[0]) == (0, 0)
     assert heard.features.shape[0] == 3
     recording.start([DraftContext(1, [1, 2, 3])])  # the row of one that was wanted
     assert not recording.wants_scores
-    assert not tables.finish(query(1, 4)).recorded
+    assert not recording.finish(query(1, 4)).recorded
 
 
 def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     steps = [committed(1, 2 + 2 * number, [2 * number % TARGET_VOCAB, 6]) for number in range(12)]
     said = []
@@ -181,8 +174,8 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
             recording.grown(torch.tensor([1]), step.positions, *block(number))
             said += [block(number)[0][0, :2]]
         recording.commit(step, grown=grown)
-    recording.finish([1])
-    heard = tables.finish(query(1, 3 + 2 * len(steps)))
+    recording.end([1])
+    heard = recording.finish(query(1, 3 + 2 * len(steps)))
     expected = torch.cat([step.scores.logits for step in steps if step.scores is not None]).log_softmax(-1).topk(TOP)
     assert torch.equal(heard.top_ids, expected.indices.int())
     assert torch.allclose(heard.top_logprobs.float(), expected.values, atol=1e-2)
@@ -192,26 +185,26 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
 
 
 def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
     recording.commit(committed(1, 2, [4, 6]), grown=False)
-    recording.finish([1])
-    assert tables.finish(query(1, 5)).draft_labels.count == 0
+    recording.end([1])
+    assert recording.finish(query(1, 5)).draft_labels.count == 0
 
 
 def test_what_waits_of_a_private_sequence_never_reaches_the_one_that_gets_its_row() -> None:
-    recording, tables = recorder()
+    recording = recorder()
     recording.start([DraftContext(0, [1, 2, 3]), DraftContext(1, [1, 2, 3], store=False)])
     private = committed(1, 2, [4, 6])
-    recording.commit(replace(private, features=torch.full((1, 3, 6), 9.0)), grown=False)
-    recording.finish([1])
+    recording.commit(replace(private, features=torch.full((1, 3, WIDTH), 9.0)), grown=False)
+    recording.end([1])
     recording.start([DraftContext(1, [1, 2, 3, 5, 7])])
-    read = Read(1, 0, torch.tensor([2, 3, 5, 7]), torch.tensor([5, 6, 7, 8]), torch.ones(4, 6))
+    read = Read(1, 0, torch.tensor([2, 3, 5, 7]), torch.tensor([5, 6, 7, 8]), torch.ones(4, WIDTH))
     recording.read(read)
     recording.grown(torch.tensor([1]), torch.tensor([4]), *block(7))
     recording.commit(committed(1, 4, [8]), grown=True)
-    recording.finish([1])
-    heard = tables.finish(query(1, 6))
+    recording.end([1])
+    heard = recording.finish(query(1, 6))
     assert heard.features[:, 0].tolist() == [1.0] * 4 + [0.0]
     assert heard.draft_labels.tokens.tolist() == [8]

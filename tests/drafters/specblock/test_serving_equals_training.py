@@ -18,7 +18,6 @@ from kernels.families import FUSED_FAMILIES
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
 
-torch.set_num_threads(1)
 LENGTH, BLOCK = 24, 4
 ROWS = torch.tensor([1, 0])
 

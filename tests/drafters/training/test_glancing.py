@@ -15,7 +15,6 @@ from drafters.training.objective import Objective, ObjectiveSettings
 from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
 from tests.drafters.training.parts import repeating_example
 
-torch.set_num_threads(1)
 BLOCK = 4
 ANCHORS = torch.tensor([[6, 11], [8, 20]])
 

@@ -15,7 +15,6 @@ from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise
 
-torch.set_num_threads(1)
 LAYERS, HIDDEN = 8, 32
 
 

@@ -20,8 +20,6 @@ from tests.drafters.training.parts import random_shard, trainable_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, claims
 from tests.tiny_models import VOCAB_SIZE
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True)
 def _a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

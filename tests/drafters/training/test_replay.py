@@ -22,7 +22,6 @@ from kernels.sample import gumbel_noise_of
 from tests.drafters.specblock.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
 
-torch.set_num_threads(1)
 EMBED = tiny_embedding(HIDDEN)
 
 

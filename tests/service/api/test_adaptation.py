@@ -9,8 +9,6 @@ from adaptation.records import NotStored
 from tests.service.api.client import client_of, error_of
 from tests.service.scripted import ScriptedAdaptation, ScriptedEngine, say
 
-pytestmark = pytest.mark.anyio
-
 KEY = {"authorization": "Bearer boss"}
 ROUTES = (
     ("GET", "/v1/adaptation"),

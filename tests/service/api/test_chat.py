@@ -1,12 +1,8 @@
 from typing import Any
 
-import pytest
-
 from service.engine.requests import TokenLogprob
 from tests.service.api.client import ASK, client_of, events_of, post
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
-
-pytestmark = pytest.mark.anyio
 
 HEAD = ("id", "created", "model", "system_fingerprint", "seed")
 PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])

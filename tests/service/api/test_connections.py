@@ -20,8 +20,6 @@ from tests.service.api.client import ASK, app_of
 from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, say
 from tests.service.scripted import step as step_of
 
-pytestmark = pytest.mark.anyio
-
 PROBE = b"GET /livez HTTP/1.1\r\nhost: test\r\n\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

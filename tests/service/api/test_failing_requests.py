@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
 from service.engine.sequence import TextStream
 from service.engine.thread import EngineThread
@@ -19,9 +18,6 @@ from tests.service.api.client import app_of, client_for, events_of
 from tests.service.engine.harness import alone, greedy, sampled, tiny_engine
 from tests.service.scripted import CARD
 from tests.tiny_models import loaded_tiny, random_prompts
-
-pytestmark = pytest.mark.anyio
-torch.set_num_threads(1)
 
 TOKENS = 16
 PROMPTS = list(random_prompts(8, 20))

@@ -17,8 +17,6 @@ from tests.service.api.client import Message, app_of, client_of
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, runtime_of, say
 from tests.service.test_metrics import LOAD, STEP
 
-pytestmark = pytest.mark.anyio
-
 PATIENCE_SECONDS = 10
 TICK_SECONDS = 0.01
 

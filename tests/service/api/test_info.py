@@ -1,15 +1,19 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
 
 import pytest
 
 from service import __version__
 from service.api.app import BODIES
-from tests.service.api.client import app_of, client_for, client_of, error_of
-from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say
-
-pytestmark = pytest.mark.anyio
+from service.api.page import PAGE_PATHS
+from service.engine.requests import GenerationRequest, SequenceOutput, StepTree
+from tests.service.api.client import ASK, Body, app_of, client_for, client_of, error_of, events_of
+from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say, step
 
 
 async def test_models() -> None:
@@ -125,3 +129,225 @@ async def test_an_unknown_address_names_the_one_that_was_meant(path: str, near: 
     async with client_of(ScriptedEngine(say("x"))) as client:
         assert (await client.post(path, json={})).json()["error"]["message"].endswith(f"did you mean {near}?")
         assert "did you mean" not in (await client.post("/x", json={})).json()["error"]["message"]
+
+
+# The files of the live page: open, small, cached by content, and under a policy that lets nothing foreign in.
+
+MOST_BYTES = 60_000
+TYPES = {"/": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+async def test_every_file_is_open_and_typed() -> None:
+    async with client_of(ScriptedEngine(say("x")), api_keys=("key",), open_metrics=False) as client:
+        for path in PAGE_PATHS:
+            response = await client.get(path)
+            expected = TYPES[path.rpartition(".")[2]]
+            assert (response.status_code, response.headers["content-type"]) == (200, f"{expected}; charset=utf-8")
+            assert response.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_the_page_is_small() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        sizes = {path: len((await client.get(path)).content) for path in PAGE_PATHS}
+    assert sum(sizes.values()) < MOST_BYTES
+    assert min(sizes.values()) > 500
+
+
+async def test_the_policy_lets_nothing_foreign_or_inline_in() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        policy = (await client.get("/")).headers["content-security-policy"]
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    assert rules["default-src"] == ["'none'"]
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == ["'self'"]
+    assert rules["frame-ancestors"] == ["'none'"]
+    assert "unsafe" not in policy
+
+
+async def test_an_unchanged_file_is_not_sent_again() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        first = await client.get("/")
+        again = await client.get("/", headers={"if-none-match": first.headers["etag"]})
+        other = await client.get("/", headers={"if-none-match": '"other"'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert other.content == first.content
+
+
+async def test_only_the_files_of_the_page_are_served() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        for name in ("router.py", "__init__.py", "index.html", "../app.py", "%2e%2e/app.py", ""):
+            assert (await client.get(f"/adaptree/page/{name}")).status_code == 404
+
+
+def page_files() -> dict[str, str]:
+    folder = files("service.api.page")
+    return {file.name: file.read_text() for file in folder.iterdir() if file.name.endswith((".html", ".css", ".js"))}
+
+
+def test_every_file_of_the_folder_is_served() -> None:
+    assert {path.rpartition("/")[2] or "index.html" for path in PAGE_PATHS} == set(page_files())
+
+
+def test_no_file_names_another_host() -> None:
+    for name, text in page_files().items():
+        hosts = set(re.findall(r"(?:https?:)?//([\w.-]+\.\w+)", text))
+        assert hosts <= {"www.w3.org"}, name
+
+
+def test_text_never_becomes_markup() -> None:
+    for name, text in page_files().items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
+
+
+def test_every_field_has_a_label() -> None:
+    page = page_files()["index.html"]
+    fields = set(re.findall(r'<(?:input|textarea|select|output)\b[^>]*\bid="([^"]+)"', page))
+    labelled = set(re.findall(r'<label [^>]*for="([^"]+)"', page)) | {"step-text"}
+    assert len(fields) >= 8
+    assert fields == labelled
+
+
+# The routes that forget past answers: whose, who may, and what is answered where that cannot be done.
+
+OWN, ALL = "/v1/memory", "/v1/adaptation/memory"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("separate_names", [False, True])
+@pytest.mark.parametrize("api_keys", [(), ("one", "two")])
+@pytest.mark.parametrize("name", [{}, {"user": "u"}, {"safety_identifier": "s", "user": "u"}])
+async def test_a_client_forgets_what_its_requests_are_drafted_from(
+    name: dict[str, str], api_keys: tuple[str, ...], separate_names: bool
+) -> None:
+    engine, headers = ScriptedEngine(say("x")), bearer("one")
+    async with client_of(engine, api_keys=api_keys, separate_names=separate_names) as client:
+        await client.post("/v1/chat/completions", json={**ASK, **name}, headers=headers)
+        response = await client.delete(OWN, params=name, headers=headers)
+    assert (response.status_code, response.json()) == (200, {"object": "memory", "deleted": True})
+    assert engine.forgotten == [engine.submitted[0].scope.cache_namespace]
+
+
+async def test_an_operator_forgets_all() -> None:
+    engine = ScriptedEngine(say("x"))
+    async with client_of(engine, api_keys=["one"], admin_key="boss") as client:
+        assert (await client.delete(ALL, headers=bearer("boss"))).json() == {"object": "memory", "deleted": True}
+    assert engine.forgotten == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "admin_key"),
+    [(OWN, "three", "boss"), (OWN, "boss", "boss"), (ALL, "one", "boss"), (ALL, "", "boss"), (ALL, "boss", None)],
+)
+async def test_whoever_has_not_the_key_forgets_nothing(path: str, key: str, admin_key: str | None) -> None:
+    engine = ScriptedEngine(say("x"))
+    async with client_of(engine, api_keys=["one"], admin_key=admin_key) as client:
+        response = await client.delete(path, headers=bearer(key))
+    assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+    assert engine.forgotten == []
+
+
+async def test_what_cannot_be_done_is_an_error() -> None:
+    engine = ScriptedEngine(say("x"))
+    runtime = runtime_of(engine)
+    app = app_of(runtime)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        for state, status, code in (("draining", 503, "not_ready"), ("failed", 500, "engine_stopped")):
+            runtime.state = state  # type: ignore[assignment]
+            response = await client.delete(OWN)
+            assert (response.status_code, error_of(response)["code"]) == (status, code)
+        runtime.state = "ready"
+        assert (await client.get(OWN)).status_code == 405
+    assert engine.forgotten == []
+
+
+async def test_the_routes_are_described() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        paths: dict[str, Any] = (await client.get("/openapi.json")).json()["paths"]
+    assert {value["name"] for value in paths[OWN]["delete"]["parameters"]} == {"user", "safety_identifier"}
+    assert all("Forget" in paths[path]["delete"]["description"] for path in (OWN, ALL))
+
+
+# Chunks that say what each step did: for streams that ask, and for nobody else.
+
+TRACE = {"speculation": {"trace": True}}
+FLOWER = "\N{CHERRY BLOSSOM}"
+FLOWER_TOKENS = tuple(TOKENIZER.encode(FLOWER))
+
+
+def tree(tokens: tuple[int, ...], path: tuple[int, ...]) -> StepTree:
+    """A chain."""
+    return StepTree(tokens, tuple(range(-1, len(tokens) - 1)), (0.123456,) * len(tokens), path)
+
+
+def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
+    """Three steps; the second ends within a character, and the last is cut off by a stop."""
+    a, b = TOKENIZER.encode("ab")
+    asked = request.speculation.trace
+    for index in range(request.n):
+        outputs = [
+            replace(step(request, index, "ab"), tree=tree((a, 5, 6), (0,))),
+            replace(step(request, index, ""), token_ids=FLOWER_TOKENS[:2], tree=tree((), ())),
+            replace(
+                step(request, index, FLOWER, "stop"),
+                token_ids=FLOWER_TOKENS[2:],
+                tree=tree((*FLOWER_TOKENS[2:], b), (0, 1, 2)),
+            ),
+        ]
+        for output in outputs:
+            yield [output if asked else replace(output, tree=None)]
+
+
+async def chunks_of(path: str, **fields: Any) -> list[Body]:
+    body = {"model": "tiny", **({"messages": ASK["messages"]} if "chat" in path else {"prompt": "a"}), **fields}
+    async with client_of(ScriptedEngine(script)) as client:
+        return events_of(await client.post(path, json={**body, "stream": True}))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_tells_of_its_step(path: str) -> None:
+    chunks = await chunks_of(path, **TRACE)
+    told = [choice["speculation"] for chunk in chunks for choice in chunk["choices"] if "speculation" in choice]
+    assert [(one["accepted"], one["drafted"]) for one in told] == [(1, 3), (0, 0), (2, 3)]
+    assert [one["texts"] for one in told] == [["a", "b"], ["", ""], ["", FLOWER]]
+    assert told[0]["tree"] == {
+        "texts": ["a", *(TOKENIZER.decode([token]) for token in (5, 6))],
+        "parents": [-1, 0, 1],
+        "survival": [0.1235] * 3,
+        "path": [0],
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_nobody_else_is_told(path: str) -> None:
+    traced, plain = await chunks_of(path, **TRACE), await chunks_of(path)
+    assert not any("speculation" in choice for chunk in plain for choice in chunk["choices"])
+
+    def text(chunks: list[Body]) -> str:
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+    assert text(traced) == text(plain) == "ab" + FLOWER
+
+
+async def test_choices_are_told_apart() -> None:
+    chunks = await chunks_of("/v1/chat/completions", n=2, **TRACE)
+    for index in range(2):
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(text for one in mine for text in one.get("speculation", {}).get("texts", [])) == "ab" + FLOWER
+
+
+@pytest.mark.parametrize(("stream", "trace", "asked"), [(True, True, True), (False, True, False), (True, False, False)])
+async def test_the_engine_is_asked_only_for_streams(stream: bool, trace: bool, asked: bool) -> None:
+    engine = ScriptedEngine(say("x"))
+    async with client_of(engine) as client:
+        await client.post("/v1/chat/completions", json={**ASK, "stream": stream, "speculation": {"trace": trace}})
+    assert [request.speculation.trace for request in engine.submitted] == [asked]
+
+
+async def test_the_switch_is_a_boolean() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        response = await client.post("/v1/chat/completions", json={**ASK, "speculation": {"trace": "yes"}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "speculation.trace")

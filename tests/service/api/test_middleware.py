@@ -10,8 +10,6 @@ from service.api_keys import digest_of
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
-pytestmark = pytest.mark.anyio
-
 PATHS = (
     "/v1/models",
     "/version",

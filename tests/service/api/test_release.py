@@ -12,8 +12,6 @@ from service.api.sse import EVENT_BYTES, Release, at_constant_rate, release_of
 from tests.service.api.client import ASK, client_of, error_of
 from tests.service.scripted import ScriptedEngine, say
 
-pytestmark = pytest.mark.anyio
-
 FAST = 0.002
 RESPONSE = {"model": "tiny", "input": "hello", "stream": True}
 

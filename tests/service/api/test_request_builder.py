@@ -6,8 +6,6 @@ import pytest
 from tests.service.api.client import ASK, client_of, error_of, post
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
 ROOM = CARD.max_model_len - len(PROMPT)
 

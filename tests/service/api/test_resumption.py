@@ -20,8 +20,6 @@ from tests.service.api.client import client_of as scripted
 from tests.service.bench.parts import save_two_layers, settings_for
 from tests.service.scripted import ScriptedEngine, say, step
 
-pytestmark = pytest.mark.anyio
-
 SAY = {"messages": [{"role": "user", "content": "so it is"}]}
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -15,8 +15,6 @@ from service.serve import api_settings
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, app_of, client_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
-pytestmark = pytest.mark.anyio
-
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: ASK,
     TEXT: {"model": "tiny", "prompt": ["a", "b"]},

@@ -10,8 +10,6 @@ from service.engine.requests import GenerationRequest, SamplingParams, SequenceO
 from tests.service.api.client import ASK, Message, app_of, call_raw
 from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, step
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_aborts_its_answer_at_once(stream: bool) -> None:

@@ -20,8 +20,6 @@ from service.runtime import Runtime
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
 from tests.service.scripted import Held, ScriptedEngine, runtime_of, say
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = {"model": "tiny", "prompt": [1, 2, 3, 4, 5]}  # 5 tokens
 UNUSED = Path("nowhere")
 

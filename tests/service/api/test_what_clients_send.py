@@ -15,8 +15,6 @@ from service.engine.requests import GenerationRequest, SequenceOutput, TokenLogp
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, client_of, error_of, events_of, post
 from tests.service.scripted import CARD, TOKENIZER, Script, ScriptedEngine, say, step
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def long_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -17,7 +16,7 @@ from service.cli import app
 from service.config import ServiceConfig
 from service.engine.drafter_weights import layers_for
 from service.errors import StartupError
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, save_model
+from tests.tiny_models import SMALL, random_prompts, tiny_model
 
 DRAFT_VOCAB = 64
 LENGTHS = (5, 40, 12, 90, 30, 7, 110, 60, 20, 33, 64, 9, 80, 16, 48, 3)
@@ -26,23 +25,9 @@ LENGTHS = (5, 40, 12, 90, 30, 7, 110, 60, 20, 33, 64, 9, 80, 16, 48, 3)
 def save_two_layers(
     folder: Path, dtype: torch.dtype = torch.float32, *, hidden_size: int = 32, intermediate_size: int = 64
 ) -> Path:
-    """A Llama of two layers: the fastest model in which a wrong key still changes the text."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    save_model(AutoModelForCausalLM.from_config(config), folder, dtype=dtype)
-    return folder
+    """A Llama of two layers."""
+    sizes = {**SMALL, "num_hidden_layers": 2, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    return tiny_model("llama", folder, dtype=dtype, **sizes)
 
 
 def settings_for(folder: Path, dtype: str = "float32") -> ServiceConfig:

@@ -15,17 +15,24 @@ from service.engine.draft_gate import SequenceGain
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
-from service.engine.sampling import EAGER_SAMPLER, SamplingRows, transformed
+from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState, transformed
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
 
-torch.set_num_threads(1)
-
 NUM_SLOTS = 2048
 LIMITS = EngineLimits(max_model_len=512, max_sequences=8, prefill_chunk=64, max_budget=12)
+
+
+def state_after(
+    params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], *, eos_ids: frozenset[int], vocab: int
+) -> SamplingState:
+    """How a sequence samples that has generated these tokens."""
+    state = SamplingState(params, prompt, eos_ids=eos_ids, vocab=vocab, device=torch.device("cpu"))
+    state.extend(generated)
+    return state
 
 
 @dataclass

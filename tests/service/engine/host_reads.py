@@ -12,33 +12,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_NAMES = {
+    "bool": ("__bool__", "is_nonzero"),
+    "nonzero": ("nonzero", "argwhere"),
+    "unique": ("unique", "unique_consecutive"),
+    "equal": ("equal", "allclose"),
+    "mask": ("masked_select",),
+    **{name.strip("_"): (name,) for name in ("tolist", "item", "cpu", "numpy", "bincount")},
+    **{name.strip("_"): (name,) for name in ("__int__", "__float__", "__index__")},
+}
 _READS = {
-    Tensor.tolist: "tolist",
-    Tensor.item: "item",
-    Tensor.__int__: "int",
-    Tensor.__float__: "float",
-    Tensor.__bool__: "bool",
-    Tensor.__index__: "index",
-    Tensor.nonzero: "nonzero",
-    torch.nonzero: "nonzero",
-    Tensor.cpu: "cpu",
-    Tensor.numpy: "numpy",
-    Tensor.unique: "unique",
-    torch.unique: "unique",
-    torch.bincount: "bincount",
-    Tensor.bincount: "bincount",
-    Tensor.is_nonzero: "bool",
-    torch.is_nonzero: "bool",
-    Tensor.equal: "equal",
-    torch.equal: "equal",
-    Tensor.allclose: "equal",
-    torch.allclose: "equal",
-    Tensor.masked_select: "mask",
-    torch.masked_select: "mask",
-    Tensor.argwhere: "nonzero",
-    torch.argwhere: "nonzero",
-    Tensor.unique_consecutive: "unique",
-    torch.unique_consecutive: "unique",
+    getattr(owner, name): kind
+    for kind, names in _NAMES.items()
+    for name in names
+    for owner in (Tensor, torch)
+    if hasattr(owner, name)
 }
 _UPLOADS = (torch.tensor, torch.as_tensor)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)

@@ -16,8 +16,6 @@ from service.engine.sequence import Sequence
 from tests.service.engine.harness import load_of
 from tests.service.engine.test_scheduler import sequence_of
 
-torch.set_num_threads(1)
-
 
 def candidates_of(survival: list[list[float]]) -> Candidates:
     """Chains whose nodes have these survivals, falling."""

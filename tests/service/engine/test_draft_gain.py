@@ -18,8 +18,6 @@ from service.engine.draft_gate import SequenceGain
 from tests.service.engine.harness import budget_of, load_of, step_stats
 from tests.service.engine.test_budget import nodes_of
 
-torch.set_num_threads(1)
-
 DRAFT_SECONDS = 0.2
 OTHER_SECONDS = 0.05
 DEPTH = 8

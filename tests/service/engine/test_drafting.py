@@ -204,7 +204,7 @@ def committed(tree: DraftTree, accepted: int) -> Committed:
     nothing = torch.zeros(tree.batch, 0, dtype=torch.int64)
     counts = torch.full((tree.batch,), accepted)
     said = torch.cat([tree.tokens[:, :accepted], nothing.new_full((tree.batch, 1), -1)], 1)
-    result = VerifyResult(nothing, counts, counts, nothing)
+    result = VerifyResult(nothing, counts, nothing)
     return Committed(counts, said, counts + 1, tree, result, None, counts, nothing)
 
 

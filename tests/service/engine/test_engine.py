@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from service.engine.budget import FixedBudget
+from drafters.regret import RegretLedger
+from service.engine import build
+from service.engine.budget import CostBudget, FixedBudget
+from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine, EngineOutput, _advance
+from service.engine.measuring import measure_costs
+from service.engine.numerics import check
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.engine.scheduler import Scheduled, StepBatch
 from tests.service.engine.harness import (
@@ -19,12 +25,11 @@ from tests.service.engine.harness import (
     request,
     sampled,
     tiny_engine,
+    tiny_target,
     with_answers,
 )
 from tests.service.engine.test_drafting import decoding
-from tests.tiny_models import EOS_ID, load, random_prompts, stock_tiny, tiny_model
-
-torch.set_num_threads(1)
+from tests.tiny_models import EOS_ID, load, loaded_tiny, random_prompts, stock_tiny, tiny_model
 
 TOKENS = 24
 KINDS = (
@@ -345,3 +350,24 @@ def test_timings_follow_one_another(requests: list[GenerationRequest]) -> None:
     timings = generate(tiny_engine(), requests[4])["4", 0].end.timings
     assert timings is not None
     assert 0 <= timings.queue_seconds <= timings.first_token_seconds <= timings.total_seconds
+
+
+# Building an engine and measuring its costs, also where memory holds one short sequence and no more.
+
+
+@pytest.mark.parametrize(("max_model_len", "num_slots"), [(16, 81), (64, 129), (300, 365), (1024, 1089), (1024, 5000)])
+def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) -> None:
+    target = tiny_target(loaded_tiny("llama"), num_slots)
+    assert check(target) == "exact"
+    costs = measure_costs(target, replace(LIMITS, max_model_len=max_model_len))
+    assert (costs.contexts < max_model_len).all()
+    for context in (1, 100, 5000):
+        seconds = costs.verify_seconds(np.arange(1.0, 100.0), context)
+        assert np.isfinite(seconds).all()
+        assert (seconds > 0).all()
+
+
+def test_without_costs_the_budget_is_fixed() -> None:
+    assert isinstance(build.make_policy(None, LIMITS, RegretLedger()), FixedBudget)
+    table = measure_costs(tiny_target(loaded_tiny("llama"), 400), LIMITS)
+    assert isinstance(build.make_policy(Costs(table, FREE), LIMITS, RegretLedger()), CostBudget)

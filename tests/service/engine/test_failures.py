@@ -32,8 +32,6 @@ from tests.service.engine.test_engine import KINDS, TOKENS, prompts
 from tests.service.engine.test_grammar import regex
 from tests.service.test_assembly import settings
 
-torch.set_num_threads(1)
-
 DRAFTERS = ("none", "memory", "switch(memory,random)", "random")
 CHARGE = "service.engine.engine.charge"
 NUM_BEFORE = 5

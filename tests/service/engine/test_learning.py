@@ -27,7 +27,6 @@ from tests.service.engine.harness import (
 )
 from tests.tiny_models import loaded_tiny, stock_tiny
 
-torch.set_num_threads(1)
 PROMPT = [5, 6, 7, 8]
 
 

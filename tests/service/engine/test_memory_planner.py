@@ -3,22 +3,25 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import Tuning
 from adaptation.losses import untrained_rows
 from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
-from drafters.feedback import FeedbackRecorder
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.pool import EntryPool
+from drafters.specblock.recording import FeedbackRecorder
 from drafters.training.initialise import InputSums, sums_bytes
 from service.config import GIB
 from service.engine.engine import EngineLimits
-from service.engine.kv_pool import KVShape
+from service.engine.kv_pool import KVPool, KVShape, SlotPool
 from service.engine.memory_planner import (
     LearningSizes,
     MemoryPlan,
@@ -102,11 +105,12 @@ def _num_head_weights(model: torch.nn.Module) -> int:
 
 
 def test_feedback_tables_are_as_large_as_foreseen() -> None:
-    sizes = {"width": 24, "hidden": 8, "top": 5}
-    tables = FeedbackRecorder(max_sequences=3, window_tokens=40, **sizes, dtype=torch.bfloat16, device="cpu")
+    config = tiny_drafter().config
+    sizes: dict[str, Any] = {"max_sequences": 3, "top": 5}
+    tables = FeedbackRecorder(config, torch.arange(4), window_tokens=40, **sizes, dtype=torch.bfloat16)
     held = [tables._features, *tables._labels.fields]
-    places = tables._places
-    assert total_bytes(held) == feedback_bytes(max_sequences=3, places=places, itemsize=2, **sizes)
+    sizes |= {"width": config.features_size, "hidden": config.hidden_size, "places": tables._features.shape[1]}
+    assert total_bytes(held) == feedback_bytes(itemsize=2, **sizes)
 
 
 def test_every_need_is_named_once_with_a_remedy() -> None:
@@ -165,3 +169,49 @@ def test_what_a_drafter_is_made_of_is_as_large_as_foreseen() -> None:
     assert (making.what, making.num_bytes) == ("making a drafter", lasting + solving)
     wide = replace(network.config, target={**network.config.target, "hidden_size": 4096})
     assert [round(number / 1e9, 1) for number in sums_bytes(wide)] == [2.7, 5.4]
+
+
+# The pool of keys and values, and how many slots fit into memory.
+
+CPU = torch.device("cpu")
+
+
+def test_users_of_overlapping_slots_find_nothing_they_left() -> None:
+    pool, one, other, third = KVPool(KVShape(3, 2, 4, torch.float32), 10, CPU), object(), object(), object()
+    whole, low, high = range(1, 10), range(1, 5), range(5, 10)
+    assert pool.use(one, whole)
+    assert not pool.use(one, whole)
+    assert pool.use(other, low)
+    assert pool.use(third, high)
+    assert not pool.use(other, low)
+    assert pool.use(one, whole)
+    assert pool.use(other, low)
+    assert pool.use(third, high)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))
+def test_every_slot_has_one_owner(moves: list[tuple[bool, int]]) -> None:
+    pool, held = SlotPool(33, CPU), torch.empty(0, dtype=torch.int64)
+    for take, count in moves:
+        if take:
+            held = torch.cat([held, pool.allocate(min(count, pool.num_free))])
+        else:
+            pool.free(held[:count])
+            held = held[count:]
+        owned = torch.cat([held, pool.free_slots()])
+        assert sorted(owned.tolist()) == list(range(1, 33))
+        assert pool.num_free == 32 - len(held)
+
+
+def test_freeing_twice_is_noticed() -> None:
+    pool = SlotPool(4, CPU)
+    slots = pool.allocate(2)
+    pool.free(slots)
+    with pytest.raises((AssertionError, RuntimeError)):
+        pool.free(slots)
+
+
+def test_pools_of_disjoint_slots() -> None:
+    first, second = SlotPool(4, CPU), SlotPool(4, CPU, first=4)
+    assert sorted(first.allocate(3).tolist()) == list(first.owned) == [1, 2, 3]
+    assert sorted(second.allocate(3).tolist()) == list(second.owned) == [4, 5, 6]

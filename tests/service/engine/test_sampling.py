@@ -14,9 +14,7 @@ from torch import Tensor
 from kernels.sample import ChosenTokens, gumbel_noise_of
 from service.engine.requests import SamplingParams
 from service.engine.sampling import SamplingRows, SamplingState, SamplingTable, logprobs
-from tests.service.engine.harness import choose_tokens
-
-torch.set_num_threads(1)
+from tests.service.engine.harness import choose_tokens, state_after
 
 VOCAB = 12
 EOS = frozenset({2})
@@ -46,7 +44,7 @@ def _params(seed: int = 11, **changes: object) -> SamplingParams:
 def _choose(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> ChosenTokens:
     """All rows in one step, each with a sequence of its own."""
     vocab = len(rows[0].logits)
-    states = [SamplingState(r.params, r.prompt, r.generated, eos_ids=EOS, vocab=vocab, device=CPU) for r in rows]
+    states = [state_after(r.params, r.prompt, r.generated, eos_ids=EOS, vocab=vocab) for r in rows]
     depth = max(len(r.path) for r in rows)
     return choose_tokens(
         torch.tensor([r.logits for r in rows], dtype=dtype),
@@ -175,7 +173,7 @@ MANY_PARAMS = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_alone_are_rows_in_company_in_any_order(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    states = [SamplingState(p, range(40), range(30, 50), eos_ids=EOS, vocab=vocab, device=CPU) for p in MANY_PARAMS]
+    states = [state_after(p, range(40), range(30, 50), eos_ids=EOS, vocab=vocab) for p in MANY_PARAMS]
     table = SamplingTable.build(states)
     num_rows = 30
     logits = (torch.randn(num_rows, vocab, generator=generator) * 3).to(dtype)
@@ -245,7 +243,7 @@ def test_min_tokens_counts_the_path_and_forgets_ids_beyond_the_vocabulary() -> N
 def test_logits_are_left_as_they_are() -> None:
     logits = torch.randn(len(MANY_PARAMS), VOCAB, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    states = [SamplingState(p, [1, 2], [3], eos_ids=EOS, vocab=VOCAB, device=CPU) for p in MANY_PARAMS]
+    states = [state_after(p, [1, 2], [3], eos_ids=EOS, vocab=VOCAB) for p in MANY_PARAMS]
     place = torch.arange(len(states))
     choose_tokens(
         logits, SamplingRows(SamplingTable.build(states), place, place, place, torch.full((len(states), 2), -1))

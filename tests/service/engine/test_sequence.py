@@ -1,11 +1,17 @@
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.engine.requests import SamplingParams
+from service.engine.engine import Engine
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.sequence import TextStream
 from service.tokenizer import ChatTokenizer
+from tests.service.engine.harness import LIMITS, alone, greedy, request, sampled, tiny_engine
 from tests.service.tiny_tokenizer import tiny_tokenizer
+from tests.tiny_models import random_prompts, stock_tiny
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
 
@@ -99,3 +105,115 @@ def test_pushing_after_a_stop_is_a_bug() -> None:
     assert text_stream.push(TOKENIZER.encode("a")[0]) == "a"
     with pytest.raises(AssertionError):
         text_stream.push(TOKENIZER.encode("b")[0])
+
+
+# Requests that ask are told of every tree that was verified for them, and get the same text.
+
+TRACE = SpeculationParams(trace=True)
+
+
+def outputs_of(*requests: GenerationRequest) -> dict[str, list[SequenceOutput]]:
+    engine = tiny_engine(drafter="memory")
+    for one in requests:
+        engine.add(one)
+    outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in requests}
+    while not engine.idle:
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Greedy and sampled ones in turn, whose answers are predicted, but for every seventh token."""
+    asked = []
+    for i, text in enumerate(random_prompts(4, 20)):
+        params = sampled(i) if i % 2 else greedy()
+        answer = alone(params, text).tokens
+        predicted = [token if place % 7 else 0 for place, token in enumerate(answer)]
+        asked.append(request(str(i), text, params, prediction=predicted))
+    return asked
+
+
+def test_the_trees_account_for_every_token(requests: list[GenerationRequest]) -> None:
+    for outputs in outputs_of(*(replace(one, speculation=TRACE) for one in requests)).values():
+        trees = [output.tree for output in outputs if output.tree is not None]
+        assert len(trees) == len(outputs)
+        for output, tree in zip(outputs, trees, strict=True):
+            above = [-1, *tree.path]
+            assert [tree.parents[place] for place in tree.path] == above[: len(tree.path)]
+            assert [tree.tokens[place] for place in tree.path] == list(output.token_ids[: len(tree.path)])
+            assert all(parent < place for place, parent in enumerate(tree.parents))
+            assert len(tree.survival) == len(tree.tokens)
+        record = outputs[-1].speculation
+        assert record is not None
+        assert [len(tree.path) for tree in trees[1:]] == list(record.accepted_per_step)
+        assert [len(tree.tokens) for tree in trees[1:]] == list(record.drafted_per_step)
+        assert 0 < sum(record.accepted_per_step) < sum(record.drafted_per_step)
+
+
+def test_being_told_changes_no_token(requests: list[GenerationRequest]) -> None:
+    traced = outputs_of(*(replace(one, speculation=TRACE) if i < 2 else one for i, one in enumerate(requests)))
+    plain = outputs_of(*requests)
+    for name, outputs in plain.items():
+        told = traced[name]  # in other steps, maybe: what is shown is drafted from the text alone
+        assert sum((output.token_ids for output in told), ()) == sum((output.token_ids for output in outputs), ())
+        assert "".join(output.text for output in told) == "".join(output.text for output in outputs)
+        assert {output.tree for output in outputs} == {None}
+    assert {output.tree for output in traced["3"]} == {None}
+
+
+# Log-probabilities of prompts are those of the plain model, however a prompt is read and whoever runs beside it.
+
+FAMILY = "llama"
+
+
+def scores_of(engine: Engine, *asked: GenerationRequest) -> dict[tuple[str, int], tuple[TokenLogprob, ...]]:
+    for one in asked:
+        engine.add(one)
+    found: dict[tuple[str, int], tuple[TokenLogprob, ...]] = {}
+    while not engine.idle:
+        for output in engine.step().outputs:
+            assert output.error is None
+            if output.prompt_logprobs:
+                assert (output.request_id, output.index) not in found
+                found[output.request_id, output.index] = output.prompt_logprobs
+    engine.assert_conserved()
+    return found
+
+
+def scored(name: str, prompt: list[int], count: int = 2, *, n: int = 1) -> GenerationRequest:
+    params = replace(greedy(3), num_logprobs=count)
+    return replace(request(name, prompt, params), scores_prompt=True, n=n)
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 256])
+def test_they_are_those_of_the_plain_model(chunk: int) -> None:
+    prompts = list(random_prompts(3, 23))
+    engine = tiny_engine(FAMILY, limits=replace(LIMITS, prefill_chunk=chunk))
+    beside = request("beside", prompts[2], sampled(5, 40))
+    found = scores_of(engine, beside, *(scored(str(number), prompt, n=2) for number, prompt in enumerate(prompts[:2])))
+    assert found.keys() == {(str(number), index) for number in range(2) for index in range(2)}
+    for (name, _), scores in found.items():
+        prompt = torch.tensor([prompts[int(name)]])
+        with torch.no_grad():
+            expected = stock_tiny(FAMILY)(prompt).logits[0].float().log_softmax(-1)
+        assert [score.token_id for score in scores] == prompt[0, 1:].tolist()
+        for place, score in enumerate(scores):
+            assert score.logprob == pytest.approx(float(expected[place, score.token_id]), abs=1e-3)
+            top = expected[place].topk(2)
+            assert [token for token, _ in score.top] == top.indices.tolist()
+
+
+def test_a_known_prompt_is_read_again() -> None:
+    (prompt,) = random_prompts(1, 30)
+    engine = tiny_engine(FAMILY, limits=replace(LIMITS, prefill_chunk=8))
+    scores_of(engine, request("first", prompt, greedy(3)))
+    (again,) = scores_of(engine, scored("again", prompt)).values()
+    (once_more,) = scores_of(engine, scored("again", prompt)).values()
+    assert again == once_more
+    assert len(again) == 29
+
+
+def test_a_prompt_of_one_token_has_none() -> None:
+    assert scores_of(tiny_engine(FAMILY), scored("one", [5])) == {}

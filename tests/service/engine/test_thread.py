@@ -5,15 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import SequenceOutput
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import Generated, alone, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts
-
-torch.set_num_threads(1)
 
 PATIENCE_SECONDS = 20.0
 

@@ -23,8 +23,6 @@ from service.engine.weights import (
 from service.errors import StartupError
 from tests.tiny_models import EOS_ID, FAMILIES, load, loaded_tiny, tiny_model, tiny_tokenizer
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_loaded_whole(family: str, tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ from tests.service.api.test_resumption import (
 )
 from tests.service.api.test_resumption import assembly as assembly  # a fixture
 
-pytestmark = pytest.mark.anyio
-
 JSON = ((b"content-type", b"application/json"),)
 STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-ratelimit-limit-requests", b"7"))
 DONE = b"data: [DONE]\n\n"

@@ -12,8 +12,6 @@ from service.ingress.replicas import ForwardedRequest, answer_locally
 from tests.service.api.client import ASK, CHAT, Body, app_of, client_for
 from tests.service.scripted import ScriptedEngine, runtime_of, say, step
 
-pytestmark = pytest.mark.anyio
-
 HEADERS = ((b"content-type", b"application/json"), (b"host", b"test"), (b"x-request-id", b"mine"))
 
 

@@ -9,8 +9,6 @@ import pytest
 from service.errors import StartupError
 from service.ingress.replicas import Broken, ForwardedRequest, HttpReplicas, ReplicaAnswer, Unreachable
 
-pytestmark = pytest.mark.anyio
-
 Handle = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 

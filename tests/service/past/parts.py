@@ -20,8 +20,6 @@ from service.engine.thread import EngineThread
 from service.past.file import MemoryFile
 from tests.service.engine.harness import LIMITS, greedy, request, tiny_engine
 
-torch.set_num_threads(1)
-
 PATIENCE_SECONDS = 20.0
 SIZES = MemorySizes(num_bytes=1 << 20, owners=2)
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from service.config import ServiceConfig
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, save_model
+from tests.service.bench.parts import settings_for
+from tests.tiny_models import SMALL, tiny_model
 
 NUM_LAYERS = 8
 TAPS = (2, 4, 5)
@@ -15,38 +15,12 @@ TAPS = (2, 4, 5)
 
 def save_target(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     """A Llama of eight layers with random weights."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=tied,
-    )
-    save_model(AutoModelForCausalLM.from_config(config), folder, seed=seed)
-    return folder
+    sizes = {**SMALL, "num_hidden_layers": NUM_LAYERS, "intermediate_size": 48, "tie_word_embeddings": tied}
+    return tiny_model("llama", folder, seed=seed, **sizes)
 
 
 def settings(target: Path) -> ServiceConfig:
-    return ServiceConfig.model_validate(
-        {
-            "model": str(target),
-            "load_dtype": "float32",
-            "device": "cpu",
-            "threads": 1,
-            "max_model_len": 256,
-            "max_sequences": 4,
-            "kv_cache": "10MiB",
-            "drafter": "memory",
-            "state_dir": target / "state",
-        }
-    )
+    return settings_for(target).model_copy(update={"max_sequences": 4, "drafter": "memory"})
 
 
 def write_prompts(file: Path, count: int = 12) -> Path:

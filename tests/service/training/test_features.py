@@ -17,7 +17,6 @@ from service.training.features import SHARD_SEQUENCES, FeatureReader, write_shar
 from service.training.regenerate import Response
 from tests.tiny_models import FAMILIES, WINDOW, load, random_prompts, stock_tiny, tiny_model
 
-torch.set_num_threads(1)
 TAPS = (0, 2)
 
 
