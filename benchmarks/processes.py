@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import yaml
 
@@ -27,13 +27,31 @@ _SECRETS = {"api_keys", "admin_key"}
 _OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
 
 
+class Running(Protocol):
+    """A process; the names are those of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
 @dataclass
 class Process:
     """A running program and its log."""
 
     name: str
     log: Path
-    running: subprocess.Popen[bytes]
+    running: Running
 
     @classmethod
     def begin(cls, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> Self:

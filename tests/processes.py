@@ -1,9 +1,11 @@
 """adaptree as a process of its own: begun with a file of settings, asked over HTTP, ended as operators end it."""
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 import httpx2 as httpx
@@ -17,7 +19,45 @@ from tests import tuned
 from tests.tiny_models import served_by
 
 OPERATOR = {"authorization": "Bearer boss"}
-ADAPTREE = (str(Path(sys.executable).with_name("adaptree")),)
+_SERVERS = multiprocessing.get_context("forkserver")
+_SERVERS.set_forkserver_preload(["tests.processes", "service.serve"])
+
+
+class Forked:
+    """`adaptree` in a process forked from one that has done the imports, which take longer than most tests. It has the
+    part of Popen's interface that `Process` uses."""
+
+    def __init__(self, words: Sequence[str], numbers: Mapping[str, object], log: Path) -> None:
+        log.write_text("")
+        environ = {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"}
+        self._process = _SERVERS.Process(target=_adaptree, args=(words, numbers, log, environ))
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("adaptree", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _adaptree(words: Sequence[str], numbers: Mapping[str, object], log: Path, environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    with log.open("a") as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+    sys.argv = ["adaptree", *words]
+    tuned.run(numbers)
 
 
 class Process(processes.Process):
@@ -36,11 +76,13 @@ class Process(processes.Process):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_SECONDS)
 
 
-def write_settings(file: Path, settings: dict[str, Any]) -> tuple[str, ...]:
-    """# -> the words of the program that takes this file"""
-    settings, words = tuned.program(settings)
-    file.write_text(yaml.safe_dump(settings))
-    return words
+def write_settings(file: Path, settings: dict[str, Any]) -> Mapping[str, object]:
+    """Write a server's settings. # -> the numbers among them that are fixed in deployments, for `begin`"""
+    knobs: Mapping[str, object] = settings.get("adaptation", {})
+    numbers = tuned.fixed(knobs)
+    kept = {name: value for name, value in knobs.items() if name not in numbers}
+    file.write_text(yaml.safe_dump({**settings, "adaptation": kept}))
+    return numbers
 
 
 def serving_tiny(root: Path, **more: object) -> Process:
@@ -48,11 +90,10 @@ def serving_tiny(root: Path, **more: object) -> Process:
     model = write_dummy("tiny", root / "tiny")
     settings = served_by(model, drafter="memory", budget_policy="fixed", max_budget=12)
     sizes = {"state_dir": str(root / "state"), "max_model_len": 2048, "kv_cache": "100MiB", **more}
-    words = write_settings(root / "config.yaml", {**settings, **sizes})
-    return begin(["serve"], root / "config.yaml", root / "log", program=words)
+    numbers = write_settings(root / "config.yaml", {**settings, **sizes})
+    return begin(["serve"], root / "config.yaml", root / "log", numbers=numbers)
 
 
-def begin(words: Sequence[str], config: Path, log: Path, *, program: Sequence[str] = ADAPTREE) -> Process:
-    """`adaptree WORDS --config FILE`, or another program that takes them."""
-    command = [*program, *words, "--config", str(config)]
-    return Process.begin(config.stem, command, log, {**os.environ, "ADAPTREE_ADMIN_KEY": "boss"})
+def begin(words: Sequence[str], config: Path, log: Path, *, numbers: Mapping[str, object] | None = None) -> Process:
+    """`adaptree WORDS --config FILE`, with other fixed numbers."""
+    return Process(config.stem, log, Forked([*words, "--config", str(config)], numbers or {}, log))

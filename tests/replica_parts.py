@@ -79,8 +79,8 @@ def _settings(assembly: Assembly, redis_url: str, **knobs: object) -> dict[str, 
 def begin(site: Ground, name: str, *words: str) -> Process:
     """`adaptree WORDS` with a state of its own; under the same name it goes on where it was."""
     config = site.folder / f"{name}.yaml"
-    program = write_settings(config, {**site.settings, "state_dir": str(site.folder / name)})
-    return processes.begin(words, config, site.folder / f"{name}-{time.monotonic_ns()}.log", program=program)
+    numbers = write_settings(config, {**site.settings, "state_dir": str(site.folder / name)})
+    return processes.begin(words, config, site.folder / f"{name}-{time.monotonic_ns()}.log", numbers=numbers)
 
 
 @dataclass

@@ -1,12 +1,9 @@
 """Learning on tiny models: settings of operators, and numbers that are fixed in every deployment, by one name each."""
 
-import json
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
@@ -58,17 +55,9 @@ def settled(worker: Worker, seconds: float = 60.0) -> bool:
     return False
 
 
-def program(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of a server without fixed numbers, and the words of a command that is `adaptree` with those."""
-    knobs: Mapping[str, object] = settings.get("adaptation", {})
-    numbers = fixed(knobs)
-    kept = {name: value for name, value in knobs.items() if name not in numbers}
-    words = (sys.executable, "-c", f"from tests.tuned import run; run({json.dumps(numbers)!r})")
-    return {**settings, "adaptation": kept}, words
-
-
-def run(numbers: str) -> None:
-    _DEFAULTS.update(json.loads(numbers))
+def run(numbers: Mapping[str, object]) -> None:
+    """`adaptree` with these fixed numbers."""
+    _DEFAULTS.update(numbers)
     from service.cli import main
 
     main()

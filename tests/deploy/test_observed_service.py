@@ -61,7 +61,7 @@ def running(folder: Path, name: str, settings: Mapping[str, object]) -> Process:
         folder / "model", max_model_len=128, max_sequences=2, max_budget=4, state_dir=str(folder / name), **settings
     )
     config = folder / f"{name}.yaml"
-    return begin(["serve"], config, folder / f"{name}.log", program=write_settings(config, served))
+    return begin(["serve"], config, folder / f"{name}.log", numbers=write_settings(config, served))
 
 
 @contextmanager

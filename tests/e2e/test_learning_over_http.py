@@ -2,7 +2,7 @@
 again."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ class Files:
     config: Path
     state: Path
     drafters: Path
-    program: tuple[str, ...]
+    numbers: Mapping[str, object]
 
     def begin(self, log: Path) -> Process:
-        return begin(["serve"], self.config, log, program=self.program)
+        return begin(["serve"], self.config, log, numbers=self.numbers)
 
 
 def assembled(folder: Path, *, hidden_size: int) -> Assembly:
@@ -51,8 +51,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         state_dir=str(root / "state"),
         adaptation={"enabled": True, "policy": "head_only", "head_queries": 1, "validation_share": 0.3},
     )
-    words = write_settings(root / "config.yaml", settings)
-    return Files(root / "config.yaml", root / "state", drafters, words)
+    numbers = write_settings(root / "config.yaml", settings)
+    return Files(root / "config.yaml", root / "state", drafters, numbers)
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         state_dir=str(root / "state"),
         adaptation={"enabled": True, "niceness": 0},
     )
-    words = write_settings(root / "config.yaml", settings)
-    running = begin(["serve"], root / "config.yaml", root / "log", program=words)
+    numbers = write_settings(root / "config.yaml", settings)
+    running = begin(["serve"], root / "config.yaml", root / "log", numbers=numbers)
     yield running
     running.end()
 
