@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 30_430),
-    BENCHMARKS: (modules(BENCHMARKS), 6_500),
-    "tests": (modules("tests"), 35_800),
+    "product": (PRODUCT, 28_760),
+    BENCHMARKS: (modules(BENCHMARKS), 4_000),
+    "tests": (modules("tests"), 31_800),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 230
