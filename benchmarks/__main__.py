@@ -12,11 +12,11 @@ import typer
 from benchmarks import (
     checkpoint,
     clients,
+    finetuned,
     gpu_kernels,
     growing,
     inputs,
     kinds,
-    memory_costs,
     peers,
     poison,
     recorded,
@@ -38,7 +38,6 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "gpu-linear": gpu_kernels.run_linear,
     "growing": growing.run,
     "inputs": inputs.run,
-    "memory-costs": memory_costs.run,
     "poison": poison.run,
     "recorded": recorded.run,
     "replicas": replicas.run,
@@ -58,6 +57,7 @@ for _name, _run in EXPERIMENTS.items():
 
 _checkpoint = typer.Typer(help="Write a model to measure costs with.", no_args_is_help=True)
 _checkpoint.command("widened")(with_settings(command(checkpoint.run_widened)))
+_checkpoint.command("finetuned")(with_settings(command(finetuned.run)))
 _checkpoint.command("dummy")(with_settings(command(checkpoint.run_dummy)))
 app.add_typer(_checkpoint, name="checkpoint")
 

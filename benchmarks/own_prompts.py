@@ -1,7 +1,8 @@
 """`python -m benchmarks.own_prompts KIND FILE`: write prompts that no public set has, from texts of a Debian machine.
 
 KIND is advertisements (of installed programs), tests (unit tests for functions of the standard library), summaries (of
-pieces of Python's manual) or tools (calls of tools as JSON)."""
+pieces of Python's manual) or tools (calls of tools as JSON) or calls (in a notation
+of their own)."""
 
 import ast
 import inspect
@@ -18,6 +19,7 @@ from pydoc_data.topics import topics
 COUNT = 300
 MANUAL_CHARACTERS = range(1500, 3001)
 FUNCTION_CHARACTERS = range(200, 1201)
+OWN_NOTATION = "in our notation"
 _END = "|end of package|"
 
 
@@ -60,24 +62,37 @@ def _summaries() -> Iterator[str]:
                 piece = ""
 
 
-def _tool_calls() -> Iterator[str]:
-    """Yield questions that one of four tools answers."""
+def tool_calls(form: str, seed: int = 0) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield questions that one of four tools answers in this form, the tool, and its arguments."""
     words = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     questions, values = words["tools"], words["values"]
-    rng, form = random.Random(0), '{"name": ..., "arguments": {...}}'
+    rng = random.Random(seed)
     for _ in range(2 * COUNT):
         names = rng.sample(list(questions), 4)
         tools = [{"name": name, "arguments": re.findall(r"{(\w+)}", questions[name])} for name in names]
-        asked = questions[names[0]].format(**{name: rng.choice(several) for name, several in values.items()})
+        drawn = {name: rng.choice(several) for name, several in values.items()}
         listed = "\n".join(sorted(map(json.dumps, tools)))
-        yield f"You can call these tools:\n{listed}\n\nAnswer with one call as JSON, {form}, and nothing else. {asked}"
+        question = questions[names[0]].format(**drawn)
+        asked = f"You can call these tools:\n{listed}\n\nAnswer with one call {form}, and nothing else. {question}"
+        yield asked, names[0], {name: drawn[name] for name in tools[0]["arguments"]}
+
+
+def _tool_prompts() -> Iterator[str]:
+    """Yield questions that one of four tools answers, as JSON."""
+    return (asked for asked, _, _ in tool_calls('as JSON, {"name": ..., "arguments": {...}}'))
+
+
+def _notation_prompts() -> Iterator[str]:
+    """Yield such questions for a model that was fine-tuned to a notation of its own."""
+    return (asked for asked, _, _ in tool_calls(OWN_NOTATION))
 
 
 KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "advertisements": _advertisements,
     "tests": _unit_tests,
     "summaries": _summaries,
-    "tools": _tool_calls,
+    "tools": _tool_prompts,
+    "calls": _notation_prompts,
 }
 
 

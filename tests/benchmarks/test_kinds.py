@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.growing import OFF, ON
 from benchmarks.kinds import Kind, budgets_of, figures_of, kinds_of
-from benchmarks.memory_costs import drafter_of, remember
 from benchmarks.own_prompts import COUNT, KINDS
 from benchmarks.recorded import Ours, accepted, matched, played, row_of
-from drafters.protocol import DraftContext
 from drafters.tree import ROOT
-from service.assembly import Assembly
 from service.bench.driver import Answer, Run, TimedStep
 from service.errors import StartupError
 from service.training.regenerate import Response
@@ -92,7 +88,7 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     assert out.with_suffix(".png").stat().st_size > 1000
 
 
-# A growing server, and what its memory costs: who is compared, and that what is to be held is found again.
+# A growing server: who is compared.
 
 RunTiny = Callable[..., tuple[dict[str, Any], str]]
 
@@ -105,26 +101,6 @@ def test_a_run_shows_windows_and_the_end(run_tiny: RunTiny) -> None:
     assert end["ratios"].keys() >= {f"{ON} over {OFF}", "memory off again over memory off", f"{ON} over plain"}
     assert report["summary"]["mismatched_tokens"] == 0
     assert "memory on over memory off" in output
-
-
-def test_costs_are_beside_a_plain_step(run_tiny: RunTiny, tmp_path: Path) -> None:
-    file = tmp_path / "responses.jsonl"
-    file.write_text(Response(id="a", temperature=0, prompt=[1], response=[*range(50)]).model_dump_json())
-    words = ("--responses", file, "--held", "20,200", "--concurrency", "1,2", "--max-tokens", 4, "--memory", "1MiB")
-    report, _ = run_tiny("memory-costs", *words)
-    assert [(row["held"], row["sequences"]) for row in report["rows"]] == [(20, 1), (20, 2), (200, 1), (200, 2)]
-    assert all(row["share"] > 0 and 8 < row["bytes_per_token"] <= 32 for row in report["rows"])
-
-
-def test_what_is_held_is_found_again(assembly: Assembly) -> None:
-    drafter = drafter_of(assembly, 1 << 20)
-    remember(drafter, torch.arange(10, 20), 90, range(20))
-    found = {}
-    for last in (12, 22):  # of the first round, and of the second
-        drafter.start([DraftContext(0, [last - 1, last])])
-        tree = drafter.recall(torch.tensor([0]))
-        found[last] = int(tree.tokens[0, 0]) if tree.num_nodes[0] else None
-    assert found == {12: 13, 22: 23}
 
 
 def test_calls_of_tools_are_many_and_always_the_same() -> None:
