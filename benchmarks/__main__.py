@@ -12,6 +12,7 @@ import typer
 from benchmarks import (
     checkpoint,
     clients,
+    curves,
     finetuned,
     gpu_kernels,
     growing,
@@ -19,7 +20,6 @@ from benchmarks import (
     kinds,
     peers,
     poison,
-    recorded,
     replicas,
     schema_suite,
     shift,
@@ -33,13 +33,13 @@ from service.errors import StartupError
 
 EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "clients": clients.run,
+    "curves": curves.run,
     "drafters": kinds.run,
     "gpu-attention": gpu_kernels.run_attention,
     "gpu-linear": gpu_kernels.run_linear,
     "growing": growing.run,
     "inputs": inputs.run,
     "poison": poison.run,
-    "recorded": recorded.run,
     "replicas": replicas.run,
     "schema-suite": schema_suite.run,
     "shift": shift.run,

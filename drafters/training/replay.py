@@ -46,7 +46,7 @@ class Replayed:
 
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
     """Replay a step at every `every`-th position of the answer, each with a block's `nodes` likeliest paths."""
-    return _emitted(_accepted_of_blocks(model, embed, example, every, nodes))
+    return _emitted(accepted_of_blocks(model, embed, example, every, nodes))
 
 
 def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
@@ -58,7 +58,7 @@ def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
 def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
     """Replay consecutive steps with blocks and copies, of which the better one counts."""
     copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
-    return _walked(torch.maximum(_accepted_of_blocks(model, embed, example, every, nodes), copied), every)
+    return _walked(torch.maximum(accepted_of_blocks(model, embed, example, every, nodes), copied), every)
 
 
 def _emitted(accepted: Tensor) -> Replayed:
@@ -81,7 +81,7 @@ def _anchors(example: Example, every: int) -> Tensor:
 
 
 @torch.no_grad()
-def _accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
+def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
     """Return how many tokens a block's likeliest paths have right, ranked with the sequence's sampling noise if its
     seed is known. # -> [anchors] int64"""
     anchors = _anchors(example, every).to(model.d2t.device)
