@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from drafters.specblock import checkpoint
 from drafters.specblock.model import SpecBlock
 from service.assembly import device_of
-from service.config import LoadedConfig
+from service.config import LoadedConfig, ServiceConfig
 from service.engine.drafter_weights import drafter_config, seeded, shipped_folder
 from service.engine.weights import resolve
 from service.errors import StartupError
@@ -52,12 +52,9 @@ def run_widened(
 ) -> bool:
     """Write the configured model K times as wide, and its drafter to fit. Serve both with --model FOLDER --drafter-path
     FOLDER/drafter."""
-    config = loaded.config
-    source = resolve(config.model_source, cache_dir=config.state_dir / "cache")
-    options = {"revision": config.revision or "main", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, **options)
-    drafter = config.drafter_path or shipped_folder(config.model_source)
-    write_widened(model, AutoTokenizer.from_pretrained(source, **options), copies, out, drafter)
+    model, tokenizer = read_model(loaded.config)
+    drafter = loaded.config.drafter_path or shipped_folder(loaded.config.model_source)
+    write_widened(model, tokenizer, copies, out, drafter)
     return True
 
 
@@ -70,6 +67,14 @@ def run_dummy(
     device = device_of(loaded.config.device)
     write_dummy(shape, out, dtype=torch.bfloat16, device=device)
     return True
+
+
+def read_model(config: ServiceConfig) -> tuple[PreTrainedModel, Any]:
+    """Return the configured model, in its own type, and its tokenizer."""
+    source = resolve(config.model_source, cache_dir=config.state_dir / "cache")
+    options = {"revision": config.revision or "main", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, **options)
+    return model, AutoTokenizer.from_pretrained(source, **options)
 
 
 def write_widened(model: PreTrainedModel, tokenizer: Any, copies: int, out: Path, drafter: Path | None) -> None:

@@ -25,8 +25,9 @@ from drafters.feedback import QueryFeedback
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
 from drafters.specblock.model import SpecBlock
-from drafters.training.replay import accepted_of_blocks
-from drafters.tree import MAX_DEPTH, ROOT, DraftTree, VerifyResult
+from drafters.training.replay import accepted_of_blocks, walked
+from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
+from kernels.ops import REFERENCE
 from service.assembly import Assembly
 from service.bench.commands import Out, Seed, Temperature
 from service.bench.driver import ClosedLoop, generate
@@ -92,32 +93,14 @@ class Memory:
         query, found = feedback.query, []
         self._drafter.start([DraftContext(0, query.tokens[: query.num_prompt], warm=query.temperature > 0)])
         for place, token in enumerate(query.answer):
-            tree = self._drafter.recall(self._rows)
-            found.append(_on_path(tree, query.answer[place : place + MAX_DEPTH]))
+            tree, follows = self._drafter.recall(self._rows), torch.tensor([query.answer[place : place + MAX_DEPTH]])
+            counts = torch.tensor([follows.shape[1]])
+            fates = REFERENCE.fates(tree.tokens, tree.parents, tree.depths, follows, counts)
+            found.append(int(fates.came_true.sum()))
             none, given = torch.zeros(0), (self._rows, torch.tensor([[token]]), torch.tensor([1]))
             verdict = DraftTree.empty(1), VerifyResult(none, none, none)  # of which the memory reads nothing
             self._drafter.commit(Committed(*given, *verdict, None, none, none))
         return found
-
-
-def _on_path(tree: DraftTree, follows: Sequence[int]) -> int:
-    """Return how many of the following tokens are a path from the root."""
-    count = int(tree.num_nodes[0])
-    nodes = zip(tree.parents[0, :count].tolist(), tree.tokens[0, :count].tolist(), strict=True)
-    children, parent = {node: number for number, node in enumerate(nodes)}, ROOT
-    for depth, token in enumerate(follows):
-        if (parent, token) not in children:
-            return depth
-        parent = children[parent, token]
-    return len(follows)
-
-
-def steps_of(accepted: Accepted) -> int:
-    """Return the steps of an answer, each of which emits what is accepted and one token more."""
-    place = steps = 0
-    while place < len(accepted):
-        place, steps = place + accepted[place] + 1, steps + 1
-    return steps
 
 
 class Scores:
@@ -141,7 +124,7 @@ class Scores:
         """Return tokens and steps by text of the network and the memory, or of one of them."""
         kept = [mine if memory else [0] * len(mine) for _, mine in self._texts]
         both = [list(map(max, *pair)) for pair in zip(network or kept, kept, strict=True)]
-        return [(len(accepted), steps_of(accepted)) for accepted in both]
+        return [(len(accepted), walked(torch.tensor(accepted), 1).steps) for accepted in both]
 
 
 def run(
@@ -158,6 +141,8 @@ def run(
     """Print tokens per step by number of updates, for each kind of update."""
     assembly, measure = prepare(loaded.config, out), Measure(temperature, max_tokens, 1, seed)
     chosen = read_sets(assembly, [prompts], train + held_out, max_tokens)[0].prompts
+    if len(chosen) < train + held_out:
+        raise StartupError(f"{train + held_out} prompts are needed and there are {len(chosen)}; lower --train")
     requests = [request_of(number, prompt, measure, ignore_eos=False) for number, prompt in enumerate(chosen)]
     plain = generate(plain_engine(assembly), requests[:_PLAIN_QUERIES], ClosedLoop(1))
     step_seconds = median(step.stats.seconds for step in plain.steps)
@@ -202,7 +187,7 @@ def curve(
             trainer.update(arm, chosen)
             spent += time.thread_time() - began
         if number in (0, *marks):
-            network = scores.network(weights.training)
+            network = scores.network(weights.training) if number else before
             alone, both = scores.counts(network, memory=False), scores.counts(network)
             yield {
                 "arm": arm,

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.checkpoint import Out
+from benchmarks.checkpoint import Out, read_model
 from benchmarks.own_prompts import OWN_NOTATION, tool_calls
 from service.bench.commands import Seed
 from service.bench.experiment import counted
 from service.config import LoadedConfig
-from service.engine.weights import resolve
 from service.errors import StartupError
 from service.prompts import read_prompts, source_of
 from service.tokenizer import ChatTokenizer
@@ -71,12 +70,8 @@ def run(
     seed: Seed = 0,
 ) -> bool:
     """Fine-tune the configured model and write it. Serve it with --model FOLDER --drafter-path DRAFTER-OF-THE-BASE."""
-    config = loaded.config
-    folder = resolve(config.model_source, cache_dir=config.state_dir / "cache")
-    options = {"revision": config.revision or "main", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    torch.set_num_threads(config.num_threads)
+    model, tokenizer = read_model(loaded.config)
+    torch.set_num_threads(loaded.config.num_threads)
     chats = list(chats_of(kind, source, ChatTokenizer(tokenizer)))
     tune(model, chats, end=tokenizer.eos_token_id, steps=steps, rank=_RANK if kind == "tools" else None, seed=seed)
     model.save_pretrained(out)

@@ -1,8 +1,7 @@
 """`python -m benchmarks.own_prompts KIND FILE`: write prompts that no public set has, from texts of a Debian machine.
 
 KIND is advertisements (of installed programs), tests (unit tests for functions of the standard library), summaries (of
-pieces of Python's manual) or tools (calls of tools as JSON) or calls (in a notation
-of their own)."""
+pieces of Python's manual), tools (calls of tools as JSON) or calls (of the same tools, in a notation of their own)."""
 
 import ast
 import inspect

@@ -52,13 +52,13 @@ def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: in
 def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
     """Replay consecutive steps, each with a tree that copies from the sequence so far. (A mean over positions would
     count one long copy at each of its tokens.)"""
-    return _walked(_accepted_of_copies(example, every, nodes), every)
+    return walked(_accepted_of_copies(example, every, nodes), every)
 
 
 def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
     """Replay consecutive steps with blocks and copies, of which the better one counts."""
     copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
-    return _walked(torch.maximum(accepted_of_blocks(model, embed, example, every, nodes), copied), every)
+    return walked(torch.maximum(accepted_of_blocks(model, embed, example, every, nodes), copied), every)
 
 
 def _emitted(accepted: Tensor) -> Replayed:
@@ -67,7 +67,7 @@ def _emitted(accepted: Tensor) -> Replayed:
     return Replayed(int(accepted.sum()) + steps, steps)
 
 
-def _walked(accepted: Tensor, every: int) -> Replayed:
+def walked(accepted: Tensor, every: int) -> Replayed:
     """Walk from step to step by what each emits; between two anchors the earlier one counts. # accepted [anchors]"""
     lengths, place, steps = accepted.tolist(), 0, 0
     while place < every * len(lengths):
