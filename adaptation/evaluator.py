@@ -5,7 +5,6 @@ scores never change, those of the serving drafter only with its version; each re
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
@@ -16,6 +15,7 @@ from adaptation.losses import TextDivergence
 from adaptation.monitor import TextScores
 from adaptation.records import GateReason
 from adaptation.samples import ValidationText
+from adaptation.timing import Pieces
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
@@ -195,62 +195,68 @@ class OfflineEvaluator:
         self._anchor, self._baseline_scores = _CachedScores(0), _CachedScores(0)
         self._serving = _CachedScores(weights.newest)
         self._candidate = _CachedScores(weights.newest)
+        self._model, self._loaded = weights.replica, _CachedScores(0)  # the scores of what is loaded go there
 
-    def evaluate(self, texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
-        """Judge the training copy. # -> the decision, and seconds that judging took"""
-        began = time.perf_counter()
+    def evaluate(self, texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
+        """Judge the training copy, one replay per piece."""
         self._candidate = _CachedScores(self._weights.newest)
         least = self._gate.min_texts
         few = texts[-least:] if len(texts) >= least else texts[:0]
-        decision = self._decide(few)
+        decision = yield from self._decide(few)
         if decision.reason not in _HOPELESS:
-            decision = self._decide(texts)
-        return decision, time.perf_counter() - began
+            decision = yield from self._decide(texts)
+        return decision
 
     def published(self) -> None:
         """Keep the scores of the last candidate: it serves now."""
         self._serving = _CachedScores(self._weights.newest, self._candidate.scores)
 
-    def scored(self, text: ValidationText, *, with_previous: bool) -> TextScores:
-        """Scores of the drafters on one text; `with_previous`: also of the weights that a publish replaced."""
-        previous = self._weights.previous() if with_previous else None
-        before = None if previous is None else self._scores(previous, [text], self._replay)[0]
-        return TextScores(self.serving([text])[0], self.anchor([text])[0], before)
-
-    def serving(self, texts: Sequence[ValidationText]) -> list[float]:
-        """Scores of what serves, or is staged to."""
-        if self._weights.latest.origin == ANCHOR:
-            return self.anchor(texts)
-        if self._serving.version != self._weights.newest:
-            self._serving = _CachedScores(self._weights.newest)
-        return self._lookup(self._serving, self._weights.served, texts, self._replay)
-
-    def anchor(self, texts: Sequence[ValidationText]) -> list[float]:
-        """Scores of the anchor, or of the baseline while that serves."""
-        if self._baseline is not None and self._weights.latest.origin == ANCHOR:
-            return self._lookup(self._baseline_scores, self._weights.unchanged, texts, self._baseline)
-        return self._lookup(self._anchor, self._weights.unchanged, texts, self._replay)
+    def scored(self, text: ValidationText, *, with_previous: bool) -> Pieces[TextScores]:
+        """Score the drafters on one text; `with_previous`: also the weights that a publish replaced."""
+        before = None
+        if with_previous and self._weights.latest.replaced is not None:
+            (before,) = yield from self._lookup(_CachedScores(0), self._weights.previous, [text], self._replay)
+        (serving,) = yield from self.serving([text])
+        (anchor,) = yield from self.anchor([text])
+        return TextScores(serving, anchor, before)
 
     def anchor_changed(self) -> None:
         """Forget the anchor's scores: it has other weights."""
         self._anchor = _CachedScores(0)
 
-    def _decide(self, texts: Sequence[ValidationText]) -> GateDecision:
-        candidate = self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
-        return self._gate.decide(candidate, self.serving(texts), self.anchor(texts))
+    def serving(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
+        """Score what serves, or is staged to."""
+        if self._weights.latest.origin == ANCHOR:
+            return (yield from self.anchor(texts))
+        if self._serving.version != self._weights.newest:
+            self._serving = _CachedScores(self._weights.newest)
+        return (yield from self._lookup(self._serving, self._weights.served, texts, self._replay))
+
+    def anchor(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
+        """Score the anchor, or the baseline while that serves."""
+        if self._baseline is not None and self._weights.latest.origin == ANCHOR:
+            return (yield from self._lookup(self._baseline_scores, self._weights.unchanged, texts, self._baseline))
+        return (yield from self._lookup(self._anchor, self._weights.unchanged, texts, self._replay))
+
+    def _decide(self, texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
+        candidate = yield from self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
+        serving = yield from self.serving(texts)
+        anchor = yield from self.anchor(texts)
+        return self._gate.decide(candidate, serving, anchor)
 
     def _lookup(
         self, cached: _CachedScores, load: Callable[[], SpecBlock], texts: Sequence[ValidationText], replay: Replay
-    ) -> list[float]:
-        missing = [text for text in texts if text.number not in cached.scores]
-        if missing:
-            found = self._scores(load(), missing, replay)
-            cached.scores |= {text.number: score for text, score in zip(missing, found, strict=True)}
-        scores = [cached.scores[text.number] for text in texts]
+    ) -> Pieces[list[float]]:
+        """Score one drafter. All drafters are loaded into the same replica, some between two pieces of this."""
+        scores = []
+        for text in texts:
+            if text.number not in cached.scores:
+                yield
+                if self._loaded is not cached:
+                    self._model, self._loaded = load(), cached
+                with torch.no_grad():
+                    cached.scores[text.number] = replay(self._model, text.example)
+            scores.append(cached.scores[text.number])
         for number in sorted(cached.scores)[: -self._max_scores]:
             del cached.scores[number]
         return scores
-
-    @torch.no_grad()
-    def _scores(self, model: SpecBlock, texts: Sequence[ValidationText], replay: Replay) -> list[float]:
-        return [replay(model, text.example) for text in texts]

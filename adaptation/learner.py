@@ -6,7 +6,7 @@ Every decision is an event with its reason. All calls come from one thread, whic
 import random
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -25,9 +25,9 @@ from adaptation.persistence import LearnerCheckpoint, Part, Persistence
 from adaptation.policy import Arm, Policy, policy_of
 from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
-from adaptation.records import AdaptationStatus, Emit, EventLog
+from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.timing import IdleTime, TrainingTime, bf16_is_faster
+from adaptation.timing import IdleTime, Pieces, TrainingTime, bf16_is_faster
 from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
 from adaptation.weights import DrafterWeights, ServedDrafter, Version
 from adaptation.worker import Worker, received
@@ -63,6 +63,7 @@ class Learner:
         self._persistence = persistence
         self._publisher = publisher
         self._traffic = TrafficMonitor(self.weights.anchor.config.target_vocab_size)
+        self._job: Pieces[None] | None = None  # an update under way
 
     @property
     def _policy(self) -> Policy:
@@ -94,31 +95,38 @@ class Learner:
         alarm = self._publisher.watch(query, filtered)
         if alarm is not None:
             self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
-        self._charge()
+        if self._job is None:  # else it is charged when that ends
+            self._charge()
         self.sampler.resting = self._may_rest()
         return filtered
 
-    def update(self, interrupted: Callable[[], bool] = lambda: False) -> UpdateReport | None:
-        """Train, evaluate and publish if an update is due; None: none was. `interrupted` ends it between two steps."""
-        if self.paused or self.weights.pending or not self._feedback.validation.suffices:
-            return None
-        if self._bootstrap.due:
-            self._publisher.solve()
-            self._charge()
-            self.save(training=False)
-            return None
-        signals = self._feedback.buffers.signals
-        arm = self._policy.due(signals)
-        if arm is None:
-            self._train_idle(interrupted)
-            return None
-        self._charge()  # what is taken from here on is the arm's cost
-        report = self._train(arm, self._feedback.buffers.take(arm), interrupted)
-        self._finish(report, fmean(signals[arm]))
-        return report
+    def work(self) -> bool:
+        """Do the next piece of an update: an optimizer step, or a replay; begin an update if one is due. # -> whether
+        there was a piece that may compute now"""
+        job = (self._job or self._due()) if self.training.time.may_compute else None
+        if job is None:
+            return False
+        self._job = None
+        with suppress(StopIteration), self.training.time.spent():
+            next(job)
+            self._job = job
+        return True
+
+    def abandon(self) -> None:
+        """Undo the update under way, if any; its samples wait again."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._publisher.forget_gain()
+        try:
+            job.close()
+        except TrainingLost:  # with it what could be undone
+            self._publisher.start_over()
+        self._charge()
 
     def pause(self, reason: str = "operator") -> None:
         """Learn nothing until resumed, in later processes too; the alarms stay on."""
+        self.abandon()
         self.paused = True
         self.log.add("paused", reason)
         self.save(training=False)
@@ -136,6 +144,7 @@ class Learner:
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
         """Serve these weights, shapes [...] as in `weights.layout`, without asking the gate. # -> their version; raises
         NotStored"""
+        self.abandon()
         version = self.weights.adopt(weights)
         self.log.storing(lambda: self._bootstrap.adopted(dict(weights)))
         self._publisher.anchor_changed()
@@ -162,13 +171,17 @@ class Learner:
         """Forget the update under way and train on from what is served."""
         if self.training.process is not None:
             self.training.process.quiet()
+        self.abandon()
         self.log.add("failed", error)
         self._charge()
         self._feedback.buffers.clear_replay()
         self._publisher.start_over()
 
     def save(self, *, training: bool) -> None:
-        """Save what a later process needs; `training`: also the training copy. A failure is an event."""
+        """Save what a later process needs; `training`: also the training copy, without the update under way. A failure
+        is an event."""
+        if training:
+            self.abandon()
         self._persistence.save(paused=self.paused, training=training)
 
     def restore(self) -> None:
@@ -226,6 +239,7 @@ class Learner:
         return not self._publisher.watches_closely and (learns_nothing or promises_nothing)
 
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
+        self.abandon()
         condemned = self.weights.condemn()
         restored = self.weights.restore_before(condemned)
         self._bootstrap.rolled_back()
@@ -241,48 +255,67 @@ class Learner:
         self._publisher.monitor.weights_changed()
         self._publisher.start_over()
 
-    def _train_idle(self, interrupted: Callable[[], bool]) -> None:
-        """Do a full update on the replay buffer while the engine is idle."""
-        buffers, clock = self._feedback.buffers, self.training.time
+    def _due(self) -> Pieces[None] | None:
+        """Return the work that is due: to solve for a first drafter, an arm's update, or in idle time a full update on
+        the replay buffer."""
+        buffers, time = self._feedback.buffers, self.training.time
+        if self.paused or self.weights.pending or not self._feedback.validation.suffices:
+            return None
+        if self._bootstrap.due:
+            return self._solve()
+        signals = buffers.signals
+        arm = self._policy.due(signals)
+        if arm is not None:
+            return self._update(arm, buffers.take(arm), fmean(signals[arm]))
+        if self._bootstrap.collects or not time.is_idle or not self._idle.may_begin(buffers.num_remembered):
+            return None
         texts = buffers.rehearsal()
-        if (
-            self._bootstrap.collects
-            or not texts
-            or not clock.is_idle
-            or not self._idle.may_begin(buffers.num_remembered)
-        ):
-            return
-        began = time.monotonic()
-        report = self._train("full", texts, lambda: interrupted() or not clock.is_idle)
-        published = None if report.outcome == "interrupted" else self._finish(report, None)
-        self._charge()
-        self._idle.ended(time.monotonic() - began, published=published)
+        return self._update("full", texts, None) if texts else None
 
-    def _train(self, arm: Arm, samples: list[TrainingSample], interrupted: Callable[[], bool]) -> UpdateReport:
-        return self.training.update(arm, samples, interrupted, rate_share=self._publisher.pace.share(arm))
-
-    def _finish(self, report: UpdateReport, signal: float | None) -> bool:
-        """Judge the update and publish it if it is better, or report why it was discarded. `signal`: mean of its
-        queries; None in idle time. # -> whether it was published"""
-        if report.applied:
-            return self._conclude(report, signal)
+    def _solve(self) -> Pieces[None]:
+        yield from self._publisher.solve()
         self._charge()
-        if report.outcome == "interrupted":
-            self._feedback.buffers.put_back()
-        elif report.outcome != "nothing_to_learn":
+        self.save(training=False)
+
+    def _update(self, arm: Arm, samples: list[TrainingSample], signal: float | None) -> Pieces[None]:
+        """Train, judge, and publish what is better. `signal`: mean of the arm's queries; None in idle time."""
+        self._charge()  # what is taken from here on is the arm's cost
+        began, published = self.training.time.seconds, None
+        try:
+            report = yield from self.training.update(arm, samples, rate_share=self._publisher.pace.share(arm))
+            if report.applied:
+                published = yield from self._conclude(report, signal)
+            else:
+                published = self._discard(report)
+        except GeneratorExit:
+            if signal is not None:
+                self._feedback.buffers.put_back()
+            self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
+            raise
+        finally:
+            if signal is None:
+                self._idle.ended(self.training.time.seconds - began, published=published)
+
+    def _discard(self, report: UpdateReport) -> bool:
+        """Report an update that could not be computed. # -> False: it was not published"""
+        self._charge()
+        if report.outcome != "nothing_to_learn":
             self._feedback.buffers.clear_replay()
         self.log.add("discarded", report.outcome, {"seconds": report.seconds})
         return False
 
-    def _conclude(self, report: UpdateReport, signal: float | None) -> bool:
-        decision, seconds = self._publisher.evaluate()
+    def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
+        """Judge an update and publish it if it is better. # -> whether it was published"""
+        began = self.training.time.seconds
+        decision = yield from self._publisher.evaluate()
+        seconds = self.training.time.seconds - began
         judgement = self._publisher.judgement(decision)
         published = self._publisher.publish(decision)
         if judgement is None or signal is None:
             self._charge()
         else:
             self._policy.ended(report.arm, signal, judgement, self.training.time.taken(), published=published)
-        self._publisher.conclude(report, decision, seconds, published=published)
+        self._publisher.conclude(report, decision, seconds=seconds, published=published)
         if published:
             self.save(training=False)
         return published
@@ -345,7 +378,6 @@ def worker_of(learner: Learner, tuning: Tuning) -> Worker:
         max_waiting=tuning.queued_queries,
         niceness=tuning.niceness,
         device=learner.weights.train_device,
-        urged=learner.training.time.urged,
     )
 
 
@@ -380,6 +412,6 @@ def _evaluator_of(
 ) -> OfflineEvaluator:
     judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
     gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
-    replay = training.paced(replay_of(drafter.embed, beside_memory=not drafter.made))
+    replay = training.replays(replay_of(drafter.embed, beside_memory=not drafter.made))
     baseline = None if drafter.made else memory_alone
     return OfflineEvaluator(weights, gate, replay, max_scores=2 * tuning.validation_texts, baseline=baseline)

@@ -8,7 +8,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -32,19 +31,17 @@ from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.timing import TrainingTime
+from adaptation.timing import Pieces, TrainingTime
 from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
-_INTERRUPTED = "interrupted?"  # sent by the child before each step of an update
 _ENDING_SECONDS = 5.0
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
-_POLL_SECONDS = 0.05  # between two checks whether it may go on
 _CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
@@ -81,7 +78,6 @@ class TrainingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closing = threading.Lock()
-        self.waits = False  # it is stopped, because it may not compute
         weakref.finalize(self, os.close, memory)
 
     @property
@@ -106,18 +102,22 @@ class TrainingProcess:
         _send(self._connection, self._setup)
         self.num_started += 1
 
-    def update(
-        self,
-        arm: Arm,
-        samples: Sequence[TrainingSample],
-        interrupted: Callable[[], bool] = lambda: False,
-        **named: object,
-    ) -> UpdateReport:
+    def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
         """As `OnlineTrainer.update`. Raises TrainingLost if the process dies, RuntimeError for an exception in it."""
-        return cast(UpdateReport, self._ask("update", arm, samples, interrupted=interrupted, **named))
+        self._revive()
+        report = self._ask("begin", arm, samples, rate_share=rate_share)
+        try:
+            while report is None:
+                yield
+                report = self._ask("go_on")
+        except GeneratorExit:
+            self._ask("abandon")
+            raise
+        return cast(UpdateReport, report)
 
     def replay(self, model: SpecBlock, example: Example) -> float:
         """Score the replica, which is the only model that is scored. Raises as `update` does."""
+        self._revive()
         return cast(float, self._ask("replay", example))
 
     def quiet(self) -> None:
@@ -142,20 +142,21 @@ class TrainingProcess:
             process.kill()
             process.wait()
 
-    def _ask(
-        self, call: str, *given: object, interrupted: Callable[[], bool] = lambda: False, **named: object
-    ) -> object:
+    def _revive(self) -> None:
+        """Start another process if this one does not run, or still computes for a thread that died."""
         self.quiet()
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died between two requests
+            self.close()
         self.start()
+
+    def _ask(self, call: str, *given: object, **named: object) -> object:
         connection = self._connection
-        assert connection is not None
+        if connection is None:
+            raise TrainingLost("the process that trains was ended")
         self.is_asked = True
         try:
             _send(connection, (call, given, named))
-            while (answer := self._awaited(connection)) == _INTERRUPTED:
-                _send(connection, interrupted())
+            answer = _received(connection)
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the process that trains has died") from error
@@ -165,21 +166,6 @@ class TrainingProcess:
         if failure is not None:
             raise RuntimeError(f"the process that trains has failed:\n{failure}")
         return result
-
-    def _awaited(self, connection: Connection) -> object:
-        """Receive the next answer; until then let the process compute only while it may."""
-        while not connection.poll(_POLL_SECONDS):
-            waits = not self._time.may_compute()
-            if waits != self.waits:
-                self._wait(waits)
-        self._wait(False)
-        return _received(connection)
-
-    def _wait(self, waits: bool) -> None:
-        self.waits = waits
-        process = self._process
-        if process is not None:
-            process.send_signal(signal.SIGSTOP if waits else signal.SIGCONT)
 
 
 class Training:
@@ -191,29 +177,15 @@ class Training:
         self.time = time
         self.num_updates: Counter[Arm] = Counter()
 
-    def update(
-        self, arm: Arm, samples: Sequence[TrainingSample], interrupted: Callable[[], bool], *, rate_share: float
-    ) -> UpdateReport:
-        """As `OnlineTrainer.update`; a thread waits before each step until it may compute."""
-        with self.time.spent():
-            if self.process is None:
-                waits = partial(self.time.wait, interrupted)
-                report = self.trainer.update(arm, samples, waits, rate_share=rate_share)
-            else:
-                report = self.process.update(arm, samples, interrupted, rate_share=rate_share)
+    def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> Pieces[UpdateReport]:
+        """As `OnlineTrainer.update`."""
+        report = yield from (self.process or self.trainer).update(arm, samples, rate_share=rate_share)
         self.num_updates[arm] += report.applied
         return report
 
-    def paced(self, replay: Replay) -> Replay:
-        """This replay, or the process's; one in a thread waits until it may compute."""
-        if self.process is not None:
-            replay = self.process.replay
-
-        def waiting(model: SpecBlock, text: Example) -> float:
-            self.time.wait()
-            return replay(model, text)
-
-        return waiting
+    def replays(self, replay: Replay) -> Replay:
+        """Return this replay, or the process's."""
+        return replay if self.process is None else self.process.replay
 
 
 def training_process(
@@ -324,15 +296,40 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
     rows = untrained_rows(anchor, None if setup.head is None else tensors[setup.head])
     trainer = OnlineTrainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
     _lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
-
-    def interrupted() -> bool:
-        _send(connection, _INTERRUPTED)
-        return cast(bool, _received(connection))
-
+    update, replay = _Update(trainer), replay_of(embed, beside_memory=setup.beside_memory)
     return {
-        "update": partial(trainer.update, interrupted=interrupted),
-        "replay": partial(replay_of(embed, beside_memory=setup.beside_memory), replica),
+        "begin": update.begin,
+        "go_on": update.go_on,
+        "abandon": update.abandon,
+        "replay": partial(replay, replica),
     }
+
+
+class _Update:
+    """The update under way in the other process."""
+
+    def __init__(self, trainer: OnlineTrainer) -> None:
+        self._trainer = trainer
+        self._pieces: Pieces[UpdateReport] | None = None
+
+    def begin(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> UpdateReport | None:
+        """Do the first piece. # -> as `go_on`"""
+        self._pieces = self._trainer.update(arm, samples, rate_share=rate_share)
+        return self.go_on()
+
+    def go_on(self) -> UpdateReport | None:
+        """Do the next piece. # -> the report after the last one, or None"""
+        assert self._pieces is not None, "no update was begun"
+        try:
+            next(self._pieces)
+        except StopIteration as end:
+            return cast(UpdateReport, end.value)
+        return None
+
+    def abandon(self) -> None:
+        """Undo what was done."""
+        assert self._pieces is not None, "no update was begun"
+        self._pieces.close()
 
 
 def _send(connection: Connection, what: object) -> None:

@@ -1,7 +1,6 @@
 """Decides which weights serve next: judges the training copy, publishes or refuses it, and watches what serves."""
 
 import math
-import time
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from adaptation.policy import ARMS, Arm, Judgement
 from adaptation.process import Training
 from adaptation.records import EventLog, NotStored
 from adaptation.samples import ValidationSet
+from adaptation.timing import Pieces, completed
 from adaptation.trainer import UpdateReport
 from adaptation.weights import ANCHOR, DrafterWeights
 from drafters.feedback import Query
@@ -76,10 +76,9 @@ class Publisher:
         self._num_refused = 0
         self._gained: tuple[float, float] | None = _NO_GAIN  # by the training copy, with its error; None: not known
 
-    def evaluate(self) -> tuple[GateDecision, float]:
-        """Judge the training copy on texts of today's traffic. # -> the decision, and seconds that judging took"""
-        with self._training.time.spent():
-            return self.evaluator.evaluate(self._validation.current)
+    def evaluate(self) -> Pieces[GateDecision]:
+        """Judge the training copy on texts of today's traffic."""
+        return self.evaluator.evaluate(self._validation.current)
 
     def publish(self, decision: GateDecision) -> bool:
         """Stage the training copy if the gate accepts it. # -> whether it is staged: the disk may be full"""
@@ -109,7 +108,7 @@ class Publisher:
             return None
         return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
-    def conclude(self, report: UpdateReport, decision: GateDecision, seconds: float, *, published: bool) -> None:
+    def conclude(self, report: UpdateReport, decision: GateDecision, *, seconds: float, published: bool) -> None:
         """Report a judged update, and adapt the learning rate. A candidate that is not clearly worse is trained on for
         a while, since small updates add up. `seconds`: of judging"""
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
@@ -128,17 +127,18 @@ class Publisher:
         if is_clearly_worse or self._num_refused > self._max_refusals:
             self.start_over()
 
-    def solve(self) -> None:
+    def solve(self) -> Pieces[None]:
         """Solve for a drafter, and publish it if it is better than what serves: the memory drafter alone, or the one
         that was solved before."""
-        began = time.perf_counter()
-        numbers = {"made": 1.0, "positions": float(self.bootstrap.positions)}
-        with self._training.time.spent():
-            solution = self.bootstrap.solve()
-            self._training.trainer.load(solution)
-            numbers["seconds"] = time.perf_counter() - began
-            self.log.add("solved", "enough_positions", dict(numbers))
-            decision, numbers["judging_seconds"] = self.evaluator.evaluate(self._validation.current)
+        time = self._training.time
+        numbers, began = {"made": 1.0, "positions": float(self.bootstrap.positions)}, time.seconds
+        solution = self.bootstrap.solve()
+        self._training.trainer.load(solution)
+        yield
+        numbers["seconds"], began = time.seconds - began, time.seconds
+        self.log.add("solved", "enough_positions", dict(numbers))
+        decision = yield from self.evaluate()
+        numbers["judging_seconds"] = time.seconds - began
         published = self.publish(decision)
         self.log.storing(lambda: self.bootstrap.judged(solution, published=published))
         self.pace.traffic_changed()  # a solution is as far from the texts as a drafter of other traffic
@@ -148,6 +148,10 @@ class Publisher:
         if not published:
             self.start_over()
         self.log.storing(lambda: self.bootstrap.keep(always=True))
+
+    def forget_gain(self) -> None:
+        """What the training copy has gained is not known: an update was abandoned."""
+        self._gained = None
 
     def start_over(self) -> None:
         """Train on from what is served."""
@@ -173,7 +177,7 @@ class Publisher:
         if filtered.text is None or not (filtered.validates or probing):
             return None
         with self._training.time.spent():
-            scores = self.evaluator.scored(filtered.text, with_previous=probing)
+            scores = completed(self.evaluator.scored(filtered.text, with_previous=probing))
         return self.monitor.observe(scores)
 
     @property

@@ -4,18 +4,33 @@ measures which type of numbers computes faster.
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
+from typing import TypeVar, cast
 
 import torch
 
 from drafters.regret import GainPosterior
 
+Result = TypeVar("Result")
+Pieces = Generator[None, None, Result]
+"""Work in small pieces: it yields between two, so that something else can come first, and returns its result. Closing
+it undoes what it has begun."""
+
+
+def completed(pieces: Pieces[Result]) -> Result:
+    """Do all pieces at once, and return their result."""
+    try:
+        while True:
+            next(pieces)
+    except StopIteration as end:
+        return cast(Result, end.value)
+
+
 _PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # of a step beside training, in steps: measured on two cores; spread of one step
 _MEMORY_STEPS = 128  # that a mean of step times remembers
-_POLL_SECONDS = 0.05
-_BUSY_SECONDS = 1.0  # after the begin of a step in which serving counts as busy: longer than most steps
+_BETWEEN_STEPS_SECONDS = 0.05  # after a step in which serving counts as busy: more than lies between two steps
+_LONGEST_STEP_SECONDS = 1.0  # after the begin of a step that failed, so that no end of it was recorded
 
 
 _PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
@@ -47,10 +62,9 @@ class StepDelay:
 
 
 class TrainingTime:
-    """Measures seconds of training, charges what they take from serving, and says when training has to wait.
+    """Measures seconds of training, charges what they take from serving, and says whether training may go on.
 
-    Training beside serving goes on only as far as the ledger covers its charge: a process is stopped wherever it is, a
-    thread waits between two optimizer steps or two replays.
+    Beside serving it may as far as the ledger covers its charge, in idle time always.
     """
 
     def __init__(
@@ -59,52 +73,55 @@ class TrainingTime:
         covers: Callable[[float], bool],
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`device`: where a thread trains; `covers`: whether the ledger covers so many seconds more."""
         self.seconds = 0.0
-        self.urged = threading.Event()  # what is under way is to end at once
-        self.covers = covers  # asked each time that training asks whether to go on; may be replaced
+        self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
-        self._clock, self._sleep = clock, sleep
-        self._correction = 0.0  # seconds that a process computed, less those that the thread slept
-        self._uncharged = 0.0
-        self._stepped_at = self._polled_at = -math.inf
+        self._clock = clock
+        self._process_seconds = self._uncharged = 0.0
+        self._step_began_at = self._step_ended_at = -math.inf
         self._computes = False
         self._delay = StepDelay()
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Measure and charge what runs in this context."""
-        began = self._cpu_clock() + self._correction
-        self._polled_at, self._computes = self._clock(), True
+        """Measure and charge what runs in this context: the time in which serving was busy at its end."""
+        began_at, was_idle = self._clock(), self.is_idle
+        began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
         finally:
-            self.may_compute()
             self._computes = False
-            self.seconds += self._cpu_clock() + self._correction - began
+            self.seconds += self._cpu_clock() + self._process_seconds - began
+            if not self.is_idle:
+                since = max(began_at, self._step_began_at) if was_idle else began_at
+                self._uncharged += (self._clock() - since) * self.taken_share
 
     def add_process_seconds(self, seconds: float) -> None:
         """Count CPU seconds of another process that this thread waited for."""
-        self._correction += seconds
+        self._process_seconds += seconds
 
     def stepped(self, variant: Hashable, seconds: float) -> bool:
         """Record an engine step; steps of one variant take equally long. Called by the engine's thread.
         # -> whether no training ran beside it"""
-        self._stepped_at = self._clock()
+        self._step_ended_at = self._clock()
         trains = self._computes
         self._delay.observe(variant, seconds, trains=trains)
         return not trains
 
     def stepping(self) -> None:
         """Record that an engine step begins. Called by the engine's thread."""
-        self._stepped_at = self._clock()
+        self._step_began_at = self._clock()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is served."""
-        return self._clock() - self._stepped_at >= _BUSY_SECONDS
+        now, is_within = self._clock(), self._step_began_at > self._step_ended_at
+        busy_until = (
+            self._step_began_at + _LONGEST_STEP_SECONDS if is_within else self._step_ended_at + _BETWEEN_STEPS_SECONDS
+        )
+        return now >= busy_until
 
     @property
     def taken_share(self) -> float:
@@ -116,23 +133,10 @@ class TrainingTime:
         seconds, self._uncharged = self._uncharged, 0.0
         return seconds
 
-    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a thread may compute; called between its steps, within `spent`. # -> whether to end instead"""
-        while not (is_interrupted := interrupted()) and not self.may_compute():
-            before = self._cpu_clock()
-            self._sleep(_POLL_SECONDS)
-            self._correction -= self._cpu_clock() - before
-        return is_interrupted
-
+    @property
     def may_compute(self) -> bool:
-        """Charge what was computed since the last call. # -> whether training may go on: the server is idle, the ledger
-        covers the charge, or training is urged to end"""
-        if self._computes and not self.is_idle:
-            self._uncharged += (self._clock() - self._polled_at) * self.taken_share
-        is_covered = self.covers(self._uncharged)
-        self._polled_at = self._clock()  # nothing is computed while it is asked
-        self._computes = is_covered or self.is_idle or self.urged.is_set()
-        return self._computes
+        """Whether training may go on: the server is idle, or the ledger covers what was taken from it."""
+        return self.is_idle or self._covers(self._uncharged)
 
 
 class IdleTime:

@@ -19,6 +19,7 @@ from adaptation.losses import Rows, TextDivergence, rank_loss
 from adaptation.policy import ARMS, Arm
 from adaptation.records import Outcome
 from adaptation.samples import TrainingSample
+from adaptation.timing import Pieces
 from adaptation.weights import ServedDrafter
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
@@ -182,26 +183,20 @@ class OnlineTrainer:
             arm: Adam(self._trained[arm], rate=rules.learning_rate, relative=rules.relative) for arm in ARMS
         }
 
-    def update(
-        self,
-        arm: Arm,
-        samples: Sequence[TrainingSample],
-        interrupted: Callable[[], bool] = lambda: False,
-        *,
-        rate_share: float = 1.0,
-    ) -> UpdateReport:
-        """Learn from these samples, or leave everything as it was. `interrupted` is called before each step;
-        `rate_share` scales the arm's learning rate."""
-        began = time.perf_counter()
+    def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
+        """Learn from these samples, one optimizer step per piece, or leave everything as it was. `rate_share` scales
+        the arm's learning rate."""
         before, moments = _copies(self._trained[arm].values()), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
+        seconds = 0.0
         try:
             _check_finite(before, "weights_not_finite")
             _check_finite(moments, "optimizer_not_finite")
             for terms in self._steps(arm, samples):
-                if interrupted():
-                    raise _Discard("interrupted")
+                yield
+                began = time.perf_counter()
                 losses.append(self._step(arm, terms(), rate_share))
+                seconds += time.perf_counter() - began
             moved = self._clip_update(arm, before)
             outcome: Outcome = "applied"
         except BaseException as error:
@@ -209,7 +204,7 @@ class OnlineTrainer:
             if not isinstance(error, _Discard):
                 raise
             outcome, moved = error.outcome, 0.0
-        return UpdateReport(arm, outcome, time.perf_counter() - began, tuple(losses), moved)
+        return UpdateReport(arm, outcome, seconds, tuple(losses), moved)
 
     def moments(self) -> dict[str, Tensor]:
         """States of the optimizers themselves by arm and name, shapes [...] as the parameters'."""

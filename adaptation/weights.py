@@ -185,10 +185,10 @@ class DrafterWeights:
         """The replica with the training copy's weights, as they would be served."""
         return self._as_replica(self._as_served(weights_of(self.training)))
 
-    def previous(self) -> SpecBlock | None:
-        """The replica with the weights that the served or staged ones were published in place of, if they were."""
-        replaced = self.latest.replaced
-        return None if replaced is None else self._as_replica(replaced)
+    def previous(self) -> SpecBlock:
+        """The replica with the weights that the served or staged ones were published in place of."""
+        assert self.latest.replaced is not None, "they were not published"
+        return self._as_replica(self.latest.replaced)
 
     def unchanged(self) -> SpecBlock:
         """The replica with the anchor's weights."""

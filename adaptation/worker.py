@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from adaptation.records import Stage
-from adaptation.trainer import UpdateReport
 from drafters.feedback import DraftLabels, QueryFeedback
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _Command = tuple[Future[Any], Callable[[], object]]
-_IDLE_SECONDS = 0.5
+_POLL_SECONDS = 0.1  # between two looks whether something is due and may compute
 _MAX_NICENESS = 19
 
 
@@ -38,8 +37,11 @@ class Loop(Protocol):
     def observe(self, feedback: QueryFeedback) -> object:
         """Take in one finished query."""
 
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        """Train if an update is due; None: none was."""
+    def work(self) -> bool:
+        """Do the next piece of an update; begin one if it is due. # -> whether there was a piece that may compute"""
+
+    def abandon(self) -> None:
+        """Undo the update under way, if any."""
 
     def recover(self, error: str) -> None:
         """Go on after an exception in any call."""
@@ -49,17 +51,14 @@ class Loop(Protocol):
 
 
 class Inbox:
-    """Queries and commands that wait for the thread: urgent commands first, then other commands, then queries."""
+    """Queries and commands that wait for the thread: first commands, then queries."""
 
-    def __init__(self, max_queries: int, urged: threading.Event) -> None:
-        """`urged`: set while an urgent command waits, or the thread is to end."""
+    def __init__(self, max_queries: int) -> None:
         self.num_dropped = 0  # queries that found no room
         self.queries: deque[QueryFeedback] = deque()
-        self.urged = urged
         self.stopping = False
         self._max_queries = max_queries
         self._commands: deque[_Command] = deque()
-        self._urgent: deque[_Command] = deque()
         self._ready = threading.Condition()
 
     def put_query(self, feedback: QueryFeedback) -> None:
@@ -71,13 +70,11 @@ class Inbox:
             self.queries.append(feedback)
             self._ready.notify()
 
-    def put_command(self, command: Callable[[], Result], *, urgent: bool) -> "Future[Result]":
+    def put_command(self, command: Callable[[], Result]) -> "Future[Result]":
         """Add a command. # -> its result, cancelled if the thread ends first"""
         answer: Future[Result] = Future()
         with self._ready:
-            (self._urgent if urgent else self._commands).append((answer, command))
-            if urgent:
-                self.urged.set()
+            self._commands.append((answer, command))
             self._ready.notify()
         if self.stopping:
             answer.cancel()
@@ -86,23 +83,19 @@ class Inbox:
     def take(self, timeout_seconds: float) -> QueryFeedback | _Command | None:
         """Remove what is next; None: nothing came in time, or the thread is to end."""
         with self._ready:
-            if not (self._urgent or self._commands or self.queries or self.stopping):
+            if not (self._commands or self.queries or self.stopping):
                 self._ready.wait(timeout_seconds)
-            taken = next((queue.popleft() for queue in (self._urgent, self._commands, self.queries) if queue), None)
-            if not (self._urgent or self.stopping):
-                self.urged.clear()
-            return taken
+            return next((queue.popleft() for queue in (self._commands, self.queries) if queue), None)
 
     def stop(self) -> None:
         """Let the thread end."""
         with self._ready:
             self.stopping = True
-            self.urged.set()
             self._ready.notify_all()
 
     def cancel_commands(self) -> None:
         """Cancel what no thread will run any more."""
-        for answer, _ in (*self._urgent, *self._commands):
+        for answer, _ in self._commands:
             answer.cancel()
 
 
@@ -116,18 +109,17 @@ class Worker:
         max_waiting: int,
         niceness: int = 0,
         device: torch.device | None = None,
-        urged: threading.Event | None = None,
     ) -> None:
         """`niceness`: added to the thread's, where the system allows it; `device`: where the loop computes, on a stream
-        of low priority; `urged`: set while what is under way is to end at once."""
+        of low priority."""
         self.failures: Counter[Stage] = Counter()
         self.num_restarts = 0
         self.loop = loop  # may be replaced before `start`
         self.trains = True  # False: queries are observed, and no update is computed; set from any thread
-        self.inbox = Inbox(max_waiting, urged or threading.Event())
+        self.inbox = Inbox(max_waiting)
         self.niceness = niceness
         self._device = device or torch.device("cpu")
-        self.more_due = False  # an update was computed, and another may be due
+        self.works = False  # a piece of an update may be due
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
@@ -148,15 +140,15 @@ class Worker:
         self.inbox.put_query(feedback)
         self._revive()
 
-    def ask(self, command: Callable[[], Result], *, urgent: bool = False) -> "Future[Result]":
-        """Queue a function for the learning thread, ahead of queries, and return the Future of its result; `urgent`
-        interrupts an update."""
-        answer = self.inbox.put_command(command, urgent=urgent)
+    def ask(self, command: Callable[[], Result]) -> "Future[Result]":
+        """Queue a function for the learning thread, ahead of queries and of the next piece of an update, and return the
+        Future of its result."""
+        answer = self.inbox.put_command(command)
         self._revive()
         return answer
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
-        """End the thread, interrupting an update between its steps. # -> whether it ended in time"""
+        """End the thread after the piece under way. # -> whether it ended in time"""
         self.inbox.stop()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
@@ -183,21 +175,23 @@ class Worker:
             self._guard("save", lambda: self.loop.save(training=True))
 
     def _turn(self) -> None:
-        """Do what is next, and then an update if one is due."""
-        taken = self.inbox.take(0.0 if self.more_due else _IDLE_SECONDS)
+        """Do what is next: commands, then queries, then a piece of an update."""
+        taken = self.inbox.take(0.0 if self.works else _POLL_SECONDS)
+        if taken is None:
+            self._attempt("update", self._work)
+            return
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
-        elif taken is not None:
+        else:
             self._attempt("observe", partial(self.loop.observe, taken))
-        if not self.inbox.urged.is_set():
-            self._attempt("update", self._update)
+        self.works = True
 
-    def _update(self) -> None:
-        self.more_due = False  # nor after one that failed
-        self.more_due = self.trains and self.loop.update(self._interrupted) is not None
-
-    def _interrupted(self) -> bool:
-        return self.inbox.urged.is_set() or not self.trains
+    def _work(self) -> None:
+        self.works = False  # nor after a piece that fails
+        if self.trains and not self.inbox.stopping:
+            self.works = self.loop.work()
+        else:
+            self.loop.abandon()
 
     def _attempt(self, stage: Stage, action: Callable[[], object]) -> None:
         self._busy = True

@@ -6,7 +6,7 @@ two: the 8 likeliest paths of a block, and 8 nodes of the memory. Costs are CPU 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -20,6 +20,7 @@ import typer
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample, example_of, training_sample
+from adaptation.timing import completed
 from benchmarks.shared import LongestAnswer, PromptFile, rate_ratio, shown
 from drafters.feedback import QueryFeedback
 from drafters.memory.drafter import MemoryDrafter
@@ -69,7 +70,11 @@ class Collector:
         """Keep it."""
         self.queries.append(feedback)
 
-    def update(self, interrupted: Callable[[], bool]) -> None:
+    def work(self) -> bool:
+        """Train nothing."""
+        return False
+
+    def abandon(self) -> None:
         """Train nothing."""
 
     def recover(self, error: str) -> None:
@@ -184,7 +189,7 @@ def curve(
         if number:
             chosen = list(islice(dealt, _TEXTS[arm]))
             began = time.thread_time()
-            trainer.update(arm, chosen)
+            completed(trainer.update(arm, chosen))
             spent += time.thread_time() - began
         if number in (0, *marks):
             network = scores.network(weights.training) if number else before

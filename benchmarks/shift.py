@@ -58,7 +58,10 @@ def run(
     ] = None,
     concurrency: Concurrency = 1,
     turn_queries: TurnQueries = 5,
-    pause: Annotated[float, typer.Option(min=0, help="Idle seconds after each turn, in which learning goes on.")] = 0.0,
+    load: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Let queries arrive at random, so that `never` is busy for this share."),
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep what each policy learns: `adaptree drafter export --from DIR/POLICY`."),
@@ -76,7 +79,7 @@ def run(
     stream = shifted(old, new, queries, seed) if epochs is None else repeated([*old, *new], queries, epochs, seed)
     turns = turns_of(stream, turn_queries, measure)
     with players_of(assembly, {policy: policy for policy in chosen}, seed, keep) as players:
-        played = play_all(players, dict.fromkeys(chosen, turns), measure, pause)
+        played = play_all(players, dict.fromkeys(chosen, turns), measure, load)
     summaries = {name: summary_of(mine, played[PLAIN], stream, seed=seed) for name, mine in played.items()}
     windows = {name: windows_of(mine) for name, mine in played.items()}
     if out is not None:
@@ -111,8 +114,7 @@ def rows_of(windows: Sequence[Played], stream: Stream) -> list[Row]:
             "first_query": window.turn.first,
             "queries": len(window.turn.requests),
             "tau": window.tau,
-            "tokens_per_second": window.net_speed,
-            "engine_tokens_per_second": window.engine_speed,
+            "tokens_per_second": window.speed,
             **window.counts,
         }
         for window in windows
@@ -134,12 +136,10 @@ def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream
     gaps = [gap for step in whole.run.steps for gap in step.stats.itl_seconds]
     compares = played is not plain
     return {
-        "net_tokens_per_second_before": before.net_speed,
-        "net_tokens_per_second_after": after.net_speed,
-        "engine_tokens_per_second_before": before.engine_speed,
-        "engine_tokens_per_second_after": after.engine_speed,
-        "net_gain_before": net_gain(old, plain_old, seed=seed) if compares else None,
-        "net_gain_after": net_gain(new, plain_new, seed=seed) if compares else None,
+        "tokens_per_second_before": before.speed,
+        "tokens_per_second_after": after.speed,
+        "gain_before": gain(old, plain_old, seed=seed) if compares else None,
+        "gain_after": gain(new, plain_new, seed=seed) if compares else None,
         "tau_before": before.tau,
         "tau_after": after.tau,
         # from the first to the last windows after the change, above the plain policy's
@@ -147,17 +147,18 @@ def summary_of(played: Sequence[Played], plain: Sequence[Played], stream: Stream
         "recovery_queries": recovery if whole.counts["publishes"] else None,
         "mismatched_tokens": mismatches([one.run for one in plain], [one.run for one in played]),
         **whole.counts,
-        "training_share": whole.counts["training_seconds"] / whole.net_seconds,
-        "waited_seconds": whole.net_seconds - whole.run.seconds,  # between a turn's last answer and its end
+        "training_share": whole.counts["training_seconds"] / whole.run.seconds,
+        "busy_share": whole.seconds / whole.run.seconds,
+        "latency_p95_seconds_after": percentile([one.seconds for one in after.run.answers], 95, method="linear"),
         "itl_p50_seconds": percentile(gaps, 50, method="linear"),
         "itl_p99_seconds": percentile(gaps, 99, method="linear"),
         "events": [event_row(noted) for noted in whole.noted],
     }
 
 
-def net_gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Interval:
-    """Return percent more tokens per second than plain, training included, with its interval."""
-    rates = ([(one.run.num_tokens, one.net_seconds) for one in turns] for turns in (mine, plain))
+def gain(mine: Sequence[Played], plain: Sequence[Played], *, seed: int) -> Interval:
+    """Return percent more tokens per second of service than plain, with its interval."""
+    rates = ([(one.run.num_tokens, one.seconds) for one in turns] for turns in (mine, plain))
     ratio, low, high = (100 * (value - 1) for value in rate_ratio(*rates, seed=seed))
     return ratio, low, high
 
@@ -195,11 +196,11 @@ def learning_cells(counts: Counts) -> dict[str, object]:
 
 
 def _table(summaries: Mapping[str, Row], stream: Stream) -> Table:
-    ends = ("mismatched", "engine after", "recovery", "rollbacks")
+    ends = ("mismatched", "gain after", "recovery", "rollbacks")
     table = columns_table({name: _cells(summary) for name, summary in summaries.items()}, ends)
     table.caption = (
-        f"before: {stream.phases[0].name}; after: {stream.phases[-1].name}; net: tokens per second, training included; "
-        f"engine: without waiting for it; gain: of net over {PLAIN} on the same queries, with its 95 % interval; "
+        f"before: {stream.phases[0].name}; after: {stream.phases[-1].name}; speed: tokens per second of service; "
+        f"gain: over {PLAIN} on the same queries, with its 95 % interval; "
         "recovery: queries until 90 % of the final gain of tau"
     )
     return table
@@ -212,38 +213,37 @@ def _gain(gain: Interval | None) -> str:
 def _cells(summary: Row) -> dict[str, object]:
     return {
         "mismatched": summary["mismatched_tokens"],
-        "net before": f"{summary['net_tokens_per_second_before']:.1f}",
-        "gain before": _gain(summary["net_gain_before"]),
-        "net after": f"{summary['net_tokens_per_second_after']:.1f}",
-        "gain after": _gain(summary["net_gain_after"]),
-        "engine before": f"{summary['engine_tokens_per_second_before']:.1f}",
-        "engine after": f"{summary['engine_tokens_per_second_after']:.1f}",
+        "speed before": f"{summary['tokens_per_second_before']:.1f}",
+        "gain before": _gain(summary["gain_before"]),
+        "speed after": f"{summary['tokens_per_second_after']:.1f}",
+        "gain after": _gain(summary["gain_after"]),
         "tau before": f"{summary['tau_before']:.3f}",
         "tau after": f"{summary['tau_after']:.3f}",
         "recovery": "" if (queries := summary["recovery_queries"]) is None else queries,
         "training": f"{summary['training_seconds']:.1f} s",
         "its share": f"{100 * summary['training_share']:.1f} %",
-        "waited for": f"{summary['waited_seconds']:.1f} s",
+        "busy": f"{100 * summary['busy_share']:.0f} %",
         **learning_cells(summary),
         "itl p50": f"{1000 * summary['itl_p50_seconds']:.0f} ms",
         "itl p99": f"{1000 * summary['itl_p99_seconds']:.0f} ms",
+        "latency p95": f"{summary['latency_p95_seconds_after']:.2f} s",
     }
 
 
 def draw(file: Path, windows: Mapping[str, Sequence[Played]], stream: Stream) -> None:
-    """Draw tau and net speed of all runs by window, where phases begin, and the events of learning."""
+    """Draw tau and speed of all runs by window, where phases begin, and the events of learning."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     taus, speeds = figure.subplots(2, 1, sharex=True)
     for index, (name, mine) in enumerate(windows.items()):
         queries = [window.turn.first + len(window.turn.requests) / 2 for window in mine]
         taus.plot(queries, [window.tau for window in mine], marker=".", color=f"C{index}", label=name)
-        speeds.plot(queries, [window.net_speed for window in mine], marker=".", color=f"C{index}", label=name)
+        speeds.plot(queries, [window.speed for window in mine], marker=".", color=f"C{index}", label=name)
         for window in mine:
             for noted in window.noted:
                 if noted.event.kind in _MARKS:
                     taus.scatter([noted.query], [window.tau], marker=_MARKS[noted.event.kind], color=f"C{index}", s=45)
     titles = {taus: f"tau ({', '.join(f'{mark} {kind}' for kind, mark in _MARKS.items())})"}
-    for axes, title in {**titles, speeds: "tokens per second, training included"}.items():
+    for axes, title in {**titles, speeds: "tokens per second of service"}.items():
         axes.set(title=title, xlabel="queries")
         axes.grid(alpha=0.3)
         first = 0

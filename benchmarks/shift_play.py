@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -15,12 +15,11 @@ from typing import Final
 
 from adaptation.config import PolicyName, Tuning
 from adaptation.records import Event
-from adaptation.trainer import UpdateReport
 from benchmarks.shared import Prompt, mixed
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
 from service.assembly import Assembly
-from service.bench.driver import ClosedLoop, Drive, Run
+from service.bench.driver import Arrivals, ClosedLoop, Drive, PoissonArrivals, Run
 from service.bench.experiment import Measure, counted, request_of, tau
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams
@@ -71,32 +70,33 @@ class Notes:
 
 
 class Learning:
-    """Wraps the loop of an engine's learning thread, so that it stands still between turns."""
+    """Wraps the loop of an engine's learning thread, so that it stands still between turns: a thread after the piece
+    under way, a training process where it is."""
 
     def __init__(self, adaptive: Adaptive) -> None:
         self._adaptive = adaptive
         self._loop = adaptive.worker.loop
-        self.recover, self.save = self._loop.recover, self._loop.save
+        self.recover, self.save, self.abandon = self._loop.recover, self._loop.save, self._loop.abandon
         self._process = adaptive.learner.training.process
         self._free, self._standing = Signal(), Signal()
         self._free.set()
         adaptive.worker.loop = self
-        training_time = adaptive.learner.training.time
-        self._covers, training_time.covers = training_time.covers, self._covers_once_free
         adaptive.start()
         self.hold()
 
     def go_on(self) -> None:
         """Let learning run."""
+        self._signal(signal.SIGCONT)
         self._standing.clear()
         self._free.set()
 
     def hold(self) -> None:
-        """Stop learning after its present step, a training process where it is. Raises StartupError if it goes on."""
+        """Stop learning. Raises StartupError if it goes on."""
         asked = self._adaptive.worker.ask(lambda: None)  # wakes an idle thread
         self._free.clear()
+        self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._standing.wait(_POLL_SECONDS):
+        while not (self._standing.wait(_POLL_SECONDS) or (self._process is not None and self._process.is_asked)):
             if time.monotonic() > deadline:
                 raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
@@ -121,10 +121,10 @@ class Learning:
         self.stand()
         return self._loop.observe(feedback)
 
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        """Update, once not held."""
+    def work(self) -> bool:
+        """Do the next piece of an update, once not held."""
         self.stand()
-        return self._loop.update(interrupted)
+        return self._loop.work()
 
     def stand(self) -> None:
         """Wait while held."""
@@ -132,16 +132,10 @@ class Learning:
             self._standing.set()
             self._free.wait()
 
-    def _covers_once_free(self, seconds: float) -> bool:
-        """Whether the ledger covers this, once not held; a training process is stopped meanwhile."""
-        if not self._free.is_set():
-            pid = None if self._process is None or self._process.waits else self._process.pid
-            if pid is not None:
-                os.kill(pid, signal.SIGSTOP)
-            self.stand()
-            if pid is not None:
-                os.kill(pid, signal.SIGCONT)
-        return self._covers(seconds)
+    def _signal(self, number: int) -> None:
+        pid = None if self._process is None else self._process.pid
+        if pid is not None:
+            os.kill(pid, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +212,6 @@ class Played:
 
     turn: Turn
     run: Run
-    net_seconds: float  # until learning stood still
     counts: Counts
     noted: tuple[Noted, ...] = ()
 
@@ -228,14 +221,14 @@ class Played:
         return tau([self.run])
 
     @property
-    def net_speed(self) -> float:
-        """Tokens per second, training included."""
-        return self.run.num_tokens / self.net_seconds
+    def seconds(self) -> float:
+        """Seconds of service, in which a step ran."""
+        return sum(step.seconds for step in self.run.steps)
 
     @property
-    def engine_speed(self) -> float:
-        """Tokens per second until the last answer of each turn."""
-        return self.run.num_tokens / self.run.seconds
+    def speed(self) -> float:
+        """Tokens per second of service."""
+        return self.run.num_tokens / self.seconds
 
 
 def joined(turns: Sequence[Played]) -> Played:
@@ -247,7 +240,6 @@ def joined(turns: Sequence[Played]) -> Played:
             tuple(chain.from_iterable(one.run.steps for one in turns)),
             sum(one.run.seconds for one in turns),
         ),
-        sum(one.net_seconds for one in turns),
         {name: sum(one.counts[name] for one in turns) for name in NOTHING},
         tuple(chain.from_iterable(one.noted for one in turns)),
     )
@@ -272,25 +264,21 @@ class Player:
         """Answer once without measuring or learning: first calls allocate and choose code paths."""
         sampling = SamplingParams(seed=0, max_tokens=_WARM_UP_TOKENS, temperature=0.0)
         request = GenerationRequest(request_id="warm-up", prompt=prompt, sampling=sampling, store=False)
-        self.play(Turn(0, 0, 0, (request,)), 1)
+        self.play(Turn(0, 0, 0, (request,)), ClosedLoop(1))
         self._notes.answered = 0
 
-    def play(self, turn: Turn, concurrency: int, pause_seconds: float = 0.0) -> Played:
-        """Answer a turn's queries while learning runs, also in the pause after them, which is not counted."""
-        drive = Drive(self._engine, turn.requests, ClosedLoop(concurrency), after_step=self._count)
-        began, before = time.perf_counter(), self._counts
+    def play(self, turn: Turn, arrivals: Arrivals) -> Played:
+        """Answer a turn's queries while learning runs, between them too."""
+        drive = Drive(self._engine, turn.requests, arrivals, after_step=self._count)
+        before = self._counts
         if self._learning is not None:
             self._learning.go_on()
         drive.go_on()
         if self._learning is not None:
-            time.sleep(pause_seconds)
-            began += pause_seconds
             self._learning.hold()
-        net_seconds = time.perf_counter() - began
-        if self._learning is not None:
             self._counts = self._learning.counts()
         done = {name: self._counts[name] - before[name] for name in NOTHING}
-        return Played(turn, drive.result(), net_seconds, done, self._notes.take())
+        return Played(turn, drive.result(), done, self._notes.take())
 
     def _count(self, report: EngineOutput) -> None:
         self._notes.answered += len(report.finished)
@@ -323,17 +311,22 @@ def players_of(
 
 
 def play_all(
-    players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure, pause_seconds: float = 0.0
+    players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure, load: float | None = None
 ) -> dict[str, list[Played]]:
-    """Warm the players up and let them take their turns, in a random order each time; return the turns by name."""
+    """Warm the players up and let them take their turns, in a random order each time; return the turns by name.
+    `load`: share of the time in which the plain engine is busy, with Poisson arrivals; None: clients never pause."""
     for player in players:
         player.warm_up(turns[player.name][0].requests[0].prompt)
     played: dict[str, list[Played]] = {player.name: [] for player in players}
-    rng = random.Random(measure.seed)
+    rng, plain = random.Random(measure.seed), next((one for one in players if one.name == PLAIN), players[0])
     with counted(sum(len(turn.requests) for mine in turns.values() for turn in mine), "queries") as advance:
         for together in zip(*(turns[player.name] for player in players), strict=True):
             pairs = list(zip(players, together, strict=True))
             for player, turn in rng.sample(pairs, len(pairs)):
-                played[player.name].append(player.play(turn, measure.concurrency, pause_seconds))
+                arrivals: Arrivals = ClosedLoop(measure.concurrency)
+                if load is not None and (known := played[plain.name]):
+                    rate = load * sum(len(one.turn.requests) for one in known) / sum(one.seconds for one in known)
+                    arrivals = PoissonArrivals(rate, len(turn.requests), seed=turn.first)
+                played[player.name].append(player.play(turn, arrivals))
                 advance(len(turn.requests))
     return played

@@ -18,7 +18,6 @@ from adaptation.feedback import FilteredQuery
 from adaptation.learner import Learner
 from adaptation.policy import Arm
 from adaptation.records import Event
-from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly
 from service.bench.driver import generate
@@ -67,6 +66,7 @@ class Witness:
         self.turns = 0
         self.successes: list[Success] = []
         self._learner = learner
+        self._num_updates = learner.training.num_updates.total()
 
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         self.turns += 1
@@ -74,12 +74,16 @@ class Witness:
         self._note("observe")
         return taken
 
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        report = self._learner.update(interrupted)
-        if report is not None:
+    def work(self) -> bool:
+        works = self._learner.work()
+        if works and self._learner._job is None:
             self.turns += 1
-            self._note("update" if report.applied else "discard")
-        return report
+            before, self._num_updates = self._num_updates, self._learner.training.num_updates.total()
+            self._note("update" if self._num_updates > before else "discard")
+        return works
+
+    def abandon(self) -> None:
+        self._learner.abandon()
 
     def recover(self, error: str) -> None:
         self._learner.recover(error)

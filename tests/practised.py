@@ -15,6 +15,7 @@ from torch import Tensor
 from adaptation.learner import Learner, build_learner
 from adaptation.records import Emit
 from adaptation.samples import training_sample
+from adaptation.timing import completed
 from adaptation.weights import ServedDrafter, in_place
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
@@ -141,7 +142,7 @@ def _recorded(assembly: Assembly, folder: Path, asked: list[GenerationRequest]) 
 def _practise(adaptive: Adaptive, model: SpecBlock, updates: int, folder: Path) -> None:
     samples = [training_sample(feedback, most_rejected=32) for feedback in adaptive.worker.inbox.queries]
     for _ in range(updates):
-        assert adaptive.learner.training.trainer.update("full", samples).applied
+        assert completed(adaptive.learner.training.trainer.update("full", samples)).applied
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(adaptive.learner.weights.training.get_parameter(name))

@@ -48,8 +48,7 @@ def settled(worker: Worker, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     with suppress(TimeoutError):
         while time.monotonic() < deadline:
-            worker.ask(lambda: None).result(seconds)  # after each command an update is tried
-            if worker.ask(lambda: not (worker.inbox.queries or worker.more_due)).result(seconds):
+            if worker.ask(lambda: not (worker.inbox.queries or worker.works)).result(seconds):
                 return True
             time.sleep(0.01)
     return False

@@ -24,6 +24,11 @@ class Answer:
     first_token_seconds: float = 0.0  # after the arrival
     gaps_seconds: tuple[float, ...] = ()  # of each token after the first step: since the token before
 
+    @property
+    def seconds(self) -> float:
+        """From its arrival to its last token."""
+        return self.first_token_seconds + sum(self.gaps_seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:

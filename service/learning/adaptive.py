@@ -75,15 +75,16 @@ class Adaptive:
             self.learner.training.process.close()
 
     def status(self) -> AdaptationStatus:
-        """The status of learning. Like all methods below that interrupt no update, waits for one under way. Raises
-        CancelledError after `stop`."""
+        """The status of learning. Like all methods below, waits for an optimizer step under way. Raises CancelledError
+        after `stop`."""
         status = self.worker.ask(lambda: self.learner.status(self.worker)).result()
         return replace(status, replicas=self.replicas.status())
 
     def pause(self) -> None:
-        """Interrupt an update, and start no other, here and in replicas that lead later. Raises InvalidRequest."""
+        """Abandon the update under way and start no other, here and in replicas that lead later. Raises
+        InvalidRequest."""
         self._check_leads()
-        self.worker.ask(self.learner.pause, urgent=True).result()
+        self.worker.ask(self.learner.pause).result()
 
     def resume(self) -> None:
         """Learn again; a replica that was paused while it led may be resumed while it follows. Raises
@@ -95,7 +96,7 @@ class Adaptive:
     def rollback(self) -> int:
         """Serve the weights before the current ones, as a new version. # -> that version; raises InvalidRequest"""
         self._check_leads()
-        return self.worker.ask(self.learner.rollback, urgent=True).result().version
+        return self.worker.ask(self.learner.rollback).result().version
 
     def load_from_disk(self, folder: Path) -> int:
         """Serve the drafter in a folder as a new version, without asking the gate. Raises DrafterError, NotStored,

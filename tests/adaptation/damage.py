@@ -96,7 +96,7 @@ def leave(folder: Path) -> Left:
         left, seed = Left(folder, {0: weights_of(drafter())}, {}, PUBLISHES), 0
         while before.weights.version < PUBLISHES:
             before.observe(feedback, seed)
-            before.learner.update()
+            before.update()
             before.weights.between_steps()
             left.known[before.weights.origin] = _copies(weights_of(before.serving))
             left.trained[before.weights.origin] = _copies(before.learner.training.trainer.tensors())

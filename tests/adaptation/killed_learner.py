@@ -89,7 +89,7 @@ def learn_for_ever(folder: Path, seed: int, tell: Callable[..., None]) -> None:
         seed += 1
         process.observe(feedback, seed)
         publishes = len(process.events)
-        process.learner.update()
+        process.update()
         process.weights.between_steps()
         if any(event.kind == "published" for event in process.events[publishes:]):
             tell(what="done", version=process.weights.origin)

@@ -159,6 +159,13 @@ class Bench:
     def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
         self.learner.observe(made(seed, version=self.weights.version, **told))
 
+    def update(self) -> bool:
+        """Do the update that is due to its end. # -> whether there was one"""
+        was_due = self.learner.work()
+        while self.learner._job is not None:
+            self.learner.work()
+        return was_due
+
     @property
     def buffers(self) -> SampleBuffers:
         return self.learner._feedback.buffers

@@ -12,6 +12,7 @@ from adaptation.config import Tuning
 from adaptation.evaluator import AnchorDistance, Gate, GateDecision, OfflineEvaluator, replay_of, t_quantile
 from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.samples import ValidationText, example_of
+from adaptation.timing import completed
 from adaptation.weights import DrafterWeights
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
@@ -56,12 +57,12 @@ def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     replay = Counted()
     evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
-    evaluator.evaluate(texts)
+    completed(evaluator.evaluate(texts))
     assert replay.calls == 8, "what serves is the anchor"
-    evaluator.evaluate(texts)
+    completed(evaluator.evaluate(texts))
     assert replay.calls == 12
     publish(weights, 1)
-    evaluator.evaluate(texts)
+    completed(evaluator.evaluate(texts))
     assert replay.calls == 20
 
 
@@ -70,16 +71,16 @@ def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> 
     evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     train(weights, 1)
-    evaluator.evaluate(texts)
+    completed(evaluator.evaluate(texts))
     weights.publish({})
     evaluator.published()
     before = replay.calls
-    assert evaluator.serving(texts) == [first_weight(weights.training, texts[0].example)] * 4
+    assert completed(evaluator.serving(texts)) == [first_weight(weights.training, texts[0].example)] * 4
     assert replay.calls == before
     weights.between_steps()
     weights.restore(0)
     weights.between_steps()
-    assert evaluator.serving(texts) == [first_weight(weights.anchor, texts[0].example)] * 4
+    assert completed(evaluator.serving(texts)) == [first_weight(weights.anchor, texts[0].example)] * 4
 
 
 def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
@@ -88,23 +89,22 @@ def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) 
     anchor = first_weight(weights.anchor, texts[0].example)
     train(weights, 1)
     published = first_weight(weights.training, texts[0].example)
-    assert evaluator.serving(texts) == [anchor] * 4
+    assert completed(evaluator.serving(texts)) == [anchor] * 4
     weights.publish({})
     weights.between_steps()
     train(weights, 2)
-    decision, seconds = evaluator.evaluate(texts)
+    decision = completed(evaluator.evaluate(texts))
     assert decision.candidate_mean == pytest.approx(first_weight(weights.training, texts[0].example))
     assert (decision.serving_mean, decision.anchor_mean) == pytest.approx((published, anchor))
-    assert seconds > 0
-    scored = evaluator.scored(text(9), with_previous=True)
+    scored = completed(evaluator.scored(text(9), with_previous=True))
     assert (scored.serving, scored.anchor, scored.before) == (published, anchor, anchor)
-    assert evaluator.scored(text(9), with_previous=False).before is None
+    assert completed(evaluator.scored(text(9), with_previous=False)).before is None
 
 
 def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
     replay = Counted()
     evaluator, _ = evaluator_of(tmp_path, replay, least=5)
-    assert evaluator.evaluate([text(number) for number in range(4)])[0].reason == "too_little_evidence"
+    assert completed(evaluator.evaluate([text(number) for number in range(4)])).reason == "too_little_evidence"
     assert replay.calls == 0
 
 
@@ -116,10 +116,10 @@ def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path)
         with torch.no_grad():
             weights.training.lm_head.weight[0, 0] += change
             weights.training.lm_head.weight[0, 0] += change
-        evaluator.serving(texts)
-        evaluator.anchor(texts)
+        completed(evaluator.serving(texts))
+        completed(evaluator.anchor(texts))
         before = replay.calls
-        decision, _ = evaluator.evaluate(texts)
+        decision = completed(evaluator.evaluate(texts))
         assert replay.calls - before == calls
         assert decision.num_texts == calls
 
@@ -128,9 +128,9 @@ def test_what_is_known_is_bounded(tmp_path: Path) -> None:
     replay = Counted()
     evaluator, _ = evaluator_of(tmp_path, replay, known=2)
     for number in (0, 1, 2, 1, 2):
-        evaluator.anchor([text(number)])
+        completed(evaluator.anchor([text(number)]))
     assert replay.calls == 3
-    evaluator.anchor([text(0)])
+    completed(evaluator.anchor([text(0)]))
     assert replay.calls == 4
 
 

@@ -14,7 +14,8 @@ from adaptation.config import PolicyName
 from adaptation.evaluator import GateDecision
 from adaptation.policy import Arm, Judgement
 from adaptation.records import AdaptationStatus, GateReason, Outcome
-from adaptation.samples import ValidationText
+from adaptation.samples import ValidationText, example_of
+from adaptation.timing import Pieces, completed
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.specblock.checkpoint import weights_of
@@ -31,7 +32,7 @@ def serve(tried: Bench, seeds: range, *, accepted: tuple[int, ...] = (1, 2), upd
     for seed in seeds:
         tried.observe(feedback, seed, token=TOKEN, accepted=accepted)
         if update:
-            tried.learner.update()
+            tried.update()
         tried.weights.between_steps()
 
 
@@ -109,7 +110,7 @@ def test_a_bad_candidate_is_refused_and_forgotten(tmp_path: Path, seed: int) -> 
     tried.events.clear()
     spoil(tried, seed)
     serve(tried, range(100, 104), update=False)
-    while tried.learner.update() is None:
+    while not tried.update():
         serve(tried, range(104, 106), update=False)
     assert [(event.kind, event.reason) for event in tried.events] == [("refused", "worse_than_serving")]
     tried.weights.between_steps()
@@ -141,7 +142,7 @@ def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     changed(tried, range(60))
     assert not tried.buffers._replay
     assert len(tried.learner._feedback.validation.texts) >= 4
-    assert tried.learner.update() is None
+    assert not tried.update()
     serve_until(tried, range(100, 160), "published")
     judged = next(event for event in tried.events if event.kind in ("published", "refused"))
     assert judged.numbers["sequences"] == 4
@@ -172,7 +173,7 @@ def test_each_update_answers_for_what_it_has_gained_itself(tmp_path: Path) -> No
     def updated(gain: float, reason: GateReason = "within_noise") -> float | None:
         decision = GateDecision(reason, 8, 2.0 * (1.0 + gain), 2.0, 2.0, 0.2, 0.25)
         judgement, published = tried.publisher.judgement(decision), tried.publisher.publish(decision)
-        tried.publisher.conclude(report, decision, 0.0, published=published)
+        tried.publisher.conclude(report, decision, seconds=0.0, published=published)
         return None if judgement is None else judgement.gain - judgement.before
 
     assert updated(0.02) == pytest.approx(0.02)
@@ -195,10 +196,10 @@ def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
     told = told_of_updates(tried, monkeypatch)
     judge = tried.publisher.evaluator.evaluate
 
-    def worse(texts: Sequence[ValidationText]) -> tuple[GateDecision, float]:
-        decision, seconds = judge(texts)
+    def worse(texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
+        decision = yield from judge(texts)
         candidate = decision.serving_mean - 3 * decision.standard_error - 0.5
-        return replace(decision, candidate_mean=candidate, reason="worse_than_serving"), seconds
+        return replace(decision, candidate_mean=candidate, reason="worse_than_serving")
 
     monkeypatch.setattr(tried.publisher.evaluator, "evaluate", worse)
     seed = 0
@@ -233,7 +234,7 @@ def test_nothing_is_trained_while_a_publish_is_on_its_way(tmp_path: Path) -> Non
     tried = full_bench(tmp_path)
     for seed in range(40):
         tried.observe(feedback, seed, token=TOKEN)
-        tried.learner.update()
+        tried.update()
     assert tried.kinds().count("published") == 1
     assert tried.events[-1].kind == "published"
 
@@ -244,7 +245,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     broken.features[6:] = math.nan
     while not tried.events:
         tried.learner.observe(broken)
-        tried.learner.update()
+        tried.update()
     assert (tried.events[0].kind, tried.events[0].reason) == ("discarded", "loss_not_finite")
     assert same(weights_of(tried.weights.training), weights_of(drafter()))
     assert tried.buffers.take("full") == [], "it would break the next update too"
@@ -256,21 +257,30 @@ def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_
     tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
     serve(tried, range(16), update=False)
     tried.buffers._replay.extend(samples(4))
-    cases: list[tuple[Outcome, list[str]]] = [("interrupted", []), ("nothing_to_learn", ["nothing_to_learn"] * 2)]
-    for outcome, told in cases:
-        report = UpdateReport("full", outcome, 0.0)
-        monkeypatch.setattr(tried.learner.training, "update", lambda *_, report=report, **__: report)
-        for _ in range(5):
-            tried.learner.update()
-        assert [event.reason for event in tried.events if event.kind == "discarded"] == told
+    for _ in range(3):
+        assert tried.learner.work()
+        tried.learner.abandon()
+    assert [event.reason for event in tried.events] == ["interrupted"] * 3, "that was not in vain"
+
+    def ends(outcome: Outcome) -> None:
+        def update(*_: object, **__: object) -> Pieces[UpdateReport]:
+            yield
+            return UpdateReport("full", outcome, 0.0)
+
+        monkeypatch.setattr(tried.learner.training, "update", update)
+
+    ends("nothing_to_learn")
+    for _ in range(5):
+        tried.update()
+    assert [event.reason for event in tried.events[3:]] == ["nothing_to_learn"] * 2
     tried.buffers.num_remembered += 1
-    monkeypatch.setattr(tried.learner.training, "update", lambda *_, **__: UpdateReport("full", "loss_not_finite", 0.0))
-    tried.learner.update()
+    ends("loss_not_finite")
+    tried.update()
     assert tried.events[-1].reason == "loss_not_finite"
     assert not tried.buffers._replay
 
 
-@pytest.mark.parametrize("stage", ["_train", "_conclude"])
+@pytest.mark.parametrize("stage", ["_update", "_conclude"])
 def test_what_breaks_is_forgotten(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
 
@@ -380,7 +390,7 @@ def test_alarms_and_idle_updates_are_charged_when_they_end(tmp_path: Path, monke
     charged.clear()
     taking(tried, monkeypatch, tried.learner.training, "update", 3.0)
     monkeypatch.setattr(tried.policy, "due", lambda signals: None)
-    tried.learner.update()
+    tried.update()
     assert charged == [3.0]
 
 
@@ -392,7 +402,7 @@ def test_an_arm_pays_for_its_update_alone(tmp_path: Path, monkeypatch: pytest.Mo
     taking(tried, monkeypatch, tried.publisher.distance, "_measure", 2.0)
     taking(tried, monkeypatch, tried.learner.training, "update", 3.0)
     seen(tried)
-    assert tried.learner.update() is not None
+    assert tried.update()
     assert (charged, paid) == ([2.0], [3.0])
 
 
@@ -464,50 +474,61 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
     heard, waiting = len(tried.buffers._replay), dict(tried.buffers.counts)
     assert waiting["full"] > 0
     for _ in range(2):
-        tried.learner.update(lambda: True)
+        assert tried.learner.work()
+        tried.learner.abandon()
     assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
     assert told == []
     assert tried.buffers.counts == waiting
     assert len(tried.buffers._replay) >= heard
-    tried.learner.update()
+    tried.update()
     assert tried.events[-1].kind in ("published", "refused")
 
 
-class Serving:
-    """One second of serving beside each optimizer step from some step on, by a clock of its own."""
-
-    def __init__(self, tried: Bench, monkeypatch: pytest.MonkeyPatch, *, begins: int) -> None:
-        self.num_steps, self._begins = 0, begins
-        self._clock, self._time = Clock(), tried.time
-        self._step = tried.trainer._step
-        self._time._clock = self._clock
-        monkeypatch.setattr(tried.trainer, "_step", self._stepping)
-
-    def _stepping(self, *given: Any) -> dict[str, float]:
-        self.num_steps += 1
-        self._clock.now += 1.0
-        if self.num_steps > self._begins:
-            self._time.stepping()
-        return self._step(*given)
-
-
-def test_an_update_in_a_thread_stops_where_the_ledger_does_not_cover_it_and_goes_on_where_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried, waits = full_bench(tmp_path, full_steps=6), list[int]()
+def test_an_update_goes_on_as_far_as_the_ledger_covers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second of serving beside each optimizer step, by a clock of its own."""
+    tried, clock, covered = full_bench(tmp_path, full_steps=6), Clock(), 3.0
     serve(tried, range(40), update=False)
-    serving, time = Serving(tried, monkeypatch, begins=0), tried.time
-    time._sleep = lambda _: waits.append(serving.num_steps)  # type: ignore[attr-defined, unused-ignore]
-    time.covers = lambda taken: taken < 3.0 * time.taken_share or len(waits) >= 5
-    report = tried.learner.update(lambda: len(waits) >= 3 and serving.num_steps < 4)
-    assert report is not None
-    assert (report.outcome, len(report.losses)) == ("interrupted", 3)
-    assert waits == [3] * 3, "an operator's command ends the waiting"
-    serving.num_steps = 0
-    report = tried.learner.update()
-    assert report is not None
-    assert (report.outcome, len(report.losses)) == ("applied", 6)
-    assert waits == [3] * 5, "the ledger covers the rest"
+    step, losses = tried.trainer._step, list[dict[str, float]]()
+
+    def stepping(*given: Any) -> dict[str, float]:
+        tried.time.stepping()
+        clock.now += 0.5
+        losses.append(step(*given))
+        return losses[-1]
+
+    monkeypatch.setattr(tried.time, "_clock", clock)
+    monkeypatch.setattr(tried.time, "_covers", lambda taken: taken < covered * 0.5 * tried.time.taken_share)
+    monkeypatch.setattr(tried.trainer, "_step", stepping)
+    while tried.learner.work():
+        pass
+    assert len(losses) == 3
+    assert tried.events == []
+    tried.observe(feedback, 99, token=TOKEN)
+    assert not tried.learner.work(), "queries are observed meanwhile"
+    covered = 100.0
+    while tried.learner._job is not None:
+        assert tried.learner.work()
+    assert len(losses) == 6
+    assert tried.events[-1].kind in ("published", "refused")
+
+
+def test_replays_between_the_pieces_of_a_judgement_do_not_change_it(tmp_path: Path) -> None:
+    """Alarms score the served drafter on the same replica."""
+    judged: list[list[tuple[str, float, float]]] = []
+    text = example_of(feedback(99, token=TOKEN))
+    assert text is not None
+    for disturbs in (False, True):
+        tried = taught(tmp_path / str(disturbs))
+        serve(tried, range(100, 110), update=False)
+        tried.events.clear()
+        assert tried.learner.work()
+        while tried.learner._job is not None:
+            if disturbs:
+                watched = ValidationText(10**6, text)
+                completed(tried.publisher.evaluator.scored(watched, with_previous=True))
+            tried.learner.work()
+        judged.append([(event.kind, event.numbers["candidate"], event.numbers["serving"]) for event in tried.events])
+    assert judged[0] == judged[1] != []
 
 
 def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +555,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     token = int(vocabulary()[0][5])
     for seed in range(40):
         tried.observe(lambda seed, **told: feedback(seed, token=token, **told), seed)
-        tried.learner.update()
+        tried.update()
         tried.weights.between_steps()
     tried.learner.observe(feedback(99, rejected=0, accepted=()))
     tried.learner.rollback()

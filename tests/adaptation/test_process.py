@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from adaptation.config import AdaptationConfig
 from adaptation.learner import worker_of
 from adaptation.process import TrainingProcess, mapped, shared
 from adaptation.records import TrainingLost
+from adaptation.timing import TrainingTime, completed
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
@@ -43,7 +43,7 @@ def learn(tried: Bench, count: int = 16, *, updates: bool = True) -> None:
     for seed in range(count):
         tried.learner.observe(feedback(seed, token=tokens[seed % 3], version=tried.weights.version))
         if updates:
-            tried.learner.update()
+            tried.update()
         tried.weights.between_steps()
 
 
@@ -65,10 +65,12 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
     assert tried.time.seconds > 0
 
 
-def test_it_asks_before_each_step_and_stops_when_interrupted(tried: Bench) -> None:
-    before, asked = copied(tried), iter([False, False, True])
-    report = process_of(tried).update("full", samples(4), lambda: next(asked))
-    assert (report.outcome, len(report.losses)) == ("interrupted", 2)
+def test_an_update_in_it_can_be_abandoned_between_steps(tried: Bench) -> None:
+    before, pieces = copied(tried), process_of(tried).update("full", samples(4))
+    for _ in range(3):
+        next(pieces)
+    assert not same(before, tried.trainer.tensors()), "two steps were taken"
+    pieces.close()
     assert same(before, tried.trainer.tensors())
 
 
@@ -77,91 +79,101 @@ def test_an_exception_in_it_is_raised_here_and_changes_nothing(tried: Bench) -> 
     draft_labels = broken[0].draft_labels
     broken[0] = replace(broken[0], draft_labels=replace(draft_labels, states=draft_labels.states[:, :7]))
     with pytest.raises(RuntimeError, match="Traceback"):
-        process.update("head", broken)
+        completed(process.update("head", broken))
     assert same(before, tried.trainer.tensors())
-    assert process.update("head", samples(4)).applied
+    assert completed(process.update("head", samples(4))).applied
 
 
 def test_an_interrupt_of_the_terminal_does_not_end_it(tried: Bench) -> None:
     process = process_of(tried)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
-    assert process.update("head", samples(4)).applied
+    assert completed(process.update("head", samples(4))).applied
     assert process.num_started == 1
 
 
-def test_a_thread_that_dies_while_it_waits_leaves_no_update_running(tried: Bench) -> None:
+def test_a_thread_that_dies_while_it_waits_leaves_no_update_running(
+    tried: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = process_of(tried)
-
-    def dies() -> bool:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        process.update("full", samples(4), dies)
+    with monkeypatch.context() as patch:
+        patch.setattr("adaptation.process._received", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            completed(process.update("full", samples(4)))
+    assert process.is_asked
     tried.learner.recover("thread_died")
     assert process.pid is None
     assert same(weights_of(tried.weights.training), weights_of(tried.serving))
 
 
-@pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2))])
-def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, step: int) -> None:
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [0, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 2))])
+def test_a_process_killed_amid_an_update_costs_that_update(tried: Bench, steps: int) -> None:
     process, served = process_of(tried), {name: value.clone() for name, value in weights_of(tried.serving).items()}
-    asked = iter(range(9))
-
-    def kills() -> bool:
-        if next(asked) == step:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-        return False
-
     learn(tried, updates=False)
+    for _ in range(1 + steps):
+        assert tried.learner.work()
+    kill(process)
     with pytest.raises(TrainingLost, match="died"):
-        tried.learner.update(kills)
+        tried.update()
     tried.learner.recover("killed")
     assert same(weights_of(tried.weights.training), served)
     started = process.num_started
-    assert process.update("full", samples(4)).applied
+    assert completed(process.update("full", samples(4))).applied
     assert process.num_started == started + 1
+
+
+def test_an_update_whose_process_was_killed_can_be_abandoned(tried: Bench) -> None:
+    learn(tried, updates=False)
+    for _ in range(3):
+        assert tried.learner.work()
+    kill(process_of(tried))
+    tried.learner.pause()
+    assert same(weights_of(tried.weights.training), weights_of(tried.serving))
+    tried.learner.resume()
+
+
+def kill(process: TrainingProcess) -> None:
+    assert process.pid is not None
+    assert process._process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process._process.wait()
 
 
 @pytest.mark.slow
 def test_one_that_died_between_two_updates_is_replaced(tried: Bench) -> None:
     process = process_of(tried)
-    process.update("head", samples(4))
+    completed(process.update("head", samples(4)))
     first = process.pid
-    assert first is not None
-    assert process._process is not None
-    os.kill(first, signal.SIGKILL)
-    process._process.wait()
-    assert process.update("head", samples(4)).applied
+    kill(process)
+    assert completed(process.update("head", samples(4))).applied
     assert process.pid != first
 
 
-def test_a_pause_does_not_wait_until_an_update_is_covered(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under load that covers nothing the process is stopped amid its update."""
-    learner, process = tried.learner, process_of(tried)
-    monkeypatch.setattr(tried.time, "covers", lambda taken: not process.is_asked)
-    worker, ended = worker_of(learner, tried.tuning), threading.Event()
-
-    def serve() -> None:
-        while not ended.wait(0.01):
-            tried.time.stepping()
-
-    serving = threading.Thread(target=serve)
-    serving.start()
+def test_commands_do_not_wait_until_an_update_is_covered(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load that covers nothing the update stands still between two pieces."""
+    learner = tried.learner
+    monkeypatch.setattr(TrainingTime, "may_compute", property(lambda time: learner._job is None))
+    learn(tried, updates=False)
+    worker = worker_of(learner, tried.tuning)
     worker.start()
     try:
         deadline = time.monotonic() + 20
-        while not process.waits:
+        while learner._job is None:
             assert time.monotonic() < deadline, tried.events
-            worker.ask(lambda: learn(tried, 1, updates=False))
-            time.sleep(0.05)
-        worker.ask(learner.pause, urgent=True).result(10)
+            time.sleep(0.01)
+        assert worker.ask(lambda: learner.status(worker)).result(10).paused is False
+        worker.ask(learner.pause).result(10)
     finally:
-        ended.set()
-        serving.join()
         assert worker.stop()
-    assert (tried.events[-1].kind, tried.events[-1].reason) == ("paused", "operator")
+    assert [(event.kind, event.reason) for event in tried.events[-2:]] == [
+        ("discarded", "interrupted"),
+        ("paused", "operator"),
+    ]
+    learner.resume()
 
 
 def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from adaptation.process import Training
 from adaptation.timing import IdleTime, TrainingTime
-from drafters.specblock.model import SpecBlock
-from drafters.training.corpus import Example
-from tests.adaptation.samples import drafter, samples
-from tests.adaptation.test_trainer import trainer
 from tests.adaptation.worlds import Clock
 
 
@@ -65,64 +60,60 @@ def timed(covered: float) -> tuple[TrainingTime, Clock]:
 
 
 def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
+    time.stepping()
     clock.now += seconds
     time.stepped("decode", seconds)
 
 
-def test_a_thread_waits_between_its_steps_for_what_serving_can_afford() -> None:
+def test_training_goes_on_as_far_as_serving_can_afford() -> None:
     """One percent of the time of serving is added to what it may take."""
     clock, balance, waited = Clock(), 1.0, 0
-    trained: TrainingTime
-
-    def serve(seconds: float) -> None:
-        nonlocal balance
-        balance += 0.01 * seconds
-        step(trained, clock, seconds)
-
-    def sleep(seconds: float) -> None:
-        nonlocal waited
-        waited += 1
-        serve(seconds)
-
-    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock, sleep=sleep)
-    serve(0.05)
-    clock.now += 5.0
-    with trained.spent():
-        for _ in range(100):
-            assert not trained.wait()
-            assert trained._uncharged < balance
-            serve(0.05 * 1.3)  # an optimizer step beside an engine step, which takes 0.3 times as long again
+    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock)
+    step(trained, clock, 0.05)
+    charged = 0.0
+    for _ in range(100):
+        while not trained.may_compute:
+            waited += 1
+            balance += 0.01 * 0.05
+            step(trained, clock, 0.05)
+        with trained.spent():  # an optimizer step beside an engine step, which takes 0.3 times as long again
+            step(trained, clock, 0.05 * 1.3)
+            balance += 0.01 * 0.05
+        charged += 0.05 * 1.3 * trained.taken_share
+        assert trained._uncharged < balance + 0.05
     taken = trained.taken()
+    assert taken == pytest.approx(charged)
     assert taken == pytest.approx(100 * 0.05 * 0.3, rel=0.01)
-    assert taken <= balance + 0.05
     assert waited > 20
 
 
-def test_a_replay_in_a_thread_waits_until_it_is_covered() -> None:
-    clock, order = Clock(), list[str]()
-    time = TrainingTime(
-        torch.device("cpu"), lambda _: len(order) == 2, clock=clock, sleep=lambda _: order.append("waits")
-    )
-    time.stepping()
-
-    def replay(model: SpecBlock, example: Example) -> float:
-        order.append("replays")
-        return 2.5
-
-    example = samples(1)[0].example
-    assert example is not None
-    with time.spent():
-        assert Training(trainer()[0], None, time).paced(replay)(drafter(), example) == 2.5
-    assert order == ["waits", "waits", "replays"]
+def test_training_is_free_while_nobody_is_served() -> None:
+    time, clock = timed(covered=0.0)
+    for _ in range(100):
+        assert time.may_compute
+        with time.spent():
+            clock.now += 0.05
+    assert time.taken() == 0.0
 
 
-def test_a_process_trains_for_nothing_while_nobody_is_served() -> None:
+def test_a_request_that_comes_amid_a_piece_is_charged_from_then_on() -> None:
     time, clock = timed(covered=0.0)
     with time.spent():
-        for _ in range(100):
-            clock.now += 0.05
-            assert time.may_compute()
-    assert time.taken() == 0.0
+        clock.now += 0.10
+        step(time, clock, 0.04)
+    assert time.taken() == pytest.approx(0.04 * time.taken_share)
+    assert not time.may_compute
+    clock.now += 0.06
+    assert time.may_compute, "it is answered"
+
+
+def test_a_step_that_never_ends_counts_for_a_while() -> None:
+    time, clock = timed(covered=0.0)
+    time.stepping()
+    clock.now += 0.9
+    assert not time.may_compute
+    clock.now += 0.2
+    assert time.may_compute
 
 
 @pytest.mark.parametrize("longer", [0.0, 0.25, 1.0])
@@ -134,7 +125,6 @@ def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) 
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * (1.0 + longer))
-                time.may_compute()
     assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
 
 
@@ -149,18 +139,4 @@ def test_other_kinds_of_steps_and_hiccups_say_nothing_of_training() -> None:
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * 1.25)
-                time.may_compute()
     assert time.taken_share == pytest.approx(0.2, abs=0.04)
-
-
-def test_beside_serving_it_trains_as_long_as_that_is_covered() -> None:
-    time, clock = timed(covered=1.0)
-    share, computed = time.taken_share, 0.0
-    with time.spent():
-        for _ in range(200):
-            step(time, clock, 0.05)
-            computed += 0.05 * time.may_compute()
-        assert share * computed == pytest.approx(1.0, abs=0.05)
-        clock.now += 5.0
-        assert time.may_compute(), "nobody is served any more"
-    assert time.taken() == pytest.approx(1.0, abs=0.05)

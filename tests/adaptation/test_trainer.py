@@ -17,7 +17,7 @@ from adaptation.losses import TextDivergence, anchor_divergence, rank_loss, untr
 from adaptation.policy import ARMS, Arm
 from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, example_of, training_sample
-from adaptation.timing import bf16_is_faster
+from adaptation.timing import bf16_is_faster, completed
 from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.protocol import Noise
@@ -95,7 +95,7 @@ def anchor_loss(report: UpdateReport, step: int) -> float:
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_update_lowers_the_loss_on_its_own_data(arm: Arm, kind: str, autocast: bool) -> None:
     trained, _ = trainer(steps=12, autocast=autocast, kind=kind)
-    report = trained.update(arm, samples(4, token=TOKEN))
+    report = completed(trained.update(arm, samples(4, token=TOKEN)))
     assert report.outcome == "applied"
     assert report.seconds > 0
     assert 0 < report.moved < 1
@@ -110,7 +110,7 @@ def test_at_a_temperature_the_rank_head_learns_the_ranks_that_it_serves_with(oth
     rank: from such features the head would learn that the first is right three times in ten."""
     trained, model = trainer(steps=60)
     at_zero = samples(others, token=TOKEN)
-    trained.update("head", [training_sample(sampled(seed), most_rejected=64) for seed in range(6)] + at_zero)
+    completed(trained.update("head", [training_sample(sampled(seed), most_rejected=64) for seed in range(6)] + at_zero))
     fresh = sampled(77)
     positions = fresh.query.offset + fresh.draft_labels.positions
     noise = TreeNoise.of(Noise.of_text(77, 1.0, positions - 1), 1, model.d2t)
@@ -132,13 +132,13 @@ def test_the_rate_has_risen_when_the_first_update_after_a_reset_ends(arm: Arm, m
         take_step(share)
 
     monkeypatch.setattr(trained._optimizers[arm], "step", noting)
-    trained.update(arm, samples(4))
+    completed(trained.update(arm, samples(4)))
     rising = {"head": [0.25, 0.5, 0.75, 1.0], "full": [n / 8 for n in range(1, 9)] + [1.0] * 4}[arm]
     assert shares == pytest.approx(rising)
-    trained.update(arm, samples(4))
+    completed(trained.update(arm, samples(4)))
     assert shares[len(rising) :] == [1.0] * len(rising)
     trained.load(weights_of(model))
-    trained.update(arm, samples(4))
+    completed(trained.update(arm, samples(4)))
     assert shares[2 * len(rising) :] == pytest.approx(rising)
 
 
@@ -146,19 +146,19 @@ def test_the_rate_has_risen_when_the_first_update_after_a_reset_ends(arm: Arm, m
 def test_an_update_may_take_a_share_of_the_rate(arm: Arm) -> None:
     whole, careful = (trainer(steps=1)[0] for _ in range(2))
     taught = samples(4, token=TOKEN)
-    moved = careful.update(arm, taught, rate_share=0.25).moved
-    assert moved == pytest.approx(whole.update(arm, taught).moved / 4, rel=0.01)
+    moved = completed(careful.update(arm, taught, rate_share=0.25)).moved
+    assert moved == pytest.approx(completed(whole.update(arm, taught)).moved / 4, rel=0.01)
 
 
 def test_a_head_update_moves_heads_only() -> None:
     trained, model = trainer()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     before = {name: value.clone() for name, value in weights.items()}
-    trained.update("head", samples(4))
+    completed(trained.update("head", samples(4)))
     moved = {name for name, value in weights.items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.startswith(HEADS)}
     assert moved
-    trained.update("full", samples(4))
+    completed(trained.update("full", samples(4)))
     assert any(not torch.equal(weights[name], before[name]) for name in before if name not in moved)
 
 
@@ -166,13 +166,13 @@ def test_the_anchor_holds_a_drafter_back() -> None:
     free, tied = (trainer(anchor_weight=weight, steps=12)[0] for weight in (0.0, 10.0))
     taught = samples(4, token=TOKEN)
     for arm in ARMS:
-        far, near = free.update(arm, taught), tied.update(arm, taught)
+        far, near = completed(free.update(arm, taught)), completed(tied.update(arm, taught))
         assert anchor_loss(near, -1) < anchor_loss(far, -1)
 
 
 def test_the_distance_to_the_anchor_is_taken_each_time_that_the_texts_are_gone_through() -> None:
     trained, _ = trainer(step_texts=2, full_steps=8)
-    taken = ["anchor" in losses for losses in trained.update("full", samples(5)).losses]
+    taken = ["anchor" in losses for losses in completed(trained.update("full", samples(5))).losses]
     assert taken == [False, False, True] * 2 + [False, True]
 
 
@@ -182,7 +182,7 @@ def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     names = [name for name in weights if arm == "full" or name.startswith(HEADS)]
     before = {name: weights[name].clone() for name in names}
-    report = trained.update(arm, samples(4))
+    report = completed(trained.update(arm, samples(4)))
     moved = math.sqrt(sum(float((weights[name] - before[name]).square().sum()) for name in names))
     size = math.sqrt(sum(float(value.square().sum()) for value in before.values()))
     assert report.moved == 0.001
@@ -192,7 +192,7 @@ def test_an_update_moves_no_further_than_its_bound(arm: Arm) -> None:
 def test_the_same_lessons_give_the_same_bits() -> None:
     one, other = trainer()[0], trainer()[0]
     for arm in (*ARMS, *ARMS):
-        assert one.update(arm, samples(4)).losses == other.update(arm, samples(4)).losses
+        assert completed(one.update(arm, samples(4))).losses == completed(other.update(arm, samples(4))).losses
     assert same(one.tensors(), other.tensors())
 
 
@@ -200,11 +200,11 @@ def test_the_same_lessons_give_the_same_bits() -> None:
 def test_a_resumed_trainer_goes_on_to_the_bit(relative: bool) -> None:
     """Also one that was built around other weights, to which its rates were relative."""
     going, resumed = trainer(relative=relative)[0], trainer(relative=relative, size=50.0)[0]
-    going.update("head", samples(4))
-    going.update("head", samples(3))
+    completed(going.update("head", samples(4)))
+    completed(going.update("head", samples(3)))
     resumed.load_tensors(state_of(going))
-    going.update("head", samples(2))
-    resumed.update("head", samples(2))
+    completed(going.update("head", samples(2)))
+    completed(resumed.update("head", samples(2)))
     assert same(going.tensors(), resumed.tensors())
 
 
@@ -251,10 +251,10 @@ def test_what_is_not_finite_leaves_no_trace(
     arm: Arm, breaks: Callable[[OnlineTrainer, SpecBlock, Arm], list[TrainingSample]], outcome: str
 ) -> None:
     trained, model = trainer()
-    trained.update("head", samples(4))
-    trained.update("full", samples(4))
+    completed(trained.update("head", samples(4)))
+    completed(trained.update("full", samples(4)))
     before = state_of(trained)
-    report = trained.update(arm, breaks(trained, model, arm))
+    report = completed(trained.update(arm, breaks(trained, model, arm)))
     assert (report.outcome, report.applied, report.moved) == (outcome, False, 0.0)
     after = trained.tensors()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -270,7 +270,7 @@ def test_a_broken_weight_is_no_update() -> None:
     trained, model = trainer()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     weights["rank_head.2.bias"][0] = math.nan
-    assert trained.update("head", samples(4)).outcome == "weights_not_finite"
+    assert completed(trained.update("head", samples(4))).outcome == "weights_not_finite"
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -283,16 +283,18 @@ def test_an_exception_leaves_no_trace(arm: Arm) -> None:
 
     model.lm_head.weight.register_hook(breaks)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trained.update(arm, samples(4))
+        completed(trained.update(arm, samples(4)))
     assert same(before, trained.tensors())
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_update_can_be_broken_off_between_steps(arm: Arm) -> None:
+def test_an_update_can_be_abandoned_between_steps(arm: Arm) -> None:
     trained, _ = trainer()
-    before, asked = state_of(trained), iter([False, False, True])
-    report = trained.update(arm, samples(4), lambda: next(asked))
-    assert (report.outcome, len(report.losses)) == ("interrupted", 2)
+    before, pieces = state_of(trained), trained.update(arm, samples(4))
+    for _ in range(3):
+        next(pieces)
+    assert not same(before, trained.tensors()), "two steps were taken"
+    pieces.close()
     assert same(before, trained.tensors())
 
 
@@ -300,13 +302,13 @@ def test_an_update_can_be_broken_off_between_steps(arm: Arm) -> None:
 def test_no_lesson_is_no_update(arm: Arm) -> None:
     trained, _ = trainer()
     before = state_of(trained)
-    assert trained.update(arm, []).outcome == "nothing_to_learn"
+    assert completed(trained.update(arm, [])).outcome == "nothing_to_learn"
     assert same(before, trained.tensors())
 
 
 def test_other_weights_come_without_memory() -> None:
     trained, model = trainer()
-    trained.update("full", samples(4))
+    completed(trained.update("full", samples(4)))
     other = drafter(seed=3)
     trained.load(weights_of(other))
     assert same(weights_of(model), weights_of(other))

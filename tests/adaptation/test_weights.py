@@ -217,7 +217,7 @@ def test_weights_that_somebody_brings_are_served_and_can_be_gone_back_to(tmp_pat
     train(weights, 1)
     weights.publish({})
     assert weights.adopt(brought) == 2
-    assert weights.previous() is None
+    assert weights.latest.replaced is None
     assert weights.between_steps() == 2
     assert weights.origin == 2
     assert same(bits(serving), brought)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback
@@ -24,7 +23,7 @@ class Scripted:
     """A loop that does what it is told at each stage."""
 
     on_hear: Callable[[], None] = lambda: None
-    on_update: Callable[[Callable[[], bool]], UpdateReport | None] = lambda _: None
+    on_work: Callable[[], object] = lambda: False
     on_recover: Callable[[], None] = lambda: None
     on_save: Callable[[], None] = lambda: None
     told: list[str] = field(default_factory=list)
@@ -33,8 +32,11 @@ class Scripted:
         self.told.append("observe")
         self.on_hear()
 
-    def update(self, interrupted: Callable[[], bool]) -> UpdateReport | None:
-        return self.on_update(interrupted)
+    def work(self) -> bool:
+        return bool(self.on_work())
+
+    def abandon(self) -> None:
+        self.told.append("abandon")
 
     def recover(self, error: str) -> None:
         self.told.append(f"recover {error}")
@@ -52,7 +54,7 @@ def failing(stage: str, action: Callable[[], None]) -> Scripted:
         case "observe":
             return Scripted(on_hear=act)
         case "update":
-            return Scripted(on_update=lambda _: act())
+            return Scripted(on_work=act)
         case "recover":
             return Scripted(on_hear=once(broken), on_recover=act)
     return Scripted()
@@ -103,7 +105,7 @@ def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
         worker.offer(FEEDBACK)
     wait_until(lambda: loop.told.count("observe") == 20)
     assert worker.stop()
-    assert loop.told == ["observe"] * 20 + ["save"]
+    assert [told for told in loop.told if told != "abandon"] == ["observe"] * 20 + ["save"]
     assert worker.inbox.num_dropped == 0
 
 
@@ -164,57 +166,43 @@ def test_a_command_after_the_end_is_cancelled(made: Made) -> None:
     assert worker.ask(lambda: 1).cancelled()
 
 
-def test_an_update_under_way_is_told_to_end(made: Made) -> None:
-    began = threading.Event()
+def test_commands_and_queries_come_before_the_next_piece_of_an_update(made: Made) -> None:
+    loop, order, pieces = Scripted(), list[str](), iter(range(3))
+    begun, going = threading.Event(), threading.Event()
 
-    def long(interrupted: Callable[[], bool]) -> UpdateReport:
-        began.set()
-        wait_until(interrupted)
-        return UpdateReport("head", "interrupted", 0.0)
-
-    worker = made(Scripted(on_update=long))
-    assert began.wait(10)
-    stopped_at = time.monotonic()
-    assert worker.stop()
-    assert time.monotonic() - stopped_at < 1.0
-
-
-def test_a_command_that_is_urgent_ends_an_update_and_comes_before_others(made: Made) -> None:
-    ran, begun, ended = list[str](), threading.Event(), threading.Event()
-
-    def update(interrupted: Callable[[], bool]) -> None:
-        if not begun.is_set():
-            begun.set()
-            wait_until(interrupted)
-            ended.set()
-
-    worker = made(Scripted(on_update=update))
-    assert begun.wait(10)
-    usual = worker.ask(lambda: ran.append("usual"))
-    assert not ended.wait(0.1), "who only looks may wait"
-    worker.ask(lambda: ran.append("urgent"), urgent=True).result(10)
-    usual.result(10)
-    assert ran == ["urgent", "usual"]
-    assert not worker.inbox.urged.is_set()
-
-
-def test_whoever_follows_another_trains_only_when_it_is_its_turn(made: Made) -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def update(interrupted: Callable[[], bool]) -> None:
+    def piece() -> bool:
+        if next(pieces, None) is None:
+            return False
         begun.set()
-        wait_until(interrupted)
-        ended.set()
+        wait_until(going.is_set)
+        order.append("piece")
+        return True
 
-    worker = made(Scripted(on_update=update), trains=False)
+    loop.on_work, loop.on_hear = piece, lambda: order.append("query")
+    worker = made(loop)
+    assert begun.wait(10)
+    worker.offer(FEEDBACK)
+    asked = worker.ask(lambda: order.append("command"))
+    going.set()
+    asked.result(10)
+    assert settled(worker, 10)
+    assert order == ["piece", "command", "query", "piece", "piece"]
+
+
+def test_a_follower_abandons_its_update_and_begins_none(made: Made) -> None:
+    loop, pieces = Scripted(), list[int]()
+
+    def piece() -> bool:
+        pieces.append(1)
+        return len(pieces) < 3
+
+    loop.on_work = piece
+    worker = made(loop, trains=False)
     worker.offer(FEEDBACK)
     assert settled(worker, 10)
-    assert not begun.is_set()
+    assert (pieces, set(loop.told)) == ([], {"observe", "abandon"})
     worker.trains = True
-    worker.offer(FEEDBACK)
-    assert begun.wait(10)
-    worker.trains = False
-    assert ended.wait(10)
+    wait_until(lambda: len(pieces) >= 3)
 
 
 def test_threads_of_others_keep_their_number(made: Made) -> None:

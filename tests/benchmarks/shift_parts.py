@@ -41,18 +41,15 @@ def played(
     *,
     accepted: int,
     seconds: float = 1.0,
-    engine_seconds: float = 0.5,
     tokens: int = 8,
     counts: Counts = NOTHING,
     noted: tuple[Noted, ...] = (),
     gaps: tuple[float, ...] = (0.02,),
 ) -> Played:
-    """A turn in which every query took four verifies that accepted so many tokens in all."""
+    """A turn in which every query took four verifies that accepted so many tokens in all, busy for half of the time."""
     answer = Answer(tuple(range(tokens)), accepted_per_step=(accepted, 0, 0, 0))
-    run = Run(
-        (answer,) * len(turn.requests), (TimedStep(step_stats(itl_seconds=gaps), engine_seconds),), engine_seconds
-    )
-    return Played(turn, run, seconds, {**NOTHING, **counts}, noted)
+    run = Run((answer,) * len(turn.requests), (TimedStep(step_stats(itl_seconds=gaps), seconds),), 2 * seconds)
+    return Played(turn, run, {**NOTHING, **counts}, noted)
 
 
 def publish(query: int, **numbers: float) -> Noted:

@@ -78,7 +78,7 @@ def with_answers(turn: Turn, honest: int, hostile: int, noted: tuple[Noted, ...]
     """A turn in which every query took four verifies that accepted so many tokens."""
     accepted = [hostile if query.scope.name in HOSTILE else honest for query in turn.requests]
     answers = tuple(Answer((1, 2, 3), accepted_per_step=(count, 0, 0, 0)) for count in accepted)
-    return Played(turn, Run(answers, (), 0.5), 1.0, {**NOTHING, "over_share": 1}, noted)
+    return Played(turn, Run(answers, (), 0.5), {**NOTHING, "over_share": 1}, noted)
 
 
 def test_only_honest_queries_count() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shift import net_gain, policies_of, recovery_of, summary_of
+from benchmarks.shift import gain, policies_of, recovery_of, summary_of
 from benchmarks.shift_play import NOTHING, Played, turns_of, windows_of
 from service.assembly import Assembly
 from service.errors import StartupError
@@ -53,8 +53,8 @@ def test_the_command_compares_policies(run: Command, files: tuple[Path, Path], t
     assert [(row["phase"], row["queries"]) for row in rows] == [("old", 2), ("old", 1), ("new", 2), ("new", 1)]
     summary = report["summary"]
     assert summary["mismatched_tokens"] == 0
-    assert summary["policies"]["never"]["net_gain_after"] is None
-    low, high = summary["policies"]["head_only"]["net_gain_after"][1:]
+    assert summary["policies"]["never"]["gain_after"] is None
+    low, high = summary["policies"]["head_only"]["gain_after"][1:]
     assert low <= high
     assert out.with_suffix(".png").stat().st_size > 10_000
 
@@ -85,9 +85,9 @@ def test_the_gain_is_paired_and_has_an_interval() -> None:
     slow_minutes = [1.0 + 4 * (number % 3 == 0) for number in range(16)]
     plain = [played(turn, accepted=0, seconds=s) for turn, s in zip(TURNS, slow_minutes, strict=True)]
     mine = [played(turn, accepted=0, seconds=s / 1.25) for turn, s in zip(TURNS, slow_minutes, strict=True)]
-    assert net_gain(mine, plain, seed=0) == pytest.approx((25, 25, 25))
-    noisy = [played(t.turn, accepted=0, seconds=t.net_seconds * (0.9, 1.3)[t.turn.first // 5 % 2]) for t in mine]
-    percent, low, high = net_gain(noisy, plain, seed=0)
+    assert gain(mine, plain, seed=0) == pytest.approx((25, 25, 25))
+    noisy = [played(t.turn, accepted=0, seconds=t.seconds * (0.9, 1.3)[t.turn.first // 5 % 2]) for t in mine]
+    percent, low, high = gain(noisy, plain, seed=0)
     assert low < percent < high
 
 
@@ -105,16 +105,15 @@ def test_the_summary_of_a_policy() -> None:
         for turn, ease in zip(TURNS, EASE, strict=True)
     ]
     summary = summary_of(mine, PLAIN, STREAM, seed=0)
-    assert (summary["net_tokens_per_second_before"], summary["net_tokens_per_second_after"]) == (32.0, 40.0)
-    assert summary["engine_tokens_per_second_after"] == 80.0
-    assert summary["net_gain_before"][0] == pytest.approx(-20)
-    assert summary["net_gain_after"][0] == 0.0
+    assert (summary["tokens_per_second_before"], summary["tokens_per_second_after"]) == (32.0, 40.0)
+    assert summary["gain_before"][0] == pytest.approx(-20)
+    assert summary["gain_after"][0] == 0.0
     assert summary["tau_after"] - summary_of(PLAIN, PLAIN, STREAM, seed=0)["tau_after"] == 0.5
     assert {name: summary[name] for name in NOTHING} == {
         **NOTHING,
         **{"training_seconds": 4.0, "updates_full": 16, "refusals": 16},
     }
-    assert (summary["training_share"], summary["waited_seconds"]) == (4.0 / 18.0, 10.0)
+    assert (summary["training_share"], summary["busy_share"]) == (4.0 / 36.0, 0.5)
     assert (summary["itl_p50_seconds"], summary["itl_p99_seconds"]) == pytest.approx((0.02, 0.03))
     events = json.loads(json.dumps(summary, allow_nan=False))["events"]
     assert (events[3]["query"], events[3]["numbers"]) == (16, {"gain": None, "seconds": 0.5})

@@ -17,6 +17,7 @@ from adaptation.learner import Learner
 from adaptation.monitor import PairedCusum
 from adaptation.records import Event
 from adaptation.samples import training_sample
+from adaptation.timing import Pieces
 from adaptation.trainer import UpdateReport
 from drafters.feedback import QueryFeedback
 from tests.adaptation.drafts import same
@@ -82,15 +83,18 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.weights._served.weights.items()}
     seeds = iter(range(20))
 
-    def spoil(arm: object, samples: object, interrupted: object, *, rate_share: float) -> UpdateReport:
+    def spoil(arm: object, samples: object, *, rate_share: float) -> Pieces[UpdateReport]:
         seed = next(seeds)
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
+        yield
         return UpdateReport("full", "applied", 0.0)
 
     monkeypatch.setattr(built.training, "update", spoil)
     for number in range(20):
-        while built.update() is None:
+        while not built.work():
             observe(built, known.stream(100 + number, 2, version=1))
+        while built._job is not None:
+            built.work()
     built.weights.between_steps()
     falls = [event.numbers["serving"] - event.numbers["candidate"] for event in events]
     print(f"20 candidates whose replayed tau was {min(falls):.2f} to {max(falls):.2f} lower")
