@@ -69,9 +69,9 @@ class AdaptationConfig(BaseModel):
         "drafter is not tiny.",
     )
     idle_share: float = _knob(
-        0.25,
-        "Share of the engine's idle time that learning may use for full updates on the replay buffer. It stops "
-        "within one optimizer step when a request arrives. 0: learn from new texts only.",
+        1.0,
+        "Share of the engine's idle time that learning may use for full updates on the replay buffer. They stand "
+        "still within one optimizer step when a request arrives. 0: learn from new texts only.",
         ge=0,
         le=1,
     )
@@ -116,7 +116,8 @@ class Tuning:
     window_tokens: int = 256  # of a text, in a full update, at most
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
     queued_queries: int = 256  # finished ones that wait to be observed; the oldest are dropped
-    niceness: int = 10  # of the learning thread (Linux)
+    niceness: int = 10  # of the learning thread (Linux): a lower priority would delay serving, which waits for its lock
+    process_niceness: int = 19  # of a training process
     head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
     full_queries: int = 8  # in the buffer of the full update
     always_queries: int = 8  # between two updates of the policy `always`

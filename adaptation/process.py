@@ -271,7 +271,7 @@ def main(memory: int, talk: int) -> None:
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
-        os.nice(setup.rules.tuning.niceness)
+        os.nice(setup.rules.tuning.process_niceness)
         torch.set_num_threads(1)
         calls = _calls(setup, mapped(memory, setup.shared), connection)
         while True:

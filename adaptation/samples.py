@@ -191,8 +191,8 @@ class ValidationText:
 class ValidationSet:
     """The latest texts of a random share of queries, which are never trained on.
 
-    After a change of traffic only later texts count: until there are `enough`, every second query is held for
-    validation.
+    Until there are `enough`, every second query is held for validation. After a change of traffic only later texts
+    count.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -202,7 +202,7 @@ class ValidationSet:
         self._number = 0
         self._texts: deque[ValidationText] = deque(maxlen=max_texts)
         self._first_current = 0  # number of the first text since the last change of traffic
-        self._hurries = False
+        self._hurries = True
 
     @property
     def texts(self) -> Sequence[ValidationText]:
