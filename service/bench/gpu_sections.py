@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -339,11 +339,14 @@ def _serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, cou
 
 
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
-    """Yield the number of updates, step times (p50, p99) and throughput with and without them, and the share of
-    throughput lost. Raises RuntimeError when no update was made."""
-    quiet, _ = _serve_while_learning(assembly, plan, "never", updates=0)
-    busy, updates = _serve_while_learning(assembly, plan, "always", updates=plan.updates)
+    """Yield the number of updates, the time of one and of judging it, step times (p50, p99) and throughput with and
+    without them, and the share of throughput lost. Raises RuntimeError when no update was made."""
+    quiet, _, _ = _serve_while_learning(assembly, plan, "never", updates=0)
+    busy, updates, judged = _serve_while_learning(assembly, plan, "always", updates=plan.updates)
     yield Figure("training", "updates", updates, "")
+    for name, number in (("one update", "seconds"), ("judging it", "judging_seconds")):
+        if judged:
+            yield Figure("training", name, median(numbers[number] for numbers in judged) * 1e3, "ms")
     for name, runs in (("off", quiet), ("on", busy)):
         steps = [step.stats for run in runs for step in run.steps]
         seconds = [step.seconds for step in steps]
@@ -355,18 +358,20 @@ def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     yield Figure("training", "loss of tokens/s", loss, "")  # below 0: within noise
 
 
-def _serve_while_learning(assembly: Assembly, plan: Plan, policy: str, *, updates: int) -> tuple[list[Run], int]:
-    """Serve until the learner has made `updates` updates or patience ends; return the runs and the updates."""
-    events: Counter[str] = Counter()
+def _serve_while_learning(
+    assembly: Assembly, plan: Plan, policy: str, *, updates: int
+) -> tuple[list[Run], int, list[Mapping[str, float]]]:
+    """Serve until the learner has made `updates` updates or patience ends; return the runs, the updates, and the
+    numbers of those that were judged."""
+    events: list[Event] = []
     learning = assembly.config.adaptation.model_dump()
     config = AdaptationConfig.model_validate({**learning, "enabled": True, "policy": policy})
     budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # without drafts nothing is learnt
 
-    def count(event: Event) -> None:
-        events[f"{event.kind}: {event.reason}"] += 1
-
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
-        adaptive = build_adaptive(assembly, config, folder=Path(folder), emit=count, policy=budget, tuning=_EAGER)
+        adaptive = build_adaptive(
+            assembly, config, folder=Path(folder), emit=events.append, policy=budget, tuning=_EAGER
+        )
         adaptive.start()
         try:
             _serve_until(adaptive, assembly, plan, min(1, updates))  # a first update compiles and allocates
@@ -374,8 +379,9 @@ def _serve_while_learning(assembly: Assembly, plan: Plan, policy: str, *, update
         finally:
             adaptive.stop()
     if updates and not made:
-        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; events of learning: {dict(events)}")
-    return runs, made
+        told = dict(Counter(f"{event.kind}: {event.reason}" for event in events))
+        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; events of learning: {told}")
+    return runs, made, [event.numbers for event in events if "judging_seconds" in event.numbers]
 
 
 def _serve_until(adaptive: Adaptive, assembly: Assembly, plan: Plan, updates: int) -> tuple[list[Run], int]:
