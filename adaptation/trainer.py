@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.losses import OUTPUT_LAYERS, HeadObjective, Rows, TextDivergence
+from adaptation.losses import Rows, TextDivergence
 from adaptation.policy import Arm
 from adaptation.records import Outcome
 from adaptation.samples import TrainingSample
@@ -29,6 +29,7 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
+from drafters.training.output_layers import OUTPUT_LAYERS, HeadObjective
 
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
 _HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more

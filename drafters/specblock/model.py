@@ -25,9 +25,6 @@ from drafters.specblock.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.specblock.structure import Structure
 from kernels.rank_features import NUM_FEATURES, TOP
 
-HEADS = ("lm_head.", "rank_head.", "rank_norm.")
-"""Prefixes of the names of parameters after the decoder layers."""
-
 FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 RANK_EPSILON = torch.finfo(torch.float32).eps
 RANK_CLASSES = 4

@@ -169,9 +169,8 @@ def _kept_bytes(network: ServingNetwork) -> int:
 def training_bytes(num_weights: int, serving_bytes: int) -> int:
     """Bytes that a learner holds on its device during an update.
 
-    In fp32: masters, anchor, gradients, two moments of the full update, the copies of masters and moments that an update is
-    undone from. As they are served: replica, served, staged and previous weights, and staged ones as ops will read
-    them.
+    In fp32: masters, anchor, gradients, two moments, the copies of masters and moments that an update is undone from.
+    As they are served: replica, served, staged and previous weights, and staged ones as ops will read them.
     """
     masters, anchor, gradients, undo = (4 * num_weights for _ in range(4))
     moments = 8 * num_weights

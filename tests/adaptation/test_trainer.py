@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from adaptation.config import Tuning
-from adaptation.losses import (
-    OUTPUT_LAYERS,
-    OutputLayer,
-    TextDivergence,
-    anchor_divergence,
-    target_divergence,
-    untrained_rows,
-)
+from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.policy import ARMS, Arm
 from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, example_of, training_sample
@@ -33,6 +26,7 @@ from drafters.specblock.heads import propose
 from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example
+from drafters.training.output_layers import OUTPUT_LAYERS, OutputLayer, anchor_divergence, target_divergence
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
 from tests.drafters.specblock.parts import serving, tiny_drafter
