@@ -29,7 +29,7 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.output_layers import OUTPUT_LAYERS, HeadObjective
+from drafters.training.output_layers import OUTPUT_LAYERS, head_loss
 
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
 _HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more
@@ -195,18 +195,14 @@ class OnlineTrainer:
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS, blocks=rules.blocks))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         # At most one update, so that the last step of the first one has the whole rate and can be judged.
-        self._warm_up_steps: dict[Arm, int] = {
-            "head": 1,
-            "full": min(self._tuning.warm_up_steps, self._tuning.full_steps),
-        }
+        warm_up = min(self._tuning.warm_up_steps, self._tuning.full_steps)
+        self._warm_up_steps: dict[Arm, int] = {"head": 1, "full": warm_up}
         self._gradient_norm: dict[Arm, float] = {"head": math.inf, "full": _GRADIENT_NORM}
         named = dict(model.named_parameters())
-        self._trained: dict[Arm, dict[str, nn.Parameter]] = {
-            "head": {name: named[name] for name in OUTPUT_LAYERS},
-            "full": named,
-        }
+        heads = {name: named[name] for name in OUTPUT_LAYERS}
+        self._trained: dict[Arm, dict[str, nn.Parameter]] = {"head": heads, "full": named}
         full = Adam(named, rate=rules.learning_rate, relative=rules.relative)
-        self._optimizers: dict[Arm, Adam | Descent] = {"head": Descent(self._trained["head"]), "full": full}
+        self._optimizers: dict[Arm, Adam | Descent] = {"head": Descent(heads), "full": full}
 
     def update(
         self,
@@ -269,7 +265,8 @@ class OnlineTrainer:
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
             raise _Discard("nothing_to_learn")
-        return [self._head_step(labelled)] * self._tuning.head_steps if arm == "head" else self._full_steps(examples)
+        heads = [partial(self._head_terms, labelled)] * self._tuning.head_steps
+        return [*heads] if arm == "head" else self._full_steps(examples)
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """Passes through the texts in random order, until there are enough steps."""
@@ -279,8 +276,8 @@ class OnlineTrainer:
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
-    def _head_step(self, labelled: Sequence[TrainingSample]) -> Callable[[], _Terms]:
-        """The loss of every step of a head update: on the same labels, spread evenly over all."""
+    def _head_terms(self, labelled: Sequence[TrainingSample]) -> _Terms:
+        """The loss on draft labels, spread evenly over all."""
         device = self._model.d2t.device
         joined = DraftLabels(*map(torch.cat, zip(*(one.draft_labels.fields for one in labelled), strict=True)))
         ranked = _spread(joined.count, _RANK_ROWS)
@@ -291,7 +288,7 @@ class OnlineTrainer:
             warm=any(one.noise.warm for one in labelled),
         )
         with self._autocast():
-            objective = HeadObjective(
+            return head_loss(
                 self._model,
                 self._rows(self._model.d2t),
                 joined.take(_spread(joined.count, _HEAD_ROWS)).to(device),
@@ -299,12 +296,6 @@ class OnlineTrainer:
                 TreeNoise.of(noise, 1, self._model.d2t),
                 anchor_weight=self.rules.anchor_weight,
             )
-
-        def terms() -> _Terms:
-            with self._autocast():
-                return objective()
-
-        return terms
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """Batches of texts of similar length, since padding costs as much as text, in random order. Many small steps

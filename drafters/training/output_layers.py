@@ -2,7 +2,7 @@
 Legend: rows = draft labels, vocab = the drafter's, classes = some of it, top = likeliest tokens of the target."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from drafters.coupling import TreeNoise
@@ -34,69 +34,54 @@ def target_divergence(log_q: Tensor, places: Tensor, top_logprobs: Tensor) -> Te
     return apart.where(places >= 0, 0.0).sum(1).mean()
 
 
-class OutputLayer:
-    """An output layer on some rows, whose gradient is a damped Newton step in the space of these rows,
+def newton_logits(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Logits of an output layer, by whose gradient a damped Newton step is taken in the space of these rows,
 
-        dW = ((H H^T + damping 1)^-1 dL/dlogits)^T H,    H = the layer's inputs [rows, width],
+        dW = ((H H^T + damping 1)^-1 dL/dlogits)^T H,    H = inputs,
 
     which moves the logits of each row by what is wrong with them, however alike the rows are: one such step does what
-    takes a first-order method many, and no moments are kept."""
-
-    def __init__(self, inputs: Tensor) -> None:
-        """# inputs [rows, width]"""
-        with torch.autocast(inputs.device.type, enabled=False):
-            products = inputs.float() @ inputs.float().T
+    takes a first-order method many, and no moments are kept. # inputs [rows, width], weight [classes, width] -> [rows,
+    classes] float32"""
+    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        products = inputs.float() @ inputs.float().T
         damping = _DAMPING * products.diagonal().mean() * torch.eye(len(inputs), device=inputs.device)
-        self._inputs, self._factor = inputs, torch.linalg.cholesky_ex(products + damping).L
-
-    def logits(self, weight: Tensor) -> Tensor:
-        """Return the logits. # weight [classes, width] -> [rows, classes]"""
-        logits = linear(self._inputs, weight).float()  # under autocast the factor alone is not rounded
-        if logits.requires_grad:
-            logits.register_hook(lambda gradient: torch.cholesky_solve(gradient, self._factor))
-        return logits
+        factor = torch.linalg.cholesky_ex(products + damping).L
+    logits = linear(inputs, weight).float()
+    logits.register_hook(lambda gradient: torch.cholesky_solve(gradient, factor))
+    return logits
 
 
-class HeadObjective:
-    """The loss of a drafter's output layers on a few draft labels; its gradient is the step to take. The draft head's
-    classes are the tokens that the target finds likely at any label: all other rows of the head stay. The rank head
-    reads features of the draft head as it is now, with the sampling noise of each label's token, as in serving."""
+def head_loss(
+    model: SpecBlock,
+    anchor_head: Tensor,
+    labels: DraftLabels,
+    ranked: DraftLabels,
+    noise: TreeNoise,
+    *,
+    anchor_weight: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of the output layers, whose gradient is the step to take, and its terms by name, means over rows.
 
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: SpecBlock,
-        anchor_head: Tensor,
-        labels: DraftLabels,
-        ranked: DraftLabels,
-        noise: TreeNoise,
-        *,
-        anchor_weight: float,
-    ) -> None:
-        """`ranked`: labels that train the rank head; `noise`: of these. # anchor_head [vocab, hidden]"""
-        self._model, self._anchor_weight = model, anchor_weight
-        ids, states = model.t2d[labels.top_ids[:, :_LIKELY].long()], labels.states.float()
-        self._classes, places = ids.clamp(min=0).unique(return_inverse=True)
-        self._places, self._top_logprobs = places.where(ids >= 0, -1), labels.top_logprobs[:, :_LIKELY]
-        self._draft = OutputLayer(states)
-        self._anchor_logits = linear(states, anchor_head[self._classes])
-        states = ranked.states.float()
+    Classes of the draft head are the tokens that the target finds likely at any label: all other rows of it stay. The
+    rank head learns from `ranked`, on features of the draft head as it is, with the sampling noise of each label's
+    token, as in serving. # anchor_head [vocab, hidden] -> scalars
+    """
+    ids, states = model.t2d[labels.top_ids[:, :_LIKELY].long()], labels.states.float()
+    classes, places = ids.clamp(min=0).unique(return_inverse=True)
+    logits = newton_logits(states, model.lm_head.weight[classes])
+    draft = target_divergence(logits.log_softmax(-1), places.where(ids >= 0, -1), labels.top_logprobs[:, :_LIKELY])
+    anchor = anchor_divergence(logits, linear(states, anchor_head[classes]))
+    rank = _rank_loss(model, ranked, noise)
+    drafts = (draft + anchor_weight * anchor) / (1 + anchor_weight)
+    loss = _DRAFT_RATE * labels.count * drafts + ranked.count * rank
+    return loss, {"draft": draft, "rank": rank, "anchor": anchor}
+
+
+def _rank_loss(model: SpecBlock, labels: DraftLabels, noise: TreeNoise) -> Tensor:
+    """Cross-entropy, with a gradient by the rank head's last layer only."""
+    states, last = labels.states.float(), model.get_parameter(OUTPUT_LAYERS[1])
+    with torch.no_grad():
         features, ids = rank_features(noise.along(linear(states, model.lm_head.weight)[:, None])[:, 0])
-        self._ranks = rank_class(ids, model.t2d[ranked.tokens])
         inputs = model.rank_inputs(states, features)
-        self._rank = OutputLayer(inputs)
-        self._constant = model.rank_logits(states, features) - self._rank.logits(self._rank_weight)
-
-    def __call__(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the layers as they are, and its terms by name, means over rows. # scalars"""
-        logits = self._draft.logits(self._model.lm_head.weight[self._classes])
-        draft = target_divergence(logits.log_softmax(-1), self._places, self._top_logprobs)
-        anchor = anchor_divergence(logits, self._anchor_logits)
-        rank = cross_entropy(self._constant + self._rank.logits(self._rank_weight), self._ranks)
-        drafts = (draft + self._anchor_weight * anchor) / (1 + self._anchor_weight)
-        loss = _DRAFT_RATE * len(logits) * drafts + len(self._ranks) * rank
-        return loss, {"draft": draft, "rank": rank, "anchor": anchor}
-
-    @property
-    def _rank_weight(self) -> nn.Parameter:
-        return self._model.get_parameter(OUTPUT_LAYERS[1])
+        others = model.rank_logits(states, features) - linear(inputs, last).float()
+    return cross_entropy(others + newton_logits(inputs, last), rank_class(ids, model.t2d[labels.tokens]))

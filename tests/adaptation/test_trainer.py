@@ -26,7 +26,7 @@ from drafters.specblock.heads import propose
 from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example
-from drafters.training.output_layers import OUTPUT_LAYERS, OutputLayer, anchor_divergence, target_divergence
+from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, newton_logits, target_divergence
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
 from tests.drafters.specblock.parts import serving, tiny_drafter
@@ -404,9 +404,9 @@ def test_a_step_of_an_output_layer_moves_each_rows_logits_by_what_is_wrong_with_
     weight = torch.randn(9, 64, generator=generator, requires_grad=True)
     wrong = torch.randn(5, 9, generator=generator)
     wrong -= wrong.mean(0)
-    layer = OutputLayer(inputs)
-    assert torch.equal(layer.logits(weight), inputs @ weight.T)
-    (step,) = torch.autograd.grad(layer.logits(weight), [weight], wrong)
+    logits = newton_logits(inputs, weight)
+    assert torch.equal(logits, inputs @ weight.T)
+    (step,) = torch.autograd.grad(logits, [weight], wrong)
     products = inputs @ inputs.T
     damped = products + 0.3 * products.diagonal().mean() * torch.eye(5)
     assert torch.allclose(inputs @ step.T, products @ torch.linalg.solve(damped, wrong), atol=1e-4)
