@@ -45,7 +45,7 @@ _SOLVED_STEP = 0.01
 class Rules:
     """Settings of all updates."""
 
-    learning_rate: float  # of all parameters; with `relative`, in units of each one's root mean square
+    learning_rate: float  # of full updates; with `relative`, in units of each one's root mean square
     relative: bool
     anchor_weight: float
     blocks: int  # per tree that are trained
