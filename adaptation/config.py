@@ -55,7 +55,7 @@ class AdaptationConfig(BaseModel):
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal do not change the value of their arm (s_min).", ge=0)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
-    learning_rate: float = _knob(2e-4, "Largest learning rate of updates.", gt=0)
+    learning_rate: float = _knob(2e-4, "Largest learning rate of full updates.", gt=0)
     train_device: str = Field(
         default="same",
         description="Device that computes updates: same (the target's), cpu, cuda or cuda:N.",
@@ -124,7 +124,7 @@ class Tuning:
     warm_up_queries: int = 10  # before the bandit's first decision
     client_share: float = 0.25  # of the training data, per client at most; with few clients an equal share
     client_free_queries: int = 16  # per half-life, that a client may add regardless of its share
-    head_steps: int = 4  # optimizer steps of a head update, all on the same buffer
+    head_steps: int = 1  # optimizer steps of a head update, all on the same buffer
     full_steps: int = 12  # of a full update, in as many passes as needed
     step_texts: int = 2  # per optimizer step of a full update
     warm_up_steps: int = 8  # over which the learning rate rises after a reset; at most one update

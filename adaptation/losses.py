@@ -1,18 +1,16 @@
-"""Losses of updates besides the training objective: distance to the anchor drafter on texts, and the rank head's loss.
-Legend: rows = positions, vocab = the drafter's.
-"""
+"""Distance to the anchor drafter on texts. Legend: rows = positions, vocab = the drafter's."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 
-from drafters.feedback import DraftLabels
-from drafters.specblock.heads import rank_class, rank_features
+from drafters.specblock.heads import rank_features
 from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of
+from drafters.training.output_layers import anchor_divergence
 
 Rows = Callable[[Tensor], Tensor]
 """Untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
@@ -35,19 +33,6 @@ def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
         return torch.where((known >= 0)[:, None], anchor.lm_head.weight.detach()[known.clamp(min=0)], found)
 
     return rows
-
-
-def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
-    """Mean over rows of KL(drafter || anchor), in nats. # both [rows, vocab] -> scalar"""
-    log_q, log_a = logits.float().log_softmax(-1), anchor_logits.float().log_softmax(-1)
-    return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
-
-
-def rank_loss(model: SpecBlock, draft_labels: DraftLabels, features: Tensor, ids: Tensor) -> Tensor:
-    """Cross-entropy of the rank head on `rank_features` of the draft head's current scores, with the sampling noise of
-    each label's token, as in serving. # features [rows, NUM_FEATURES], ids [rows, TOP] -> scalar"""
-    classes = rank_class(ids, model.t2d[draft_labels.tokens])
-    return cross_entropy(model.rank_logits(draft_labels.states, features), classes)
 
 
 class TextDivergence:

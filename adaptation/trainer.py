@@ -4,6 +4,7 @@ An update is applied as a whole or not at all: a number that is not finite, in a
 optimizer, restores copy and optimizer. Legend: rows = labelled positions of all samples, vocab = the drafter's.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.losses import Rows, TextDivergence, rank_loss
-from adaptation.policy import ARMS, Arm
+from adaptation.losses import Rows, TextDivergence
+from adaptation.policy import Arm
 from adaptation.records import Outcome
 from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces
@@ -25,13 +26,14 @@ from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
 from drafters.protocol import Noise
 from drafters.specblock.checkpoint import weights_of, write_weights
-from drafters.specblock.model import HEADS, Embed, SpecBlock
+from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
-from kernels import ops
+from drafters.training.output_layers import OUTPUT_LAYERS, head_loss
 
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
+_HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
 _GRADIENT_NORM = 1.0  # maximum, by clipping
 _adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
@@ -44,7 +46,7 @@ _SOLVED_STEP = 0.01
 class Rules:
     """Settings of all updates."""
 
-    learning_rate: float  # of all parameters; with `relative`, in units of each one's root mean square
+    learning_rate: float  # of full updates; with `relative`, in units of each one's root mean square
     relative: bool
     anchor_weight: float
     blocks: int  # per tree that are trained
@@ -146,6 +148,29 @@ class Adam:
         return [float(self._relative.get(name, self._rate)) for name in self._parameters]
 
 
+class Descent:
+    """Takes gradients as they are for steps, and has no state."""
+
+    num_steps = 0
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    @torch.no_grad()
+    def step(self, share: float = 1.0) -> None:
+        """Apply this share of the gradients."""
+        for parameter in self._parameters.values():
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=-share)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """No state."""
+        return {}
+
+    def reset(self) -> None:
+        """Forget nothing."""
+
+
 class OnlineTrainer:
     """Owner of the training copy and its optimizers. All calls come from the adaptation thread."""
 
@@ -168,20 +193,17 @@ class OnlineTrainer:
         self.seed = seed
         self._tuning = rules.tuning
         self._generator = torch.Generator().manual_seed(seed)
-        self._ops = ops.on(model.d2t.device)
         self._objective = Objective(model, embed, ObjectiveSettings(rank_rows=_RANK_ROWS, blocks=rules.blocks))
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         # At most one update, so that the last step of the first one has the whole rate and can be judged.
-        steps: dict[Arm, int] = {"head": self._tuning.head_steps, "full": self._tuning.full_steps}
-        self._warm_up_steps = {arm: min(self._tuning.warm_up_steps, steps[arm]) for arm in ARMS}
+        warm_up = min(self._tuning.warm_up_steps, self._tuning.full_steps)
+        self._warm_up_steps: dict[Arm, int] = {"head": 1, "full": warm_up}
+        self._gradient_norm: dict[Arm, float] = {"head": math.inf, "full": _GRADIENT_NORM}
         named = dict(model.named_parameters())
-        self._trained: dict[Arm, dict[str, nn.Parameter]] = {
-            "head": {name: value for name, value in named.items() if name.startswith(HEADS)},
-            "full": named,
-        }
-        self._optimizers = {
-            arm: Adam(self._trained[arm], rate=rules.learning_rate, relative=rules.relative) for arm in ARMS
-        }
+        heads = {name: named[name] for name in OUTPUT_LAYERS}
+        self._trained: dict[Arm, dict[str, nn.Parameter]] = {"head": heads, "full": named}
+        full = Adam(named, rate=rules.learning_rate, relative=rules.relative)
+        self._optimizers: dict[Arm, Adam | Descent] = {"head": Descent(heads), "full": full}
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
         """Learn from these samples, one optimizer step per piece, or leave everything as it was. `rate_share` scales
@@ -238,7 +260,8 @@ class OnlineTrainer:
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
             raise _Discard("nothing_to_learn")
-        return [self._head_step(labelled)] * self._tuning.head_steps if arm == "head" else self._full_steps(examples)
+        heads = [partial(self._head_terms, labelled)] * self._tuning.head_steps
+        return [*heads] if arm == "head" else self._full_steps(examples)
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """Passes through the texts in random order, until there are enough steps."""
@@ -248,43 +271,26 @@ class OnlineTrainer:
             steps += [*(partial(self._full_terms, texts) for texts in first), partial(self._anchored, last, len(first))]
         return steps
 
-    def _head_step(self, labelled: Sequence[TrainingSample]) -> Callable[[], _Terms]:
-        """The loss of every step of a head update: on all draft labels, which are few and cheap."""
+    def _head_terms(self, labelled: Sequence[TrainingSample]) -> _Terms:
+        """The loss on draft labels, spread evenly over all."""
+        device = self._model.d2t.device
         joined = DraftLabels(*map(torch.cat, zip(*(one.draft_labels.fields for one in labelled), strict=True)))
-        draft_labels = replace(joined, states=joined.states.float()).to(self._model.d2t.device)
-        noise = TreeNoise.of(
-            self._joined_noise(labelled), 1, self._model.d2t
-        )  # once, for it costs as much as a product
-
-        def ranked(logits: Tensor, rows: slice) -> Tensor:
-            return TreeNoise(*(values[rows] for values in noise)).along(logits[:, None])[:, 0]
-
-        with self._autocast():
-            loss_of = self._ops.draft_objective(
-                draft_labels.states,
-                self._rows(self._model.d2t),
-                self._model.t2d[draft_labels.top_ids.long()],
-                draft_labels.top_logprobs,
-                anchor_weight=self.rules.anchor_weight,
-                ranked=ranked,
-            )
-
-        def terms() -> _Terms:
-            with self._autocast():
-                draft = loss_of(self._model.lm_head.weight)
-                rank = rank_loss(self._model, draft_labels, draft.features, draft.ids)
-            return draft.total + rank, {"draft": draft.target, "rank": rank, "anchor": draft.anchor}
-
-        return terms
-
-    def _joined_noise(self, labelled: Sequence[TrainingSample]) -> Noise:
-        parts, device = [sample.noise for sample in labelled], self._model.d2t.device
-        return Noise(
-            seeds=torch.cat([part.seeds for part in parts]).to(device),
-            temperatures=torch.cat([part.temperatures for part in parts]).to(device),
-            positions=torch.cat([part.positions for part in parts]).to(device),
-            warm=any(part.warm for part in parts),
+        ranked = _spread(joined.count, _RANK_ROWS)
+        noise = Noise(
+            seeds=torch.cat([one.noise.seeds for one in labelled])[ranked].to(device),
+            temperatures=torch.cat([one.noise.temperatures for one in labelled])[ranked].to(device),
+            positions=torch.cat([one.noise.positions for one in labelled])[ranked].to(device),
+            warm=any(one.noise.warm for one in labelled),
         )
+        with self._autocast():
+            return head_loss(
+                self._model,
+                self._rows(self._model.d2t),
+                joined.take(_spread(joined.count, _HEAD_ROWS)).to(device),
+                joined.take(ranked).to(device),
+                TreeNoise.of(noise, 1, self._model.d2t),
+                anchor_weight=self.rules.anchor_weight,
+            )
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
         """Batches of texts of similar length, since padding costs as much as text, in random order. Many small steps
@@ -321,7 +327,7 @@ class OnlineTrainer:
         optimizer, (loss, parts) = self._optimizers[arm], terms
         if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
-        norm = clipped_gradients(loss, list(self._trained[arm].values()), _GRADIENT_NORM)
+        norm = clipped_gradients(loss, list(self._trained[arm].values()), self._gradient_norm[arm])
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
         optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._warm_up_steps[arm]))
@@ -350,6 +356,10 @@ class OnlineTrainer:
             value.copy_(old)
         if not all_finite(moments):
             optimizer.reset()
+
+
+def _spread(count: int, most: int) -> Tensor:
+    return torch.linspace(0, count - 1, min(count, most)).long()
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

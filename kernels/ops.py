@@ -20,7 +20,7 @@ from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
 from kernels.lattice import grow_lattice, spread_classes
 from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
 from kernels.linear import EIGHT_BITS, Product, Weight, in_8_bits, keep_blocks, plan_linear
-from kernels.rank_features import draft_objective, rank_features
+from kernels.rank_features import rank_features
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
 from kernels.settle import settle
@@ -48,7 +48,6 @@ class Ops:
     rank_features = staticmethod(rank_features)
     spread_classes = staticmethod(spread_classes)
     grow_lattice = staticmethod(grow_lattice)
-    draft_objective = staticmethod(draft_objective)
     add_text = staticmethod(add_text)
     grow_joint_tree = staticmethod(grow_joint_tree)
     learn_committed = staticmethod(learn_committed)

@@ -25,9 +25,6 @@ from drafters.specblock.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.specblock.structure import Structure
 from kernels.rank_features import NUM_FEATURES, TOP
 
-HEADS = ("lm_head.", "rank_head.", "rank_norm.")
-"""Prefixes of the names of parameters after the decoder layers."""
-
 FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 RANK_EPSILON = torch.finfo(torch.float32).eps
 RANK_CLASSES = 4
@@ -117,8 +114,13 @@ class SpecBlock(nn.Module):
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
         float32"""
-        known, states, features = features, states.to(self.dtype), features.to(self.dtype)
+        logits: Tensor = self.rank_head[-1](self.rank_inputs(states, features)).float()
+        return logits + class_logits(features[..., :TOP].float()) if self.config.ranks_from_draft else logits
+
+    def rank_inputs(self, states: Tensor, features: Tensor) -> Tensor:
+        """Return what the rank head's last layer reads. # as for `rank_logits` -> [..., rank_hidden]"""
+        states, features = states.to(self.dtype), features.to(self.dtype)
         if self.rank_norm is not None:
             states, features = self.rank_norm(states), features * FEATURE_SCALE
-        logits: Tensor = self.rank_head(torch.cat([states, features], dim=-1)).float()
-        return logits + class_logits(known[..., :TOP].float()) if self.config.ranks_from_draft else logits
+        inputs: Tensor = self.rank_head[:-1](torch.cat([states, features], dim=-1))
+        return inputs

@@ -5,17 +5,14 @@ A row keeps its running maximum, the sum of weights below it and their first mom
 and the TOP best scores seen. A block is searched only while it holds a score above the last of those, which after the
 first few blocks is seldom. Of equal scores the lower id ranks first."""
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rank_features import GAPS, NUM_FEATURES, TOP, DraftLoss, HeadLoss, Ranked, unchanged
+from kernels.rank_features import GAPS, NUM_FEATURES, TOP
 
 _BLOCK = 1024
-_LOGIT_BYTES = 64 << 20  # of one head; what its logits may take at once
 _PLACES = 16  # TOP and NUM_FEATURES, rounded up to what a block may hold
 _TOP = tl.constexpr(TOP)
 _FIRST_GAP, _SECOND_GAP, _THIRD_GAP = (tl.constexpr(rank) for rank in GAPS)
@@ -107,126 +104,3 @@ def _ranked(best: tl.tensor, best_ids: tl.tensor, place: tl.tensor, PLACES: tl.c
     here = (rank[None, :] == place[:, None]) & (place < _TOP)[None, :]  # [rank, place]
     sorted_best = tl.sum(tl.where(here, best[None, :], 0.0), 1)
     return sorted_best, tl.sum(tl.where(here, best_ids[None, :], 0), 1)
-
-
-def draft_objective(
-    states: Tensor,
-    anchor_head: Tensor,
-    drafted: Tensor,
-    top_logprobs: Tensor,
-    *,
-    anchor_weight: float,
-    ranked: Ranked = unchanged,
-) -> HeadLoss:
-    """As the reference; the anchor's logits are computed anew for every head. # states [rows, hidden]"""
-
-    def loss(head: Tensor) -> DraftLoss:
-        parts = _Loss.apply(head, states, anchor_head, drafted, top_logprobs, anchor_weight, ranked)  # type: ignore[no-untyped-call]
-        return DraftLoss(*cast(tuple[Tensor, ...], parts))
-
-    return loss
-
-
-class _Loss(torch.autograd.Function):
-    """Computes gradients on the way forward; backward scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        head: Tensor,
-        states: Tensor,
-        anchor_head: Tensor,
-        drafted: Tensor,
-        top_logprobs: Tensor,
-        anchor_weight: float,
-        ranked: Ranked,
-    ) -> tuple[Tensor, ...]:
-        rows, at_once = states.shape[0], max(1, _LOGIT_BYTES // (head.shape[0] * 4))
-        head_gradient = torch.zeros_like(head, dtype=torch.float32)
-        divergences = states.new_empty(2, rows, dtype=torch.float32)
-        features = states.new_empty(rows, NUM_FEATURES, dtype=torch.float32)
-        ids = drafted.new_empty(rows, TOP, dtype=torch.int64)
-        for start in range(0, rows, at_once):
-            part = slice(start, start + at_once)
-            logits = torch.mm(states[part], head.T).float()  # [some rows, vocab]
-            anchored = torch.mm(states[part], anchor_head.T).float()
-            features[part], ids[part] = rank_features(ranked(logits, part))
-            _to_gradient(logits, anchored, drafted[part], top_logprobs[part], divergences[:, part], anchor_weight)
-            gradient = logits.div_(rows).to(head.dtype)
-            head_gradient += torch.mm(gradient.T, states[part])
-        ctx.save_for_backward(head_gradient.to(head.dtype))
-        target, anchor = divergences.mean(1)
-        ctx.mark_non_differentiable(target, anchor, features, ids)
-        return target + anchor_weight * anchor, target, anchor, features, ids
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *weights: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * weights[0], None, None, None, None, None, None
-
-
-def _to_gradient(
-    logits: Tensor, anchored: Tensor, drafted: Tensor, top_logprobs: Tensor, divergences: Tensor, anchor_weight: float
-) -> None:
-    """Turns logits into the gradient of rows x loss, in place; fills in both divergences.
-    logits, anchored [rows, vocab] float32; drafted, top_logprobs [rows, top]; divergences [2, rows]"""
-    known = drafted >= 0
-    places, log_p = drafted.clamp(min=0), top_logprobs.float()
-    p = log_p.exp() * known  # [rows, top]
-    mass = p.sum(1)
-    log_totals = torch.empty_like(mass)
-    top_scores = logits.gather(1, places)
-    _dense_gradient[(logits.shape[0],)](
-        logits, anchored, mass, log_totals, divergences[1], logits.shape[1], anchor_weight,
-        BLOCK=_BLOCK, enable_fp_fusion=True,
-    )  # fmt: skip
-    logits.scatter_add_(1, places, -p)
-    its_log_q = top_scores - log_totals[:, None]
-    divergences[0] = torch.where(known, p * (log_p - its_log_q), 0.0).sum(1)
-
-
-@triton.jit
-def _dense_gradient(
-    logits: tl.tensor,
-    anchored: tl.tensor,
-    mass: tl.tensor,
-    log_totals: tl.tensor,
-    divergence: tl.tensor,
-    vocab: tl.tensor,
-    anchor_weight: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One row: log sum exp and KL(q || a) in a first pass, what is dense of the gradient in a second."""
-    row = tl.program_id(0).to(tl.int64)
-    mine, theirs = logits + row * vocab, anchored + row * vocab
-    top = tl.full([1], -1e30, tl.float32)
-    their_top = tl.full([1], -1e30, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    their_total = tl.zeros([1], tl.float32)
-    apart = tl.zeros([1], tl.float32)  # sum of exp(z - top) (z - their z)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        exists = token < vocab
-        z = tl.load(mine + token, mask=exists, other=-1e30)
-        their_z = tl.load(theirs + token, mask=exists, other=-1e30)
-        higher, their_higher = tl.maximum(top, tl.max(z, 0)), tl.maximum(their_top, tl.max(their_z, 0))
-        fade, weight = tl.exp(top - higher), tl.exp(z - higher)
-        total = total * fade + tl.sum(weight, 0)
-        apart = apart * fade + tl.sum(weight * (z - their_z), 0)
-        their_total = their_total * tl.exp(their_top - their_higher) + tl.sum(tl.exp(their_z - their_higher), 0)
-        top, their_top = higher, their_higher
-    log_total, their_log_total = top + tl.log(total), their_top + tl.log(their_total)
-    between = their_log_total - log_total  # log q - log a = z - their z + between
-    distance = apart / total + between
-    share = tl.load(mass + row)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        exists = token < vocab
-        z = tl.load(mine + token, mask=exists, other=-1e30)
-        their_z = tl.load(theirs + token, mask=exists, other=-1e30)
-        q = tl.exp(z - log_total)
-        gradient = q * (share + anchor_weight * (z - their_z + between - distance))
-        tl.store(mine + token, gradient, mask=exists)
-    one = tl.arange(0, 1)
-    tl.store(log_totals + row + one, log_total)
-    tl.store(divergence + row + one, distance)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drafters.memory.drafter import text_buckets
-from drafters.specblock.model import HEADS, SpecBlock
+from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
@@ -166,16 +166,15 @@ def _kept_bytes(network: ServingNetwork) -> int:
     return network.config.num_layers * 2 * network.shape.kv_heads * network.shape.head_dim * network.dtype.itemsize
 
 
-def training_bytes(num_weights: int, num_head_weights: int, serving_bytes: int) -> int:
+def training_bytes(num_weights: int, serving_bytes: int) -> int:
     """Bytes that a learner holds on its device during an update.
 
-    In fp32: masters, anchor, gradients, two moments for each arm, the copies of masters and moments that an update is
-    undone from. As they are served: replica, served, staged and previous weights, and staged ones as ops will read
-    them.
+    In fp32: masters, anchor, gradients, two moments, the copies of masters and moments that an update is undone from.
+    As they are served: replica, served, staged and previous weights, and staged ones as ops will read them.
     """
     masters, anchor, gradients, undo = (4 * num_weights for _ in range(4))
-    moments = 8 * (num_weights + num_head_weights)
-    return masters + anchor + gradients + undo + moments + 8 * num_weights + 5 * serving_bytes
+    moments = 8 * num_weights
+    return masters + anchor + gradients + undo + 2 * moments + 5 * serving_bytes
 
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
@@ -204,10 +203,8 @@ def _learning_needs(limits: EngineLimits, network: ServingNetwork, learning: Lea
     needs = [Need("what is recorded of texts", tables, "lower max_sequences")]
     if learning.trains_here:
         with torch.device("meta"):
-            sizes = {name: value.numel() for name, value in SpecBlock(config).named_parameters()}
-        heads = sum(size for name, size in sizes.items() if name.startswith(HEADS))
-        weights = sum(sizes.values())
-        copies = training_bytes(weights, heads, weights * itemsize)
+            weights = sum(value.numel() for value in SpecBlock(config).parameters())
+        copies = training_bytes(weights, weights * itemsize)
         needs.append(Need("training", copies, "set adaptation.train_device to another device"))
         if learning.makes:
             making = sum(sums_bytes(config))

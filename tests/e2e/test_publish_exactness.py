@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.weights import DrafterWeights
-from drafters.specblock.model import HEADS
+from drafters.training.output_layers import OUTPUT_LAYERS
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import built_in_prompts
@@ -165,6 +165,6 @@ def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(
     assembly = assemble(ServiceConfig(device="cpu", drafter="specblock", budget_policy="fixed", max_budget=16))
     prompts = built_in_prompts(assembly.tokenizer)
     told = publish_in_mid_stream(
-        assembly, tmp_path, 0.7, sized(1_000), parts=HEADS, prompts=prompts, slots=EMBEDDED_SLOTS
+        assembly, tmp_path, 0.7, sized(1_000), parts=OUTPUT_LAYERS, prompts=prompts, slots=EMBEDDED_SLOTS
     )
     tell(**told)

@@ -130,8 +130,6 @@ def launch_everything(dtype: torch.dtype) -> None:
     DEVICE.ancestor_matrix(tree - 1)
     correct_survival(DraftTree(tree, tree - 1, tree, tree.float(), zeros), zeros, torch.ones(64))
     _launch_memory(tree)
-    states, head = torch.randn(2, 32).to(dtype), torch.randn(3000, 32).to(dtype)
-    DEVICE.draft_objective(states, head, tree[:, :8], torch.zeros(2, 8), anchor_weight=0.1)(head)
 
 
 def _launch_memory(tree: Tensor) -> None:

@@ -94,14 +94,10 @@ def test_what_training_holds_is_what_was_foreseen(tmp_path: Path) -> None:
     state = {name: value for name, value in trainer.tensors().items() if not name.endswith(("step", "d2t"))}
     served_too = _numbers(weights._served.weights.values())
     lasting = [*state.values(), *weights.anchor.parameters(), *weights.unchanged().parameters(), *served_too]
-    count, heads = sum(v.numel() for v in served.parameters()), _num_head_weights(served)
+    count = sum(v.numel() for v in served.parameters())
     serving = total_bytes(served.parameters())
     gradients, undo, on_the_way = 4 * count, 4 * count + 8 * count, 3 * serving
-    assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, heads, serving)
-
-
-def _num_head_weights(model: torch.nn.Module) -> int:
-    return sum(v.numel() for name, v in model.named_parameters() if name.startswith(("lm_head", "rank_")))
+    assert total_bytes(lasting) + gradients + undo + on_the_way == training_bytes(count, serving)
 
 
 def test_feedback_tables_are_as_large_as_foreseen() -> None:

@@ -1,0 +1,87 @@
+"""What a drafter's output layers learn from the positions where the target judged their drafts.
+Legend: rows = draft labels, vocab = the drafter's, classes = some of it, top = likeliest tokens of the target."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from drafters.coupling import TreeNoise
+from drafters.feedback import DraftLabels
+from drafters.specblock.heads import rank_class, rank_features
+from drafters.specblock.model import SpecBlock
+
+OUTPUT_LAYERS = ("lm_head.weight", "rank_head.2.weight")
+"""The parameters that learn."""
+
+_LIKELY = 16  # of the target's tokens per row; of 64 the loss is the same within 1 %, and has twice as many classes
+_DAMPING = 0.3  # in mean squared norms of a row: what a row says alone is believed by three quarters
+_DRAFT_RATE = 4.0
+"""Steps of a softmax, whose curvature is at most a half, diverge above it; those of unlikely tokens, where there is
+next to no curvature, are still short of the minimum. The rank head's classes are likely: it takes steps of 1."""
+
+
+def anchor_divergence(logits: Tensor, anchor_logits: Tensor) -> Tensor:
+    """Mean over rows of KL(drafter || anchor), in nats. # both [rows, vocab] -> scalar"""
+    log_q, log_a = logits.float().log_softmax(-1), anchor_logits.float().log_softmax(-1)
+    return (log_q.exp() * (log_q - log_a)).sum(-1).mean()
+
+
+def target_divergence(log_q: Tensor, places: Tensor, top_logprobs: Tensor) -> Tensor:
+    """Mean over rows of sum_v p_v (log p_v - log q_v), v over the target's top tokens that can be drafted.
+    # log_q [rows, classes]; places [rows, top] among the classes, or -1; top_logprobs [rows, top] -> scalar"""
+    log_p = top_logprobs.float()
+    apart = log_p.exp() * (log_p - log_q.gather(1, places.clamp(min=0)))
+    return apart.where(places >= 0, 0.0).sum(1).mean()
+
+
+def newton_logits(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Logits of an output layer, by whose gradient a damped Newton step is taken in the space of these rows,
+
+        dW = ((H H^T + damping 1)^-1 dL/dlogits)^T H,    H = inputs,
+
+    which moves the logits of each row by what is wrong with them, however alike the rows are: one such step does what
+    takes a first-order method many, and no moments are kept. # inputs [rows, width], weight [classes, width] -> [rows,
+    classes] float32"""
+    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        products = inputs.float() @ inputs.float().T
+        damping = _DAMPING * products.diagonal().mean() * torch.eye(len(inputs), device=inputs.device)
+        factor = torch.linalg.cholesky_ex(products + damping).L
+    logits = linear(inputs, weight).float()
+    logits.register_hook(lambda gradient: torch.cholesky_solve(gradient, factor))
+    return logits
+
+
+def head_loss(
+    model: SpecBlock,
+    anchor_head: Tensor,
+    labels: DraftLabels,
+    ranked: DraftLabels,
+    noise: TreeNoise,
+    *,
+    anchor_weight: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of the output layers, whose gradient is the step to take, and its terms by name, means over rows.
+
+    Classes of the draft head are the tokens that the target finds likely at any label: all other rows of it stay. The
+    rank head learns from `ranked`, on features of the draft head as it is, with the sampling noise of each label's
+    token, as in serving. # anchor_head [vocab, hidden] -> scalars
+    """
+    ids, states = model.t2d[labels.top_ids[:, :_LIKELY].long()], labels.states.float()
+    classes, places = ids.clamp(min=0).unique(return_inverse=True)
+    logits = newton_logits(states, model.lm_head.weight[classes])
+    draft = target_divergence(logits.log_softmax(-1), places.where(ids >= 0, -1), labels.top_logprobs[:, :_LIKELY])
+    anchor = anchor_divergence(logits, linear(states, anchor_head[classes]))
+    rank = _rank_loss(model, ranked, noise)
+    drafts = (draft + anchor_weight * anchor) / (1 + anchor_weight)
+    loss = _DRAFT_RATE * labels.count * drafts + ranked.count * rank
+    return loss, {"draft": draft, "rank": rank, "anchor": anchor}
+
+
+def _rank_loss(model: SpecBlock, labels: DraftLabels, noise: TreeNoise) -> Tensor:
+    """Cross-entropy, with a gradient by the rank head's last layer only."""
+    states, last = labels.states.float(), model.get_parameter(OUTPUT_LAYERS[1])
+    with torch.no_grad():
+        features, ids = rank_features(noise.along(linear(states, model.lm_head.weight)[:, None])[:, 0])
+        inputs = model.rank_inputs(states, features)
+        others = model.rank_logits(states, features) - linear(inputs, last).float()
+    return cross_entropy(others + newton_logits(inputs, last), rank_class(ids, model.t2d[labels.tokens]))
