@@ -102,7 +102,7 @@ class Objective:
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
         """Score a batch; `generator` draws anchors, cuts, temperatures and noise on its own device."""
         entries = self._entries(batch, generator)
-        logits = self._model.lm_head(entries.states)  # [flat, draft_vocab]; at once: a head's gradient is as large as it
+        logits = self._model.lm_head(entries.states)  # at once: the gradient of each product is as large as the head
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(logits.detach(), favourite)
         distributions = _distributions(logits, entries.labels, batch, self._model.t2d)
@@ -201,9 +201,7 @@ class Objective:
         reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
         return _LabelledEntries(states[known], labels[known], places[known], reach[known])
 
-    def _rank_loss(
-        self, entries: _LabelledEntries, scored: Tensor, batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def _rank_loss(self, entries: _LabelledEntries, scored: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
         noise selects. # scored [flat, draft_vocab], logits"""
         flat = entries.labels.shape[0]
