@@ -82,7 +82,6 @@ class _LabelledEntries(NamedTuple):
     """Entries with a label."""
 
     states: Tensor  # [flat, hidden]
-    logits: Tensor  # [flat, draft_vocab]
     labels: Tensor  # [flat] int64, row of the batch's labels
     place: Tensor  # [flat] int64, index on the path from the anchor
     reach: Tensor  # [flat] float32, the target's probability of this path times the positions it stands for
@@ -103,14 +102,15 @@ class Objective:
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
         """Score a batch; `generator` draws anchors, cuts, temperatures and noise on its own device."""
         entries = self._entries(batch, generator)
+        logits = self._model.lm_head(entries.states)  # at once: the gradient of each product is as large as the head
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
-        ranks = _ranks(entries.logits.detach(), favourite)
-        distributions = _distributions(entries, batch, self._model.t2d)
+        ranks = _ranks(logits.detach(), favourite)
+        distributions = _distributions(logits, entries.labels, batch, self._model.t2d)
         weights = entries.reach**self._settings.loss.reach
         return StepScores(
             draft_loss=(self._settings.loss.of_entries(*distributions) * weights).sum() / weights.sum(),
             distance=total_variation(*map(Tensor.detach, distributions)).mean(),
-            rank_loss=self._rank_loss(entries, batch, generator),
+            rank_loss=self._rank_loss(entries, logits.detach(), batch, generator),
             hits=self._count(entries.place, ranks == 0),
             covered=self._count(entries.place, ranks < 4),
             seen=self._count(entries.place, ranks >= 0),
@@ -184,9 +184,7 @@ class Objective:
         known = labels >= 0
         states = self._forward.alternatives(batch, anchors, tokens, grown)[known]
         place = torch.zeros_like(labels[known])
-        return _LabelledEntries(
-            states, self._model.lm_head(states), labels[known], place, (drawn[:, None] * odds)[known]
-        )
+        return _LabelledEntries(states, labels[known], place, (drawn[:, None] * odds)[known])
 
     def _labelled(
         self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
@@ -198,18 +196,17 @@ class Objective:
         labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
         known = (labels >= 0) & (predicted >= 0)
         places = torch.as_tensor(place, device=states.device).expand(predicted.shape)
-        kept = states[known]
         passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
         before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
         reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
-        return _LabelledEntries(kept, self._model.lm_head(kept), labels[known], places[known], reach[known])
+        return _LabelledEntries(states[known], labels[known], places[known], reach[known])
 
-    def _rank_loss(self, entries: _LabelledEntries, batch: Batch, generator: torch.Generator) -> Tensor:
+    def _rank_loss(self, entries: _LabelledEntries, scored: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
-        noise selects."""
+        noise selects. # scored [flat, draft_vocab], logits"""
         flat = entries.labels.shape[0]
         chosen = _uniform((flat,), generator, entries.labels.device).argsort()[: self._settings.rank_rows]
-        logits = entries.logits.detach()[chosen].float()
+        logits = scored[chosen].float()
         labels = entries.labels[chosen]
         warm = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
         if self._settings.coupled:
@@ -233,11 +230,12 @@ class Objective:
         return torch.bincount(place[mask], minlength=self._reach).cpu()
 
 
-def _distributions(entries: _LabelledEntries, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and log q of the target's likeliest tokens, as `Loss` has them. # -> both [flat, top]"""
-    drafted = t2d[batch.top_ids[entries.labels]]  # [flat, top]
-    p = batch.top_logprobs[entries.labels].exp() * (drafted >= 0)
-    logits = entries.logits.float()
+def _distributions(logits: Tensor, labels: Tensor, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and log q of the target's likeliest tokens, as `Loss` has them. # logits [flat, draft_vocab], labels
+    [flat] -> both [flat, top]"""
+    drafted = t2d[batch.top_ids[labels]]  # [flat, top]
+    p = batch.top_logprobs[labels].exp() * (drafted >= 0)
+    logits = logits.float()
     return p, logits.gather(1, drafted.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
 
 

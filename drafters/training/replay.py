@@ -87,8 +87,10 @@ def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: 
     anchors = _anchors(example, every).to(model.d2t.device)
     states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
     temperature = 0.0 if example.seed is None else example.temperature
-    noise = Noise.of_text(example.seed or 0, temperature, example.start + anchors + 1)
-    scores = TreeNoise.of(noise, states.shape[1], model.d2t).along(model.lm_head(states))
+    noise = Noise.of_text(example.seed or 0, temperature, example.start + anchors[:1] + 1)
+    ahead = anchors[:, None] - anchors[0] + 1 + torch.arange(states.shape[1], device=anchors.device)
+    length = int(anchors[-1] - anchors[0]) + states.shape[1]  # of the noise: anchors share most of their positions
+    scores = TreeNoise.of(noise, length, model.d2t).scores(model.lm_head(states)[None], ahead[None])[0]
     logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
     continuation = (
