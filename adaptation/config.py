@@ -55,7 +55,7 @@ class AdaptationConfig(BaseModel):
     )
     s_min: float = _knob(5.0, "Updates triggered by less signal do not change the value of their arm (s_min).", ge=0)
     anchor_weight: float = _knob(0.01, "Weight of the divergence from the anchor drafter in the loss (lambda).", ge=0)
-    learning_rate: float = _knob(2e-4, "Largest learning rate of full updates.", gt=0)
+    learning_rate: float = _knob(4e-4, "Largest learning rate of full updates.", gt=0)
     train_device: str = Field(
         default="same",
         description="Device that computes updates: same (the target's), cpu, cuda or cuda:N.",
@@ -116,8 +116,7 @@ class Tuning:
     window_tokens: int = 256  # of a text, in a full update, at most
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
     queued_queries: int = 256  # finished ones that wait to be observed; the oldest are dropped
-    niceness: int = 10  # of the learning thread (Linux): a lower priority would delay serving, which waits for its lock
-    process_niceness: int = 19  # of a training process
+    niceness: int = 10  # of the learning thread (Linux); with a lower priority serving would wait longer for its lock
     head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
     full_queries: int = 8  # in the buffer of the full update
     always_queries: int = 8  # between two updates of the policy `always`
@@ -125,8 +124,8 @@ class Tuning:
     client_share: float = 0.25  # of the training data, per client at most; with few clients an equal share
     client_free_queries: int = 16  # per half-life, that a client may add regardless of its share
     head_steps: int = 1  # optimizer steps of a head update, all on the same buffer
-    full_steps: int = 12  # of a full update, in as many passes as needed
-    step_texts: int = 2  # per optimizer step of a full update
+    full_steps: int = 8  # of a full update, in as many passes as needed
+    step_texts: int = 3  # per optimizer step of a full update
     warm_up_steps: int = 8  # over which the learning rate rises after a reset; at most one update
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
     replay_texts: int = 256  # in the replay buffer; idle time needs many

@@ -32,7 +32,8 @@ _LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share 
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
-_RESTING_SHARE = 1 / 32  # of queries recorded while no update promises a gain
+_USUAL_SHARE = 1 / 4  # of queries recorded once there are texts enough: recording takes up to 6 % of a step
+_RESTING_SHARE = 1 / 32  # while no update promises a gain
 _IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
 
 
@@ -211,18 +212,23 @@ class FeedbackFilter:
 
 
 class RecordingSampler:
-    """Chooses the queries that are recorded: all, or a small share while no update promises a gain. `draws` belongs to
-    the engine's thread, `resting` to the learning thread."""
+    """Chooses the queries that are recorded. `draws` belongs to the engine's thread, the rest to the learning
+    thread."""
 
-    def __init__(self, *, share: float = _RESTING_SHARE) -> None:
-        self._round = round(_IN_A_ROW / share)
-        self.resting = False
+    def __init__(self, *, least: float = _RESTING_SHARE) -> None:
+        """`least`: share of queries that is always recorded."""
+        self.share = 1.0
+        self._least = least
         self._num_begun = 0
 
     def draws(self) -> bool:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
-        return not self.resting or self._num_begun % self._round < _IN_A_ROW
+        return self._num_begun % round(_IN_A_ROW / self.share) < _IN_A_ROW
+
+    def learns(self, *, rests: bool, wants_texts: bool) -> None:
+        """Choose the share. `rests`: no update promises a gain; `wants_texts`: there are few, or new weights serve."""
+        self.share = max(self._least, _RESTING_SHARE if rests else 1.0 if wants_texts else _USUAL_SHARE)
 
 
 def build_filter(tuning: Tuning, policy: Policy, *, clock: Callable[[], float]) -> FeedbackFilter:

@@ -97,7 +97,7 @@ class Learner:
             self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
         if self._job is None:  # else it is charged when that ends
             self._charge()
-        self.sampler.resting = self._may_rest()
+        self.sampler.learns(rests=self._may_rest(), wants_texts=self._wants_texts())
         return filtered
 
     def work(self) -> bool:
@@ -238,6 +238,12 @@ class Learner:
         promises_nothing = self._policy.resting and self._feedback.validation.suffices
         return not self._publisher.watches_closely and (learns_nothing or promises_nothing)
 
+    def _wants_texts(self) -> bool:
+        """Whether each query is worth recording: to solve, to judge with the power of a full validation set, or to
+        watch new weights."""
+        is_judged_by_few = not self._feedback.validation.is_full
+        return self._bootstrap.collects or is_judged_by_few or self._publisher.watches_closely
+
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         self.abandon()
         condemned = self.weights.condemn()
@@ -365,7 +371,7 @@ def build_learner(
         publisher,
         Persistence(checkpoint, weights, trainer, parts, log),
         # Replicas record every query: none of them knows what the others' queries promise.
-        sampler=RecordingSampler() if config.redis_url is None else RecordingSampler(share=1.0),
+        sampler=RecordingSampler() if config.redis_url is None else RecordingSampler(least=1.0),
         idle=IdleTime(share=0.0 if own_ledger else config.idle_share, max_failures=tuning.kept_refusals),
         own_ledger=own_ledger,
     )

@@ -43,8 +43,9 @@ _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
 _CHILD = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the server, which closes the connection
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # runs where nothing else wants to
 sys.path[:] = {path!r}
 from adaptation.process import main
 main({memory}, {talk})
@@ -271,7 +272,6 @@ def main(memory: int, talk: int) -> None:
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
-        os.nice(setup.rules.tuning.process_niceness)
         torch.set_num_threads(1)
         calls = _calls(setup, mapped(memory, setup.shared), connection)
         while True:

@@ -219,6 +219,11 @@ class ValidationSet:
         """Whether there are texts enough to validate an update."""
         return len(self.current) >= self._enough
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all kept texts are of today's traffic, and no more fit."""
+        return len(self.current) == self._texts.maxlen
+
     def traffic_changed(self) -> None:
         """Use only texts from now on."""
         self._first_current = self._number + 1

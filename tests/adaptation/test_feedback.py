@@ -297,23 +297,17 @@ def test_any_text_is_a_name() -> None:
     assert quota().admit("", 1, store=True).admitted
 
 
-def sampler(share: float = 0.125) -> RecordingSampler:
-    return RecordingSampler(share=share)
-
-
-def test_every_query_is_recorded_until_it_may_rest() -> None:
-    asked = sampler()
-    assert all(asked.draws() for _ in range(100))
-    asked.resting = True
-    asked.resting = False
-    assert all(asked.draws() for _ in range(100))
-
-
-@pytest.mark.parametrize("share", [0.125, 0.25, 1.0])
-def test_while_it_rests_a_share_is_recorded_in_a_row(share: float) -> None:
-    asked = sampler(share)
-    asked.resting = True
-    drawn = [asked.draws() for _ in range(640)]
-    assert sum(drawn) == 640 * share
+@pytest.mark.parametrize(
+    ("rests", "wants_texts", "share"), [(False, True, 1.0), (False, False, 0.25), (True, True, 1 / 32)]
+)
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_a_share_is_recorded_in_a_row(rests: bool, wants_texts: bool, share: float, least: float) -> None:
+    asked = RecordingSampler(least=least)
+    assert all(asked.draws() for _ in range(320))
+    asked.learns(rests=rests, wants_texts=wants_texts)
+    drawn, share = [asked.draws() for _ in range(1024)], max(share, least)
+    assert sum(drawn) == 1024 * share
     turns = sum(one != other for one, other in pairwise(drawn))
-    assert turns <= 2 * 640 * share / 8
+    assert turns <= 2 * 1024 * share / 8
+    asked.learns(rests=False, wants_texts=True)
+    assert all(asked.draws() for _ in range(100))

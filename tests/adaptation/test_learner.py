@@ -426,7 +426,7 @@ def test_it_rests_once_texts_could_judge_and_nothing_is_to_be_gained(tmp_path: P
         tried = full_bench(tmp_path / policy, policy=policy)
         for queries in (1, 60):
             serve(tried, range(queries))
-            rests[policy, queries] = tried.learner.sampler.resting
+            rests[policy, queries] = tried.learner.sampler.share == 1 / 32
     assert rests == {("never", 1): False, ("never", 60): True, ("full_only", 1): False, ("full_only", 60): False}
 
 
@@ -436,7 +436,7 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
     for seed, act in enumerate((lambda: None, tried.learner.pause, tried.learner.resume)):
         act()
         serve(tried, range(seed, seed + 1))
-        rests.append(tried.learner.sampler.resting)
+        rests.append((tried.learner.sampler.share == 1 / 32))
     assert rests == [False, True, False]
 
 
@@ -462,9 +462,9 @@ def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path,
     for queries in (63, 1, 1):
         for seed in range(queries):
             tried.observe(feedback, seed, **told)
-        rests.append(tried.learner.sampler.resting)
+        rests.append((tried.learner.sampler.share == 1 / 32))
     serve(tried, range(1))
-    assert (rests, tried.learner.sampler.resting) == ([False, True, True], False)
+    assert (rests, (tried.learner.sampler.share == 1 / 32)) == ([False, True, True], False)
 
 
 def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +538,7 @@ def test_weights_that_are_new_are_looked_at_closely(tmp_path: Path, monkeypatch:
     seen: set[tuple[bool, bool]] = set()
     while (True, True) not in seen:
         serve(tried, range(seed, seed + 1))
-        seen.add((not tried.publisher.monitor.on_probation, tried.learner.sampler.resting))
+        seen.add((not tried.publisher.monitor.on_probation, (tried.learner.sampler.share == 1 / 32)))
         seed += 1
     assert seen == {(False, False), (True, True)}
 
