@@ -32,7 +32,8 @@ _LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share 
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
-_USUAL_SHARE = 1 / 4  # of queries recorded once there are texts enough: recording takes up to 6 % of a step
+_USUAL_SHARE = 1 / 16  # of queries recorded once there are texts enough: recording takes up to 8 % of a step, and
+# learning may take 1 %, of which this is half
 _RESTING_SHARE = 1 / 32  # while no update promises a gain
 _IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
 

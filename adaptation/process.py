@@ -176,6 +176,7 @@ class Training:
         self.trainer = trainer
         self.process = process
         self.time = time
+        time.disturbs = process is None
         self.num_updates: Counter[Arm] = Counter()
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> Pieces[UpdateReport]:

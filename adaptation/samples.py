@@ -191,8 +191,7 @@ class ValidationText:
 class ValidationSet:
     """The latest texts of a random share of queries, which are never trained on.
 
-    Until there are `enough`, every second query is held for validation. After a change of traffic only later texts
-    count.
+    Until it is full, every second query is held for validation. After a change of traffic only later texts count.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -231,7 +230,7 @@ class ValidationSet:
 
     def draws(self) -> bool:
         """Whether the next query is held for validation."""
-        self._hurries = self._hurries and not self.suffices
+        self._hurries = self._hurries and not self.is_full
         return self._rng.random() < (max(self._share, _HURRIED_SHARE) if self._hurries else self._share)
 
     def number(self, example: Example) -> ValidationText:

@@ -28,6 +28,7 @@ def completed(pieces: Pieces[Result]) -> Result:
 
 
 _PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # of a step beside training, in steps: measured on two cores; spread of one step
+_LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and less than this cannot be told from noise
 _MEMORY_STEPS = 128  # that a mean of step times remembers
 _BETWEEN_STEPS_SECONDS = 0.05  # after a step in which serving counts as busy: more than lies between two steps
 _LONGEST_STEP_SECONDS = 1.0  # after the begin of a step that failed, so that no end of it was recorded
@@ -57,7 +58,7 @@ class StepDelay:
     @property
     def share(self) -> float:
         """Share of the time of training that serving loses."""
-        delay = max(0.0, self._delay.mean)
+        delay = max(_LEAST_DELAY, self._delay.mean)
         return delay / (1.0 + delay)
 
 
@@ -76,6 +77,7 @@ class TrainingTime:
     ) -> None:
         """`device`: where a thread trains; `covers`: whether the ledger covers so many seconds more."""
         self.seconds = 0.0
+        self.disturbs = True  # training slows steps beside it; not in a process that runs where nothing else wants to
         self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
@@ -86,17 +88,19 @@ class TrainingTime:
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Measure and charge what runs in this context: the time in which serving was busy at its end."""
+        """Measure and charge what runs in this context, as far as serving was busy then."""
         began_at, was_idle = self._clock(), self.is_idle
         began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
         finally:
             self._computes = False
-            self.seconds += self._cpu_clock() + self._process_seconds - began
+            seconds = self._cpu_clock() + self._process_seconds - began
+            self.seconds += seconds
             if not self.is_idle:
-                since = max(began_at, self._step_began_at) if was_idle else began_at
-                self._uncharged += (self._clock() - since) * self.taken_share
+                busy_since = max(began_at, self._step_began_at) if was_idle else began_at
+                busy = (self._clock() - busy_since) / max(self._clock() - began_at, 1e-9)
+                self._uncharged += busy * seconds * self.taken_share
 
     def add_process_seconds(self, seconds: float) -> None:
         """Count CPU seconds of another process that this thread waited for."""
@@ -104,11 +108,11 @@ class TrainingTime:
 
     def stepped(self, variant: Hashable, seconds: float) -> bool:
         """Record an engine step; steps of one variant take equally long. Called by the engine's thread.
-        # -> whether no training ran beside it"""
+        # -> whether its time is that of serving alone"""
         self._step_ended_at = self._clock()
         trains = self._computes
         self._delay.observe(variant, seconds, trains=trains)
-        return not trains
+        return not (trains and self.disturbs)
 
     def stepping(self) -> None:
         """Record that an engine step begins. Called by the engine's thread."""

@@ -243,7 +243,7 @@ class _EngineHooks:
     replicas: Replicas
 
     def stepped(self, stats: StepStats) -> bool:
-        """Record the time of a step. # -> whether no training ran beside it"""
+        """Record the time of a step. # -> whether it is that of serving alone"""
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
         return self.time.stepped(kind, stats.seconds)
 

@@ -298,7 +298,7 @@ def test_any_text_is_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rests", "wants_texts", "share"), [(False, True, 1.0), (False, False, 0.25), (True, True, 1 / 32)]
+    ("rests", "wants_texts", "share"), [(False, True, 1.0), (False, False, 1 / 16), (True, True, 1 / 32)]
 )
 @pytest.mark.parametrize("least", [0.0, 1.0])
 def test_a_share_is_recorded_in_a_row(rests: bool, wants_texts: bool, share: float, least: float) -> None:

@@ -217,7 +217,7 @@ def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
 
 
 def test_texts_from_before_a_change_judge_no_more_and_others_are_soon_held_back() -> None:
-    validation = ValidationSet(share=0.1, enough=2, max_texts=8, rng=random.Random(0))
+    validation = ValidationSet(share=0.1, enough=2, max_texts=4, rng=random.Random(0))
     texts = [validation.number(sample.example) for sample in samples(4) if sample.example is not None]
     for text in texts:
         validation.keep(text)
@@ -225,7 +225,7 @@ def test_texts_from_before_a_change_judge_no_more_and_others_are_soon_held_back(
     validation.traffic_changed()
     assert (len(validation.texts), validation.current) == (4, ())
     assert 0.4 < sum(validation.draws() for _ in range(1000)) / 1000 < 0.6
-    newer = [validation.number(sample.example) for sample in samples(2) if sample.example is not None]
+    newer = [validation.number(sample.example) for sample in samples(4) if sample.example is not None]
     for text in newer:
         validation.keep(text)
     assert list(validation.current) == newer

@@ -1,5 +1,7 @@
 """Training computes as far as the ledger covers it, and in its share of idle time as long as that leads anywhere."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -56,7 +58,14 @@ def test_a_publish_begins_the_count_anew() -> None:
 def timed(covered: float) -> tuple[TrainingTime, Clock]:
     """With so many seconds to take from serving, whose steps take 50 ms, and twice as long beside training."""
     clock = Clock()
-    return TrainingTime(torch.device("cpu"), lambda taken: taken < covered, clock=clock), clock
+    return timed_by(clock, lambda taken: taken < covered), clock
+
+
+def timed_by(clock: Clock, covers: Callable[[float], bool]) -> TrainingTime:
+    """Training that has a core to itself: its CPU time is that of the clock."""
+    time = TrainingTime(torch.device("cpu"), covers, clock=clock)
+    time._cpu_clock = clock
+    return time
 
 
 def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
@@ -68,7 +77,7 @@ def step(time: TrainingTime, clock: Clock, seconds: float) -> None:
 def test_training_goes_on_as_far_as_serving_can_afford() -> None:
     """One percent of the time of serving is added to what it may take."""
     clock, balance, waited = Clock(), 1.0, 0
-    trained = TrainingTime(torch.device("cpu"), lambda taken: taken < balance, clock=clock)
+    trained = timed_by(clock, lambda taken: taken < balance)
     step(trained, clock, 0.05)
     charged = 0.0
     for _ in range(100):
@@ -125,6 +134,7 @@ def test_what_training_takes_is_what_steps_beside_it_take_longer(longer: float) 
         with time.spent():
             for _ in range(50):
                 step(time, clock, 0.05 * (1.0 + longer))
+    longer = max(0.05, longer)
     assert time.taken_share == pytest.approx(longer / (1.0 + longer), abs=0.02)
 
 
