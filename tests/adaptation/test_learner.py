@@ -497,6 +497,7 @@ def test_an_update_goes_on_as_far_as_the_ledger_covers_it(tmp_path: Path, monkey
         return losses[-1]
 
     monkeypatch.setattr(tried.time, "_clock", clock)
+    monkeypatch.setattr(tried.time, "_cpu_clock", clock)
     monkeypatch.setattr(tried.time, "_covers", lambda taken: taken < covered * 0.5 * tried.time.taken_share)
     monkeypatch.setattr(tried.trainer, "_step", stepping)
     while tried.learner.work():
