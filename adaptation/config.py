@@ -119,7 +119,6 @@ class Tuning:
     niceness: int = 10  # of the learning thread (Linux); with a lower priority serving would wait longer for its lock
     head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
     full_queries: int = 8  # in the buffer of the full update
-    always_queries: int = 8  # between two updates of the policy `always`
     warm_up_queries: int = 10  # before the bandit's first decision
     client_share: float = 0.25  # of the training data, per client at most; with few clients an equal share
     client_free_queries: int = 16  # per half-life, that a client may add regardless of its share

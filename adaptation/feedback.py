@@ -32,9 +32,6 @@ _LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share 
 _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
-_USUAL_SHARE = 1 / 16  # of queries recorded once there are texts enough: recording takes up to 8 % of a step, and
-# learning may take 1 %, of which this is half
-_RESTING_SHARE = 1 / 32  # while no update promises a gain
 _IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
 
 
@@ -213,10 +210,10 @@ class FeedbackFilter:
 
 
 class RecordingSampler:
-    """Chooses the queries that are recorded. `draws` belongs to the engine's thread, the rest to the learning
-    thread."""
+    """Chooses the queries that are recorded: a share of all. `draws` belongs to the engine's thread, `share` to the
+    learning thread."""
 
-    def __init__(self, *, least: float = _RESTING_SHARE) -> None:
+    def __init__(self, *, least: float = 0.0) -> None:
         """`least`: share of queries that is always recorded."""
         self.share = 1.0
         self._least = least
@@ -225,18 +222,14 @@ class RecordingSampler:
     def draws(self) -> bool:
         """Whether the sequence that begins now is recorded."""
         self._num_begun += 1
-        return self._num_begun % round(_IN_A_ROW / self.share) < _IN_A_ROW
-
-    def learns(self, *, rests: bool, wants_texts: bool) -> None:
-        """Choose the share. `rests`: no update promises a gain; `wants_texts`: there are few, or new weights serve."""
-        self.share = max(self._least, _RESTING_SHARE if rests else 1.0 if wants_texts else _USUAL_SHARE)
+        return self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
 
 
 def build_filter(tuning: Tuning, policy: Policy, *, clock: Callable[[], float]) -> FeedbackFilter:
     """Build the filter with its quota, buffers and validation set."""
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
     buffers = SampleBuffers(
-        {"head": tuning.head_queries, "full": max(tuning.full_queries, tuning.always_queries)},
+        {"head": tuning.head_queries, "full": tuning.full_queries},
         replay_texts=tuning.replay_texts,
         update_samples=tuning.full_steps * tuning.step_texts,
         rng=random.Random(tuning.seed + 2),

@@ -34,6 +34,9 @@ from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
 
+_USUAL_SHARE = 1 / 16  # of queries recorded once there are texts enough: recording takes up to 8 % of a step, and
+# learning may take 1 %, of which this is half
+_RESTING_SHARE = 1 / 32  # while no update promises a gain
 _DISTANCE_ANCHORS = 8  # blocks per text on which the distance to the anchor is measured
 
 
@@ -97,7 +100,7 @@ class Learner:
             self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
         if self._job is None:  # else it is charged when that ends
             self._charge()
-        self.sampler.learns(rests=self._may_rest(), wants_texts=self._wants_texts())
+        self.sampler.share = self._recorded_share()
         return filtered
 
     def work(self) -> bool:
@@ -229,20 +232,17 @@ class Learner:
             events=tuple(self.log.latest),
         )
 
-    def _may_rest(self) -> bool:
-        """Whether recording few queries is enough: the served weights are not new, and nothing is learnt, or no update
-        promises a gain and there are validation texts enough, or no query has a text."""
-        if self._bootstrap.collects and not self.paused:
-            return not self._policy.covers(0.0)
+    def _recorded_share(self) -> float:
+        """Share of queries to record: all to solve for a drafter, to judge with a full validation set and to watch new
+        weights; few where nothing is learnt, no update promises a gain, or no query has a text."""
+        bootstrap, validation, watches = self._bootstrap, self._feedback.validation, self._publisher.watches_closely
+        if bootstrap.collects and not self.paused:
+            return 1.0 if self._policy.covers(0.0) else _RESTING_SHARE
         learns_nothing = self.paused or self._feedback.sees_no_text
-        promises_nothing = self._policy.resting and self._feedback.validation.suffices
-        return not self._publisher.watches_closely and (learns_nothing or promises_nothing)
-
-    def _wants_texts(self) -> bool:
-        """Whether each query is worth recording: to solve, to judge with the power of a full validation set, or to
-        watch new weights."""
-        is_judged_by_few = not self._feedback.validation.is_full
-        return self._bootstrap.collects or is_judged_by_few or self._publisher.watches_closely
+        promises_nothing = self._policy.resting and validation.suffices
+        if (learns_nothing or promises_nothing) and not watches:
+            return _RESTING_SHARE
+        return 1.0 if watches or not validation.is_full else _USUAL_SHARE
 
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         self.abandon()
@@ -286,42 +286,35 @@ class Learner:
     def _update(self, arm: Arm, samples: list[TrainingSample], signal: float | None) -> Pieces[None]:
         """Train, judge, and publish what is better. `signal`: mean of the arm's queries; None in idle time."""
         self._charge()  # what is taken from here on is the arm's cost
-        began, published = self.training.time.seconds, None
+        began, published = self.training.time.seconds, False
         try:
             report = yield from self.training.update(arm, samples, rate_share=self._publisher.pace.share(arm))
             if report.applied:
                 published = yield from self._conclude(report, signal)
             else:
-                published = self._discard(report)
+                self._charge()
+                if report.outcome != "nothing_to_learn":
+                    self._feedback.buffers.clear_replay()
+                self.log.add("discarded", report.outcome, {"seconds": report.seconds})
         except GeneratorExit:
             if signal is not None:
                 self._feedback.buffers.put_back()
             self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
             raise
-        finally:
-            if signal is None:
-                self._idle.ended(self.training.time.seconds - began, published=published)
-
-    def _discard(self, report: UpdateReport) -> bool:
-        """Report an update that could not be computed. # -> False: it was not published"""
-        self._charge()
-        if report.outcome != "nothing_to_learn":
-            self._feedback.buffers.clear_replay()
-        self.log.add("discarded", report.outcome, {"seconds": report.seconds})
-        return False
+        if signal is None:
+            self._idle.ended(self.training.time.seconds - began, published=published)
 
     def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
         """Judge an update and publish it if it is better. # -> whether it was published"""
         began = self.training.time.seconds
         decision = yield from self._publisher.evaluate()
-        seconds = self.training.time.seconds - began
         judgement = self._publisher.judgement(decision)
         published = self._publisher.publish(decision)
         if judgement is None or signal is None:
             self._charge()
         else:
             self._policy.ended(report.arm, signal, judgement, self.training.time.taken(), published=published)
-        self._publisher.conclude(report, decision, seconds=seconds, published=published)
+        self._publisher.conclude(report, decision, seconds=self.training.time.seconds - began, published=published)
         if published:
             self.save(training=False)
         return published
@@ -418,6 +411,6 @@ def _evaluator_of(
 ) -> OfflineEvaluator:
     judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
     gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
-    replay = training.replays(replay_of(drafter.embed, beside_memory=not drafter.made))
+    replay = training.process.replay if training.process else replay_of(drafter.embed, beside_memory=not drafter.made)
     baseline = None if drafter.made else memory_alone
     return OfflineEvaluator(weights, gate, replay, max_scores=2 * tuning.validation_texts, baseline=baseline)

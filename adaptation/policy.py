@@ -383,7 +383,7 @@ class Bandit(Policy):
 def policy_of(config: AdaptationConfig, tuning: Tuning, ledger: RegretLedger, *, rng: random.Random) -> Policy:
     """Build the configured policy."""
     fixed: dict[PolicyName, tuple[Arm | None, int]] = {
-        "always": ("full", tuning.always_queries),
+        "always": ("full", tuning.full_queries),
         "head_only": ("head", tuning.head_queries),
         "full_only": ("full", tuning.full_queries),
         "never": (None, 1),

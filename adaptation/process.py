@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from adaptation.evaluator import Replay, replay_of
+from adaptation.evaluator import replay_of
 from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
@@ -185,10 +185,6 @@ class Training:
         self.num_updates[arm] += report.applied
         return report
 
-    def replays(self, replay: Replay) -> Replay:
-        """Return this replay, or the process's."""
-        return replay if self.process is None else self.process.replay
-
 
 def training_process(
     drafter: ServedDrafter,
@@ -297,40 +293,21 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
     rows = untrained_rows(anchor, None if setup.head is None else tensors[setup.head])
     trainer = OnlineTrainer(training, anchor, embed, rows, rules=setup.rules, seed=setup.seed)
     _lend(tensors, _computed_on(trainer, training=training, anchor=anchor, replica=replica))
-    update, replay = _Update(trainer), replay_of(embed, beside_memory=setup.beside_memory)
-    return {
-        "begin": update.begin,
-        "go_on": update.go_on,
-        "abandon": update.abandon,
-        "replay": partial(replay, replica),
-    }
+    begun: list[Pieces[UpdateReport]] = []  # the update under way
 
+    def begin(arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> UpdateReport | None:
+        begun[:] = [trainer.update(arm, samples, rate_share=rate_share)]
+        return go_on()
 
-class _Update:
-    """The update under way in the other process."""
-
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self._trainer = trainer
-        self._pieces: Pieces[UpdateReport] | None = None
-
-    def begin(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> UpdateReport | None:
-        """Do the first piece. # -> as `go_on`"""
-        self._pieces = self._trainer.update(arm, samples, rate_share=rate_share)
-        return self.go_on()
-
-    def go_on(self) -> UpdateReport | None:
-        """Do the next piece. # -> the report after the last one, or None"""
-        assert self._pieces is not None, "no update was begun"
+    def go_on() -> UpdateReport | None:
+        """Do the next piece. # -> the report after the last one"""
         try:
-            next(self._pieces)
+            return next(begun[0])
         except StopIteration as end:
             return cast(UpdateReport, end.value)
-        return None
 
-    def abandon(self) -> None:
-        """Undo what was done."""
-        assert self._pieces is not None, "no update was begun"
-        self._pieces.close()
+    replay = partial(replay_of(embed, beside_memory=setup.beside_memory), replica)
+    return {"begin": begin, "go_on": go_on, "abandon": lambda: begun[0].close(), "replay": replay}
 
 
 def _send(connection: Connection, what: object) -> None:

@@ -88,8 +88,7 @@ class TrainingTime:
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Measure and charge what runs in this context, as far as serving was busy then."""
-        began_at, was_idle = self._clock(), self.is_idle
+        """Measure what runs in this context, and charge it if serving is busy at its end."""
         began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
@@ -97,10 +96,7 @@ class TrainingTime:
             self._computes = False
             seconds = self._cpu_clock() + self._process_seconds - began
             self.seconds += seconds
-            if not self.is_idle:
-                busy_since = max(began_at, self._step_began_at) if was_idle else began_at
-                busy = (self._clock() - busy_since) / max(self._clock() - began_at, 1e-9)
-                self._uncharged += busy * seconds * self.taken_share
+            self._uncharged += 0.0 if self.is_idle else seconds * self.taken_share
 
     def add_process_seconds(self, seconds: float) -> None:
         """Count CPU seconds of another process that this thread waited for."""
@@ -162,11 +158,10 @@ class IdleTime:
             self._num_texts, self._num_failures = num_texts, 0
         return self._share > 0 and self._clock() >= self._rests_until and self._num_failures < self._max_failures
 
-    def ended(self, seconds: float, *, published: bool | None) -> None:
-        """Record an update of so many seconds. `published`: None if it was interrupted."""
+    def ended(self, seconds: float, *, published: bool) -> None:
+        """Record an update of so many seconds."""
         self._rests_until = self._clock() + seconds * (1.0 / self._share - 1.0)
-        if published is not None:
-            self._num_failures = 0 if published else self._num_failures + 1
+        self._num_failures = 0 if published else self._num_failures + 1
 
 
 def bf16_is_faster(device: torch.device, clocked: Callable[[torch.dtype], float] | None = None) -> bool:

@@ -36,7 +36,6 @@ _PROMPT = 16  # tokens before an answer: with all 35 of German texts an update c
 _ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
 _HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
-_GRADIENT_NORM = 1.0  # maximum, by clipping
 _adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
 
 _SOLVED_STEP = 0.01
@@ -100,8 +99,14 @@ class Adam:
     """AdamW without weight decay. Its state exists from the start, where `torch.optim.AdamW` allocates it at the first
     step: it is saved, shared and restored by name. That class also loads torch's compiler, which takes seconds."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, rate: float, relative: bool = False) -> None:
-        """`relative`: `rate` is in units of each parameter's root mean square before the first step."""
+    gradient_norm = 1.0  # maximum, by clipping
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, rate: float, warm_up_steps: int = 1, relative: bool = False
+    ) -> None:
+        """`warm_up_steps`: over which the rate rises after a reset; `relative`: `rate` is in units of each parameter's
+        root mean square before the first step."""
+        self._warm_up_steps = warm_up_steps
         self._parameters = dict(parameters)
         self._rate = rate
         self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not taken
@@ -114,14 +119,11 @@ class Adam:
             for name, parameter in self._parameters.items()
         }
 
-    @property
-    def num_steps(self) -> int:
-        """Steps since the last reset."""
-        return int(max(state["step"] for state in self._state.values()))
-
     @torch.no_grad()
     def step(self, share: float = 1.0) -> None:
         """Apply the gradients at this share of the rate; parameters without a gradient stay."""
+        num_steps = int(max(state["step"] for state in self._state.values()))
+        share *= min(1.0, (num_steps + 1) / self._warm_up_steps)
         for (name, parameter), rate in zip(self._parameters.items(), self._rates(), strict=True):
             if parameter.grad is not None:
                 state = self._state[name]
@@ -152,7 +154,7 @@ class Adam:
 class Descent:
     """Takes gradients as they are for steps, and has no state."""
 
-    num_steps = 0
+    gradient_norm = math.inf
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -198,12 +200,10 @@ class OnlineTrainer:
         self._divergence = TextDivergence(anchor, embed, rows, anchors=_ANCHORS)
         # At most one update, so that the last step of the first one has the whole rate and can be judged.
         warm_up = min(self._tuning.warm_up_steps, self._tuning.full_steps)
-        self._warm_up_steps: dict[Arm, int] = {"head": 1, "full": warm_up}
-        self._gradient_norm: dict[Arm, float] = {"head": math.inf, "full": _GRADIENT_NORM}
         named = dict(model.named_parameters())
         heads = {name: named[name] for name in OUTPUT_LAYERS}
         self._trained: dict[Arm, dict[str, nn.Parameter]] = {"head": heads, "full": named}
-        full = Adam(named, rate=rules.learning_rate, relative=rules.relative)
+        full = Adam(named, rate=rules.learning_rate, warm_up_steps=warm_up, relative=rules.relative)
         self._optimizers: dict[Arm, Adam | Descent] = {"head": Descent(heads), "full": full}
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
@@ -329,10 +329,10 @@ class OnlineTrainer:
         optimizer, (loss, parts) = self._optimizers[arm], terms
         if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
-        norm = clipped_gradients(loss, list(self._trained[arm].values()), self._gradient_norm[arm])
+        norm = clipped_gradients(loss, list(self._trained[arm].values()), optimizer.gradient_norm)
         if not bool(torch.isfinite(norm)):
             raise _Discard("gradient_not_finite")
-        optimizer.step(share=rate_share * min(1.0, (optimizer.num_steps + 1) / self._warm_up_steps[arm]))
+        optimizer.step(share=rate_share)
         self._model.zero_grad(set_to_none=True)
         return {name: float(part.detach()) for name, part in parts.items()}
 

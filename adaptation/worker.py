@@ -177,14 +177,13 @@ class Worker:
     def _turn(self) -> None:
         """Do what is next: commands, then queries, then a piece of an update."""
         taken = self.inbox.take(0.0 if self.works else _POLL_SECONDS)
-        if taken is None:
-            self._attempt("update", self._work)
-            return
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
-        else:
+        elif taken is not None:
             self._attempt("observe", partial(self.loop.observe, taken))
-        self.works = True
+        else:
+            self._attempt("update", self._work)
+        self.works = self.works or taken is not None
 
     def _work(self) -> None:
         self.works = False  # nor after a piece that fails

@@ -47,7 +47,7 @@ _LARGEST_KERNELS = 12  # that are named
 _TRAINING_CONCURRENCY = 4
 _TRAINING_NODES = 16
 _LOAD_TURNS = 2
-_EAGER = Tuning(always_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
+_EAGER = Tuning(full_queries=4, gate_texts=4, validation_share=0.5, niceness=0)
 _HOST_CALLS = {
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
     "copies": ("cudaMemcpyAsync", "cudaMemsetAsync"),

@@ -297,17 +297,15 @@ def test_any_text_is_a_name() -> None:
     assert quota().admit("", 1, store=True).admitted
 
 
-@pytest.mark.parametrize(
-    ("rests", "wants_texts", "share"), [(False, True, 1.0), (False, False, 1 / 16), (True, True, 1 / 32)]
-)
+@pytest.mark.parametrize("share", [1.0, 1 / 16, 1 / 32])
 @pytest.mark.parametrize("least", [0.0, 1.0])
-def test_a_share_is_recorded_in_a_row(rests: bool, wants_texts: bool, share: float, least: float) -> None:
+def test_a_share_is_recorded_in_a_row(share: float, least: float) -> None:
     asked = RecordingSampler(least=least)
     assert all(asked.draws() for _ in range(320))
-    asked.learns(rests=rests, wants_texts=wants_texts)
+    asked.share = share
     drawn, share = [asked.draws() for _ in range(1024)], max(share, least)
     assert sum(drawn) == 1024 * share
     turns = sum(one != other for one, other in pairwise(drawn))
     assert turns <= 2 * 1024 * share / 8
-    asked.learns(rests=False, wants_texts=True)
+    asked.share = 1.0
     assert all(asked.draws() for _ in range(100))

@@ -436,7 +436,7 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
     for seed, act in enumerate((lambda: None, tried.learner.pause, tried.learner.resume)):
         act()
         serve(tried, range(seed, seed + 1))
-        rests.append((tried.learner.sampler.share == 1 / 32))
+        rests.append(tried.learner.sampler.share == 1 / 32)
     assert rests == [False, True, False]
 
 
@@ -462,7 +462,7 @@ def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path,
     for queries in (63, 1, 1):
         for seed in range(queries):
             tried.observe(feedback, seed, **told)
-        rests.append((tried.learner.sampler.share == 1 / 32))
+        rests.append(tried.learner.sampler.share == 1 / 32)
     serve(tried, range(1))
     assert (rests, (tried.learner.sampler.share == 1 / 32)) == ([False, True, True], False)
 

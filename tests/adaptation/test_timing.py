@@ -40,13 +40,6 @@ def test_updates_in_vain_end_it_until_new_texts_come() -> None:
     assert time.may_begin(6)
 
 
-def test_what_was_broken_off_was_not_in_vain() -> None:
-    time, _ = idle(1.0)
-    for _ in range(5):
-        assert time.may_begin(5)
-        time.ended(1.0, published=None)
-
-
 def test_a_publish_begins_the_count_anew() -> None:
     time, _ = idle(1.0)
     assert time.may_begin(5)
@@ -105,12 +98,12 @@ def test_training_is_free_while_nobody_is_served() -> None:
     assert time.taken() == 0.0
 
 
-def test_a_request_that_comes_amid_a_piece_is_charged_from_then_on() -> None:
+def test_a_piece_amid_which_a_request_comes_is_charged() -> None:
     time, clock = timed(covered=0.0)
     with time.spent():
         clock.now += 0.10
         step(time, clock, 0.04)
-    assert time.taken() == pytest.approx(0.04 * time.taken_share)
+    assert time.taken() == pytest.approx(0.14 * time.taken_share)
     assert not time.may_compute
     clock.now += 0.06
     assert time.may_compute, "it is answered"
