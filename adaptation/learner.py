@@ -10,12 +10,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 
-import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.bootstrap import Bootstrap
-from adaptation.checkpoint import SNAPSHOTS, SnapshotRing
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.evaluator import AnchorDistance, Gate, OfflineEvaluator, memory_alone, replay_of
 from adaptation.feedback import FeedbackFilter, FilteredQuery, RecordingSampler, build_filter
@@ -27,9 +25,9 @@ from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.timing import IdleTime, Pieces, TrainingTime, bf16_is_faster
+from adaptation.timing import IdleTime, Pieces, TrainingTime
 from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
-from adaptation.weights import DrafterWeights, ServedDrafter, Version
+from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
 from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
@@ -338,7 +336,7 @@ def build_learner(
     ValueError for a configuration that is not possible. A drafter served in bf16 is trained and replayed in bf16 where
     such products are faster."""
     tuning = tuning or Tuning()
-    weights, autocast = _weights_of(config, drafter, tuning, folder)
+    weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)
     rules = rules_of(config, drafter, tuning, autocast=autocast)
     trainer = OnlineTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=tuning.seed)
@@ -378,32 +376,6 @@ def worker_of(learner: Learner, tuning: Tuning) -> Worker:
         niceness=tuning.niceness,
         device=learner.weights.train_device,
     )
-
-
-def _weights_of(
-    config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, folder: Path
-) -> tuple[DrafterWeights, bool]:
-    """The copies of the drafter, and whether to train with products in bf16. Raises ValueError for a drafter that does
-    not learn."""
-    if drafter.config.own_heads:
-        raise ValueError(
-            "Medusa's heads in their published form do not learn: set adaptation.enabled to false, or train others "
-            "with `adaptree train drafter --kind medusa`"
-        )
-    head = drafter.weights["lm_head.weight"]
-    device = head.device if config.train_device == "same" else torch.device(config.train_device)
-    in_bf16 = head.dtype == torch.bfloat16
-    autocast = in_bf16 and bf16_is_faster(device)
-    ring = SnapshotRing(folder / SNAPSHOTS, size=tuning.snapshots)
-    weights = DrafterWeights(
-        drafter.weights,
-        drafter.config,
-        prepare=drafter.prepare,
-        snapshots=ring,
-        train_device=device,
-        replica_dtype=torch.float32 if in_bf16 and not autocast else None,
-    )
-    return weights, autocast
 
 
 def _evaluator_of(

@@ -28,7 +28,7 @@ def completed(pieces: Pieces[Result]) -> Result:
 
 
 _PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # of a step beside training, in steps: measured on two cores; spread of one step
-_LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and less than this cannot be told from noise
+_LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and less than this drowns in noise
 _MEMORY_STEPS = 128  # that a mean of step times remembers
 _BETWEEN_STEPS_SECONDS = 0.05  # after a step in which serving counts as busy: more than lies between two steps
 _LONGEST_STEP_SECONDS = 1.0  # after the begin of a step that failed, so that no end of it was recorded

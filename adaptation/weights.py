@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from adaptation.checkpoint import Layout, SnapshotInfo, SnapshotRing, layout_of, now
+from adaptation.checkpoint import SNAPSHOTS, Layout, SnapshotInfo, SnapshotRing, layout_of, now
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Damaged, NotRemoved
+from adaptation.timing import bf16_is_faster
 from drafters.specblock.checkpoint import weights_of, write_weights
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 
@@ -258,6 +261,31 @@ class DrafterWeights:
 def in_place(model: SpecBlock) -> Prepare:
     """A `Prepare` that copies weights into a network of the training form."""
     return lambda weights: partial(write_weights, model, weights)
+
+
+def copies_of(
+    drafter: ServedDrafter, config: AdaptationConfig, tuning: Tuning, folder: Path
+) -> tuple[DrafterWeights, bool]:
+    """The copies of the drafter, and whether to train with products in bf16. Raises ValueError for a drafter that does
+    not learn."""
+    if drafter.config.own_heads:
+        raise ValueError(
+            "Medusa's heads in their published form do not learn: set adaptation.enabled to false, or train others "
+            "with `adaptree train drafter --kind medusa`"
+        )
+    head = drafter.weights["lm_head.weight"]
+    device = head.device if config.train_device == "same" else torch.device(config.train_device)
+    in_bf16 = head.dtype == torch.bfloat16
+    autocast = in_bf16 and bf16_is_faster(device)
+    weights = DrafterWeights(
+        drafter.weights,
+        drafter.config,
+        prepare=drafter.prepare,
+        snapshots=SnapshotRing(folder / SNAPSHOTS, size=tuning.snapshots),
+        train_device=device,
+        replica_dtype=torch.float32 if in_bf16 and not autocast else None,
+    )
+    return weights, autocast
 
 
 def _model(

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from adaptation.config import AdaptationConfig, Tuning
+from adaptation.config import Tuning
 from adaptation.records import Event
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
@@ -340,34 +340,28 @@ def _serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, cou
 
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Yield the number of updates, the time of one and of judging it, step times (p50, p99) and throughput with and
-    without them, and the share of throughput lost. Raises RuntimeError when no update was made."""
+    without them, and the share lost. Raises RuntimeError when no update was made."""
     quiet, _, _ = _serve_while_learning(assembly, plan, "never", updates=0)
     busy, updates, judged = _serve_while_learning(assembly, plan, "always", updates=plan.updates)
     yield Figure("training", "updates", updates, "")
-    for name, number in (("one update", "seconds"), ("judging it", "judging_seconds")):
-        if judged:
-            yield Figure("training", name, median(numbers[number] for numbers in judged) * 1e3, "ms")
+    for name, number in (("one update", "seconds"), ("judging it", "judging_seconds")) if judged else ():
+        yield Figure("training", name, median(numbers[number] for numbers in judged) * 1e3, "ms")
     for name, runs in (("off", quiet), ("on", busy)):
-        steps = [step.stats for run in runs for step in run.steps]
-        seconds = [step.seconds for step in steps]
+        times = [1e3 * step.stats.seconds for run in runs for step in run.steps]
         for percent in (50, 99):
-            value = percentile(seconds, percent, method="linear") * 1e3
-            yield Figure("training", f"step p{percent} {name}", value, "ms")
+            yield Figure("training", f"step p{percent} {name}", percentile(times, percent, method="linear"), "ms")
         yield Figure("training", f"throughput {name}", tokens_per_second(runs), "tokens/s")
-    loss = 1 - tokens_per_second(busy) / tokens_per_second(quiet)
-    yield Figure("training", "loss of tokens/s", loss, "")  # below 0: within noise
+    lost = 1 - tokens_per_second(busy) / tokens_per_second(quiet)  # below 0: within noise
+    yield Figure("training", "loss of tokens/s", lost, "")
 
 
 def _serve_while_learning(
     assembly: Assembly, plan: Plan, policy: str, *, updates: int
 ) -> tuple[list[Run], int, list[Mapping[str, float]]]:
-    """Serve until the learner has made `updates` updates or patience ends; return the runs, the updates, and the
-    numbers of those that were judged."""
+    """Serve until `updates` updates or the end of patience; return runs, updates, and numbers of the judged ones."""
     events: list[Event] = []
-    learning = assembly.config.adaptation.model_dump()
-    config = AdaptationConfig.model_validate({**learning, "enabled": True, "policy": policy})
+    config = assembly.config.adaptation.model_copy(update={"enabled": True, "policy": policy})
     budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # without drafts nothing is learnt
-
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
         adaptive = build_adaptive(
             assembly, config, folder=Path(folder), emit=events.append, policy=budget, tuning=_EAGER
@@ -379,8 +373,8 @@ def _serve_while_learning(
         finally:
             adaptive.stop()
     if updates and not made:
-        told = dict(Counter(f"{event.kind}: {event.reason}" for event in events))
-        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; events of learning: {told}")
+        kinds = [f"{event.kind}: {event.reason}" for event in events]
+        raise RuntimeError(f"no update in {plan.patience_seconds:g} s of serving; events of learning: {kinds}")
     return runs, made, [event.numbers for event in events if "judging_seconds" in event.numbers]
 
 
@@ -403,4 +397,4 @@ MEASURED: dict[str, FiguresOf] = {
     "load": load_figures,
     "training": training_figures,
 }
-"""The sections that measure the served model; `steps` and `speed` measure the plan's other checkpoints too."""
+"""Of the served model; `steps` and `speed` measure the plan's other checkpoints too."""
