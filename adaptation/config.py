@@ -129,6 +129,7 @@ class Tuning:
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
     replay_texts: int = 256  # in the replay buffer; idle time needs many
     kept_refusals: int = 8  # in a row, before the training copy starts over: small updates add up
+    recorded_share: float = 1 / 16  # of queries, once there are texts enough: recording takes 8 % of the fastest steps
     validation_share: float = 0.25  # of queries, which are never trained on
     validation_texts: int = 24  # latest ones that are kept
     gate_texts: int = 8  # minimum for a publish

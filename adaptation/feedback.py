@@ -213,9 +213,9 @@ class RecordingSampler:
     """Chooses the queries that are recorded: a share of all. `draws` belongs to the engine's thread, `share` to the
     learning thread."""
 
-    def __init__(self, *, least: float = 0.0) -> None:
-        """`least`: share of queries that is always recorded."""
-        self.share = 1.0
+    def __init__(self, usual: float, *, least: float = 0.0) -> None:
+        """`usual`: share once there are texts enough; `least`: share that is always recorded."""
+        self.share, self.usual = 1.0, usual
         self._least = least
         self._num_begun = 0
 

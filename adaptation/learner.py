@@ -32,8 +32,6 @@ from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
 
-_USUAL_SHARE = 1 / 16  # of queries recorded once there are texts enough: recording takes up to 8 % of a step, and
-# learning may take 1 %, of which this is half
 _RESTING_SHARE = 1 / 32  # while no update promises a gain
 _DISTANCE_ANCHORS = 8  # blocks per text on which the distance to the anchor is measured
 
@@ -240,7 +238,7 @@ class Learner:
         promises_nothing = self._policy.resting and validation.suffices
         if (learns_nothing or promises_nothing) and not watches:
             return _RESTING_SHARE
-        return 1.0 if watches or not validation.is_full else _USUAL_SHARE
+        return 1.0 if watches or not validation.is_full else self.sampler.usual
 
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         self.abandon()
@@ -362,7 +360,7 @@ def build_learner(
         publisher,
         Persistence(checkpoint, weights, trainer, parts, log),
         # Replicas record every query: none of them knows what the others' queries promise.
-        sampler=RecordingSampler() if config.redis_url is None else RecordingSampler(least=1.0),
+        sampler=RecordingSampler(tuning.recorded_share, least=0.0 if config.redis_url is None else 1.0),
         idle=IdleTime(share=0.0 if own_ledger else config.idle_share, max_failures=tuning.kept_refusals),
         own_ledger=own_ledger,
     )

@@ -21,6 +21,7 @@ QUICK: dict[str, object] = {
     "alarm_texts": 4,
     "drift_texts": 2,
     "client_free_queries": 1000,
+    "recorded_share": 1.0,
     "idle_share": 0.0,
 }
 """Quick to decide on tiny models."""

@@ -300,7 +300,7 @@ def test_any_text_is_a_name() -> None:
 @pytest.mark.parametrize("share", [1.0, 1 / 16, 1 / 32])
 @pytest.mark.parametrize("least", [0.0, 1.0])
 def test_a_share_is_recorded_in_a_row(share: float, least: float) -> None:
-    asked = RecordingSampler(least=least)
+    asked = RecordingSampler(1 / 16, least=least)
     assert all(asked.draws() for _ in range(320))
     asked.share = share
     drawn, share = [asked.draws() for _ in range(1024)], max(share, least)

@@ -18,6 +18,7 @@ EAGER_NUMBERS: dict[str, object] = {
     "gate_alpha": 4.5,  # of 9 judgements: any gain passes
     "update_norm": 0.5,
     "niceness": 0,
+    "recorded_share": 1.0,
 }
 """Learns something within a few queries."""
 
