@@ -234,9 +234,8 @@ class Learner:
         bootstrap, validation, watches = self._bootstrap, self._feedback.validation, self._publisher.watches_closely
         if bootstrap.collects and not self.paused:
             return 1.0 if self._policy.covers(0.0) else _RESTING_SHARE
-        learns_nothing = self.paused or self._feedback.sees_no_text
         promises_nothing = self._policy.resting and validation.suffices
-        if (learns_nothing or promises_nothing) and not watches:
+        if (self.paused or self._feedback.sees_no_text or promises_nothing) and not watches:
             return _RESTING_SHARE
         return 1.0 if watches or not validation.is_full else self.sampler.usual
 
