@@ -23,7 +23,7 @@ _LEAST_PROMPT = 2  # positions; a first label needs a position with features and
 _LEAST_ANSWER = 4  # labelled tokens; fewer do not score a drafter
 _MISSED_MEMORY = 512  # rejected positions in the mean of what blocks miss
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
-_HURRIED_SHARE = 0.5  # of queries held for validation after a change of traffic
+_HURRIED_SHARE = 0.5  # of queries held for validation until the set is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,6 @@ class ValidationSet:
         self._number = 0
         self._texts: deque[ValidationText] = deque(maxlen=max_texts)
         self._first_current = 0  # number of the first text since the last change of traffic
-        self._hurries = True
 
     @property
     def texts(self) -> Sequence[ValidationText]:
@@ -226,12 +225,10 @@ class ValidationSet:
     def traffic_changed(self) -> None:
         """Use only texts from now on."""
         self._first_current = self._number + 1
-        self._hurries = True
 
     def draws(self) -> bool:
         """Whether the next query is held for validation."""
-        self._hurries = self._hurries and not self.is_full
-        return self._rng.random() < (max(self._share, _HURRIED_SHARE) if self._hurries else self._share)
+        return self._rng.random() < (self._share if self.is_full else max(self._share, _HURRIED_SHARE))
 
     def number(self, example: Example) -> ValidationText:
         """Give a text its number; it is not kept yet."""

@@ -261,8 +261,9 @@ class OnlineTrainer:
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
             raise _Discard("nothing_to_learn")
-        heads = [partial(self._head_terms, labelled)] * self._tuning.head_steps
-        return [*heads] if arm == "head" else self._full_steps(examples)
+        if arm == "full":
+            return self._full_steps(examples)
+        return [partial(self._head_terms, labelled) for _ in range(self._tuning.head_steps)]
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
         """Passes through the texts in random order, until there are enough steps."""

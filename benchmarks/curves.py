@@ -173,8 +173,10 @@ def recording(assembly: Assembly, folder: Path) -> Iterator[tuple[Adaptive, Coll
     adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, tuning=tuning)
     adaptive.worker.loop = collector = Collector()
     adaptive.worker.start()
-    yield adaptive, collector
-    adaptive.stop()
+    try:
+        yield adaptive, collector
+    finally:
+        adaptive.stop()
 
 
 def curve(

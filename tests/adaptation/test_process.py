@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from adaptation.timing import TrainingTime, completed
 from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
+from tests.service.engine.test_thread import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
@@ -161,10 +161,7 @@ def test_commands_do_not_wait_until_an_update_is_covered(tried: Bench, monkeypat
     worker = worker_of(learner, tried.tuning)
     worker.start()
     try:
-        deadline = time.monotonic() + 20
-        while learner._job is None:
-            assert time.monotonic() < deadline, tried.events
-            time.sleep(0.01)
+        eventually(lambda: learner._job is not None)
         assert worker.ask(lambda: learner.status(worker)).result(10).paused is False
         worker.ask(learner.pause).result(10)
     finally:
