@@ -122,34 +122,56 @@ def deep_target(folder: Path) -> Path:
 DRAFT_VOCAB = 40
 
 
-def eagle3(folder: Path, *, torn: str | None = None) -> Path:
-    """A drafter of that form, of other head counts than the target's; `torn`: without this tensor."""
+MASK_TOKEN = 17
+DEPTHS = 3
+
+
+def eagle3(folder: Path, *, torn: str | None = None, layers: int = 1, nested: bool = False, **flags: bool) -> Path:
+    """A drafter of that form, of other head counts than the target's; `torn`: without this tensor; `nested`: as
+    speculators writes it; flags: those of its config that are set, and `parallel` for P-EAGLE."""
+    parallel, first = flags.pop("parallel", False), "midlayer." if not nested else "layers.0."
     shapes: dict[str, tuple[int, ...]] = {
-        **layer_shapes("midlayer.", reads=2 * HIDDEN, biases=False),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
+        **layer_shapes(first, reads=2 * HIDDEN, biases=False),
+        f"{first}hidden_norm.weight": (HIDDEN,),
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
     }
+    for number in range(1, layers):
+        shapes |= layer_shapes(f"layers.{number}.", reads=HIDDEN, biases=False)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{tap}.weight": (HIDDEN,) for tap in range(3)}
+    if flags.get("norm_before_fc"):
+        shapes |= {"input_norm.weight": (3 * HIDDEN,)}
+    if parallel:
+        shapes |= {"mask_hidden": (1, 1, 3 * HIDDEN)}
     tensors = drawn(shapes, seed=5)
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:DRAFT_VOCAB].sort().values
     tensors |= {"d2t": tokens - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
     tensors.pop(torn, None) if torn else None
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+    sizes = {
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "vocab_size": VOCAB,
-        "draft_vocab_size": DRAFT_VOCAB,
         "max_position_embeddings": 256,
         "rms_norm_eps": EPSILON,
-        "rope_theta": 10_000.0,
     }
-    return written(folder, tensors, config)
+    if not nested:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 10_000.0, **sizes}
+    else:
+        methods = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTHS}]}
+        config = {
+            "speculators_model_type": "peagle" if parallel else "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "transformer_layer_config": sizes,  # without what is as in `LlamaConfig`
+            "speculators_config": methods,
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+        }
+    return written(folder, tensors, {**config, "draft_vocab_size": DRAFT_VOCAB, "mask_token_id": MASK_TOKEN, **flags})
 
 
 def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
@@ -163,20 +185,58 @@ def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, object])
 def eagle3_says(folder: Path, features: Tensor, embedded: Tensor, further: Tensor) -> Tensor:
     """Logits behind a text, then behind each of some further tokens on its own states.
     # features [length, 3 * hidden], embedded [length, hidden] of the tokens after, further [steps, hidden]"""
-    own = load_file(folder / "model.safetensors")
-    states, tokens, logits = features @ own["fc.weight"].T, embedded, []
+    own, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    states, tokens, logits = conditions(own, features), embedded, []
     for step in range(len(further) + 1):
-        layer = {name.removeprefix("midlayer."): value for name, value in own.items()}
-        token = normed(tokens, layer["input_layernorm.weight"])
-        read = torch.cat([token, normed(states, layer["hidden_norm.weight"])], dim=-1)
-        last = states[-1] + attention(read, layer)[-1]
-        x = normed(last, layer["post_attention_layernorm.weight"])
-        gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        last = last + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
-        logits.append(normed(last, own["norm.weight"]) @ own["lm_head.weight"].T)
+        last = eagle3_states(own, config, states, tokens)[-1]
+        output = normed(last, own["norm.weight"])
+        logits.append(output @ own["lm_head.weight"].T)
         if step < len(further):
-            states, tokens = torch.cat([states, last[None]]), torch.cat([tokens, further[step : step + 1]])
+            following = output if config.get("norm_output") else last
+            states, tokens = torch.cat([states, following[None]]), torch.cat([tokens, further[step : step + 1]])
     return torch.stack(logits)
+
+
+@torch.no_grad()
+def peagle_says(folder: Path, features: Tensor, embedded: Tensor, mask: Tensor) -> Tensor:
+    """Logits of a block behind a text. # features [length, 3 * hidden], embedded [length, hidden] of the tokens after,
+    mask [hidden] -> [depths, draft vocab]"""
+    own, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    both = torch.cat([features, own["mask_hidden"][0].expand(DEPTHS - 1, -1)])
+    tokens = torch.cat([embedded, mask.expand(DEPTHS - 1, -1)])
+    states = eagle3_states(own, config, conditions(own, both), tokens)[-DEPTHS:]
+    return normed(states, own["norm.weight"]) @ own["lm_head.weight"].T
+
+
+def conditions(own: dict[str, Tensor], features: Tensor) -> Tensor:
+    """# features [length, 3 * hidden] -> [length, hidden]"""
+    if "input_norm.weight" in own:
+        features = normed(features, own["input_norm.weight"])
+    if "fc_norm.0.weight" in own:
+        taps = [normed(part, own[f"fc_norm.{tap}.weight"]) for tap, part in enumerate(features.chunk(3, dim=-1))]
+        features = torch.cat(taps, dim=-1)
+    return features @ own["fc.weight"].T
+
+
+def eagle3_states(own: dict[str, Tensor], config: dict[str, object], states: Tensor, tokens: Tensor) -> Tensor:
+    """States before the output norm. # states, tokens [length, hidden] -> [length, hidden]"""
+    names = ["midlayer." if "midlayer.mlp.up_proj.weight" in own else "layers.0.", "layers.1.", "layers.2."]
+    for number, prefix in enumerate(names):
+        layer = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        if not layer:
+            continue
+        token = normed(tokens, layer["input_layernorm.weight"])
+        if number == 0:
+            inner = normed(states, layer["hidden_norm.weight"])
+            read = torch.cat([token, inner], dim=-1)
+            states = inner if config.get("norm_before_residual") else states
+        else:
+            read = normed(states, layer["input_layernorm.weight"])
+        states = states + attention(read, layer)
+        x = normed(states, layer["post_attention_layernorm.weight"])
+        gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        states = states + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    return states
 
 
 def attention(read: Tensor, layer: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
-"""The network of published EAGLE-3 weights: one layer whose attention reads the token's embedding beside the state.
-Each block is one position and continues from the state before the output norm.
+"""The network of published EAGLE-3 weights: the first layer's attention reads the token's embedding beside the state.
+A block is one position, or several (P-EAGLE), of which those after the first read a mask token and mask features.
 Legend: rows, hidden; pair = [token or normed state; state], [rows, 2 * hidden]."""
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.layers import DrafterDecoder, Input, LayerShape
-from drafters.specblock.structure import ServedInput, ServedLayer, ServedOutput, Structure, WeightPlanner, normed_taps
+from drafters.specblock.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers, plan_layers
 from kernels.ops import Ops
@@ -23,71 +23,119 @@ class TokenAndState(Input):
         super().__init__()
         self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
         self.token_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.feature_norms = nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in normed_taps(config))
+        self.feature_norms = feature_norms(config, shape.epsilon)
+        self._masked = config.block_size - 1
+        if self._masked:
+            self.mask_features = nn.Parameter(torch.randn(config.features_size))
+            self.mask_embedding = nn.Parameter(torch.randn(shape.hidden))  # the target's, of the mask token
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
-        """Return [state; token] of the one entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
+        """Return [state; token] of each entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
         token = self.token_norm(embedded.to(self.token_norm.weight.dtype))
-        return torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :][..., entries, :]
+        pairs = torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :]
+        if self._masked:
+            masks = self.mask_pair().to(pairs.dtype).expand(*pairs.shape[:-2], self._masked, -1)
+            pairs = torch.cat([pairs, masks], dim=-2)
+        return pairs[..., entries, :]
+
+    def mask_pair(self) -> Tensor:
+        """Return what entries without a token of their own read. # -> [2 * hidden]"""
+        embedding = self.mask_embedding.detach()  # the target's: it is not trained
+        return torch.cat([self.condition(self.mask_features), self.token_norm(embedding)])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAndStateLayer:
-    """A decoder layer whose attention reads the token before the state; the only one of its network."""
+    """The first layer, whose attention reads the token before the state."""
 
     layer: DecoderLayer
+    normed_residual: bool
 
     def __call__(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Run the layer; the result holds the state, not only what is added to it.
         # pair [rows, 2 * hidden] -> [rows, hidden]"""
-        query, state = self.store(pair, delta, places, pool), _state(pair)
-        return state + self.layer.rest(query, state, places, pool)
+        normed, state = self._normed(pair), _state(pair)
+        residual = normed.clone() if self.normed_residual else state
+        query = self._keep(pair, normed, places, pool)
+        return residual + self.layer.rest(query, residual, places, pool)
 
     def store(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
         """Write keys and values to the pool and return the queries. # pair [rows, 2 * hidden] -> [rows, heads, dim]"""
-        layer, state = self.layer, _state(pair)
-        normed = layer.add_norm(state, None, layer.norms.attention_input)
-        return layer.keep(torch.cat([pair[:, state.shape[1] :], normed], dim=-1), places, pool)
+        return self._keep(pair, self._normed(pair), places, pool)
+
+    def _normed(self, pair: Tensor) -> Tensor:
+        """# pair [rows, 2 * hidden] -> [rows, hidden]"""
+        return self.layer.add_norm(_state(pair), None, self.layer.norms.attention_input)
+
+    def _keep(self, pair: Tensor, normed: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
+        """# pair [rows, 2 * hidden], normed [rows, hidden] -> queries [rows, heads, dim]"""
+        return self.layer.keep(torch.cat([pair[:, normed.shape[1] :], normed], dim=-1), places, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A further layer; what it gets beside the pair is the whole state, and so is what it returns."""
+
+    layer: DecoderLayer
+
+    def __call__(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Run the layer. # state [rows, hidden] -> like state"""
+        assert state is not None, "a layer comes before"
+        return state + self.layer(state, None, places, pool)
+
+    def store(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Write keys and values to the pool and return the queries. # state [rows, hidden] -> [rows, heads, dim]"""
+        assert state is not None, "a layer comes before"
+        return self.layer.store(state, None, places, pool)
 
 
 class AutoregressiveStructure(Structure):
-    """EAGLE-3 as its authors publish it."""
+    """EAGLE-3, EAGLE-3.1 and P-EAGLE as their authors publish them."""
 
     def input_layer(self) -> Input:
         return TokenAndState(self.config, self.shape)
 
     def decoder(self) -> DrafterDecoder:
-        return DrafterDecoder(self.shape, self.config.num_layers, self.config.hidden_size)
-
-    def output(self, states: Tensor, hidden: Tensor) -> Tensor:
-        """Append the state before the output norm. # both [batch, rows, hidden] -> [batch, rows, 2 * hidden]"""
-        return torch.cat([states, hidden], dim=-1)
+        config = self.config
+        return DrafterDecoder(self.shape, config.num_layers, config.hidden_size, normed_residual=config.normed_residual)
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
+        masked = self.config.block_size - 1
+        masks = planner.tensor(self._mask_pair(planner)) if masked else None
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
             state = context[:, -embedded.shape[1] :]  # of a wider context its end is the state to continue from
-            return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
+            pairs = torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
+            return pairs if masks is None else torch.cat([pairs, masks.expand(len(pairs), masked, -1)], dim=1)
 
         return blocks
 
+    def _mask_pair(self, planner: WeightPlanner) -> Tensor:
+        """Return `TokenAndState.mask_pair` of the planned weights. # -> [2 * hidden]"""
+        prefix = "input_layer."
+        own = {name.removeprefix(prefix): value for name, value in planner.weights.items() if name.startswith(prefix)}
+        layer = self.input_layer().to(own["mask_features"])
+        layer.load_state_dict(own)
+        assert isinstance(layer, TokenAndState)
+        return layer.mask_pair()
+
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
-        layers = super().served_layers(planner)
-        return [TokenAndStateLayer(layer) for layer in layers if isinstance(layer, DecoderLayer)]
+        first, *others = [layer for layer in super().served_layers(planner) if isinstance(layer, DecoderLayer)]
+        return [TokenAndStateLayer(first, self.config.normed_residual), *map(StateLayer, others)]
 
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
         """Return the plan of layers one by one, on pools [2, places, kv_heads, dim]."""
         return plan_layers
 
-    def served_output(self, planner: WeightPlanner) -> ServedOutput:
-        norm = planner.norm("decoder.norm.weight", self.shape.epsilon)
+    def served_output(self, planner: WeightPlanner) -> Callable[[Tensor, Tensor | None], Tensor]:
+        end = super().served_output(planner)
 
-        def end(pair: Tensor, state: Tensor | None) -> Tensor:
+        def of_state(pair: Tensor, state: Tensor | None) -> Tensor:
             assert state is not None, "there is a layer"
-            return torch.cat([norm(state), state], dim=-1)
+            return end(state, None)
 
-        return end
+        return of_state
 
 
 def _state(pair: Tensor) -> Tensor:

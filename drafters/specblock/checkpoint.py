@@ -5,7 +5,7 @@ to do. Also: the weights of a drafter by name, to compare, send and write them."
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +44,7 @@ class TargetParts:
     output: Weight | None  # [vocab, hidden], the head; None where it was repacked
     norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is not a plain RMSNorm
     config: Mapping[str, Any] = field(default_factory=dict)  # transformers config of its decoder
+    completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict  # adds what such a config leaves at its default
 
     @cached_property
     def embedding(self) -> Tensor:

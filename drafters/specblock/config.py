@@ -9,6 +9,7 @@ from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
 from kernels.families import FUSED_FAMILIES
 
 PrefixEntries = Literal["first", "all"]
+States = Literal["normed", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,12 @@ class SpecBlockConfig:
     # Fields from here on are written only where they differ from the default: see `described`.
     kind: str = "specblock"  # of `TRAINED_KINDS`
     ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
-    token_beside: bool = False  # the first layer reads [token; state], and blocks continue from before the output norm
+    token_beside: bool = False  # the first layer's attention reads [token; state] (EAGLE-3)
     own_heads: bool = False  # an output layer for each entry of a block, and no norm before it
+    continues_from: States | None = None  # where further blocks start; None: raw beside a token, else normed
+    joined_norm: bool = False  # one norm of all tapped features together instead of one for each
+    normed_residual: bool = False  # of `token_beside`: the first layer adds to the normed state
+    mask_token: int | None = None  # entries without a token of their own read this one's embedding
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -45,8 +50,14 @@ class SpecBlockConfig:
                 raise ValueError(f"drafter config: {name} must be at least 1")
         if self.num_layers < 0 or (self.num_layers > 0) is not (TRAINED_KINDS[self.kind].shape["num_layers"] > 0):
             raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
-        if self.token_beside and (self.num_layers, self.block_size, self.shift) != (1, 1, False):
-            raise ValueError("drafter config: token_beside asks for one layer and one position per forward")
+        if self.token_beside and (self.num_layers < 1 or self.shift):
+            raise ValueError("drafter config: token_beside asks for a layer, and for no shift")
+        if self.token_beside and (self.block_size > 1) is not (self.mask_token is not None):
+            raise ValueError(
+                "drafter config: token_beside asks for a mask_token exactly for blocks of several positions"
+            )
+        if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
+            raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
         if self.own_heads and self.num_layers:
             raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
         if self.prefix_entries not in ("first", "all"):
@@ -86,6 +97,11 @@ class SpecBlockConfig:
     def traits(self) -> TrainedKind:
         """The kind's data."""
         return TRAINED_KINDS[self.kind]
+
+    @property
+    def continues_raw(self) -> bool:
+        """Whether further blocks start at states before the output norm."""
+        return self.token_beside if self.continues_from is None else self.continues_from == "raw"
 
     @property
     def reach(self) -> int:

@@ -126,8 +126,10 @@ class FeedForward(nn.Module):
 class DrafterLayer(nn.Module):
     """A decoder layer of a family, the differentiable form of `kernels.decoder_layer`."""
 
-    def __init__(self, shape: LayerShape, extra: int = 0) -> None:
+    def __init__(self, shape: LayerShape, extra: int = 0, *, normed_residual: bool = False) -> None:
+        """`normed_residual`: what the layer computes is added to the normed state."""
         super().__init__()
+        self._normed_residual = normed_residual
         names = shape.family.norms
         before, after = self._add_norm(shape, names.attention_input), self._add_norm(shape, names.attention_output)
         self.self_attn = SelfAttention(shape, extra)
@@ -155,18 +157,24 @@ class DrafterLayer(nn.Module):
         norms = self.norms
         normed = norms.attention_input(hidden)
         read = normed if extra is None else torch.cat([extra, normed], dim=-1)
-        hidden = hidden + norms.attention_output(self.self_attn(read, rotary, attend))
+        hidden = (normed if self._normed_residual else hidden) + norms.attention_output(
+            self.self_attn(read, rotary, attend)
+        )
         output: Tensor = hidden + norms.mlp_output(self.mlp(norms.mlp_input(hidden)))
         return output
 
 
 class DrafterDecoder(nn.Module):
-    """Layers and the output norm, if there is one; `extra` is the width that the first layer reads before the state."""
+    """Layers and the output norm, if there is one; `extra` is the width that the first layer reads before the state,
+    `normed_residual` is the first layer's."""
 
-    def __init__(self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed: bool = True) -> None:
+    def __init__(
+        self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed: bool = True, normed_residual: bool = False
+    ) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(DrafterLayer(shape, 0 if number else extra) for number in range(num_layers))
+        first = [DrafterLayer(shape, extra, normed_residual=normed_residual) for _ in range(min(1, num_layers))]
+        self.layers = nn.ModuleList([*first, *(DrafterLayer(shape) for _ in range(1, num_layers))])
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
 
 

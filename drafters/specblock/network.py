@@ -88,7 +88,8 @@ class ServingNetwork:
         self._in_place = in_place
         self._planned, self._kept = self._plan(weights)
         self._set_vocabulary(weights[VOCABULARY])
-        self._unit = torch.ones(config.hidden_size, dtype=self.dtype, device=self.device)
+        width = config.features_size // max(1, len(normed_taps(config)))  # of what one norm of features reads
+        self._unit = torch.ones(width, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -121,7 +122,7 @@ class ServingNetwork:
         """Return c of tapped target features. # features [rows, taps * hidden] -> [rows, hidden]"""
         planned, features = self._planned, features.to(self.dtype)
         if planned.gains is not None:
-            by_tap = features.reshape(-1, self.config.hidden_size)
+            by_tap = features.reshape(-1, len(self._unit))
             normed = self.ops.add_rms_norm(by_tap, None, self._unit, self.shape.epsilon)
             features = normed.view(features.shape) * planned.gains
         return planned.condition(features)

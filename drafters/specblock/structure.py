@@ -91,7 +91,7 @@ class InputLayer(Input):
         self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
         self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
-        self.feature_norms = nn.ModuleList(nn.RMSNorm(shape.hidden, eps=shape.epsilon) for _ in normed_taps(config))
+        self.feature_norms = feature_norms(config, shape.epsilon)
         self._broadcast = config.broadcast
 
     def token(self, embedded: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Structure:
     def output(self, states: Tensor, hidden: Tensor) -> Tensor:
         """Return the network's output, of states after the output norm and before it.
         # both [batch, rows, hidden] -> [batch, rows, width]"""
-        return states
+        return torch.cat([states, hidden], dim=-1) if self.config.continues_raw else states
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         """Plan `input_layer` for serving."""
@@ -153,7 +153,8 @@ class Structure:
         added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            normed = [condition_norm(context), token_norm(embedded.to(context.dtype))]
+            state = context[:, -hidden:]  # of a wider context its end is the state to continue from
+            normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
             seen = known(torch.cat(normed, dim=-1))[:, None]
             if broadcast:
                 return seen + added
@@ -175,7 +176,10 @@ class Structure:
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
         """Plan the output norm for serving."""
         norm, ops, epsilon = planner.tensor(planner.weights["decoder.norm.weight"]), planner.ops, self.shape.epsilon
-        return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
+        if not self.config.continues_raw:
+            return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
+        # The op adds `delta` to `hidden` in place, so that it holds the state before the norm.
+        return lambda hidden, delta: torch.cat([ops.add_rms_norm(hidden, delta, norm, epsilon), hidden], dim=-1)
 
     def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
         """Plan `head` for serving: states [..., hidden] -> logits [..., draft_vocab]."""
@@ -186,6 +190,13 @@ class Structure:
         return None
 
 
+def feature_norms(config: SpecBlockConfig, epsilon: float) -> nn.ModuleList:
+    """Make the norms of tapped features: one for each tap, one for all together, or none."""
+    number = len(normed_taps(config))
+    return nn.ModuleList(nn.RMSNorm(config.features_size // number, eps=epsilon) for _ in range(number))
+
+
 def normed_taps(config: SpecBlockConfig) -> range:
-    """Return the indices of the taps that have a norm of their own."""
-    return range(len(config.tap_layers) if config.normalise_features else 0)
+    """Return the indices of the taps, or of the one group of all taps, that have a norm of their own."""
+    number = 1 if config.joined_norm else len(config.tap_layers)
+    return range(number if config.normalise_features else 0)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 import drafters
-from drafters import published
+from drafters.published import folders as published
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
@@ -78,8 +78,8 @@ def shipped_by_target(config: ServiceConfig) -> Path | None:
     except (OSError, ValueError):
         return None  # loading the model reports why
     folder = None if found is None else Path(found).parent
-    form = None if folder is None else published.form_of(folder)
-    return folder if form is not None and TRAINED_KINDS[form.kind].with_target else None
+    published_here = folder is not None and published.form_of(folder) is not None
+    return folder if published_here and TRAINED_KINDS[kind_in(folder)].with_target else None
 
 
 def imported_folder(config: ServiceConfig) -> Path | None:

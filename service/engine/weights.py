@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,14 @@ def _parts(model: PreTrainedModel, *, keeps_head: bool) -> TargetParts:
     kept_head = head if head is table or stays else None
     text = model.config.get_text_config().to_dict()
     norm = dict(model.get_decoder().named_parameters()).get("norm.weight")
-    return TargetParts(_identity(model), table, kept_head, norm if has_standard_layers(model) else None, text)
+    norm = norm if has_standard_layers(model) else None
+    return TargetParts(_identity(model), table, kept_head, norm, text, completed)
+
+
+def completed(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what a transformers config leaves at its model type's default. Raises ValueError for an unknown type."""
+    values = {name: value for name, value in described.items() if name != "model_type"}
+    return AutoConfig.for_model(str(described.get("model_type")), **values).to_dict()
 
 
 def has_standard_layers(model: PreTrainedModel) -> bool:

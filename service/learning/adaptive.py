@@ -18,8 +18,8 @@ from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
-from drafters import published
 from drafters.feedback import Query
+from drafters.published import folders as published
 from drafters.regret import RegretLedger
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of

@@ -25,7 +25,7 @@ from adaptation.checkpoint import (
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
 from adaptation.weights import ANCHOR
-from drafters import published
+from drafters.published import folders as published
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from drafters.specblock.config import SpecBlockConfig, config_from

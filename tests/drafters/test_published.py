@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters import published
 from drafters.calibration import class_logits
 from drafters.protocol import DraftingSizes
+from drafters.published import folders as published
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
@@ -19,6 +20,7 @@ from drafters.specblock.serving import BlockForward
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import (
+    MASK_TOKEN,
     deep_target,
     eagle3,
     eagle3_says,
@@ -26,6 +28,7 @@ from tests.published_forms import (
     medusa_says,
     mimo,
     mimo_says,
+    peagle_says,
     read_as_qwen2,
 )
 from tests.tiny_models import load, stock, tiny_model
@@ -94,19 +97,46 @@ def test_a_mimo_target_has_a_drafter_that_says_what_its_module_says(tmp_path: Pa
         assert (logits - expected[count - 1]).abs().max() < 1e-4
 
 
-def test_an_eagle3_drafter_says_what_its_authors_layer_says(tmp_path: Path) -> None:
-    """Behind a text, and behind its own states, which go on before the output norm."""
-    target, folder = deep_target(tmp_path / "target"), eagle3(tmp_path / "drafter")
+EAGLE3_FORMS: dict[str, dict[str, Any]] = {
+    "EAGLE": {},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "gpt-oss": {"norm_before_fc": True},
+    "speculators": {"nested": True, "norm_before_residual": True},
+    "speculators of three layers": {"nested": True, "layers": 3, "norm_before_residual": True, "norm_output": True},
+}
+
+
+@pytest.mark.parametrize("form", EAGLE3_FORMS)
+def test_an_eagle3_drafter_says_what_its_authors_layers_say(tmp_path: Path, form: str) -> None:
+    """Behind a text, and behind its own states."""
+    flags = EAGLE3_FORMS[form]
+    target, folder = deep_target(tmp_path / "target"), eagle3(tmp_path / "drafter", **flags)
     loaded, oracle = load(target), stock(target)
     assert published.kind_of(folder) == "eagle3"
     model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
-    assert model.config.tap_layers == (1, 3, 4)
+    layers = (1, 3, 6) if flags.get("nested") else (2, 4, 5)  # of which the inputs are tapped
+    assert model.config.tap_layers == tuple(layer - 1 for layer in layers)
     received = oracle(TEXT[None], output_hidden_states=True).hidden_states  # of layer n it is the n-th
-    features = torch.cat([received[layer][0] for layer in (2, 4, 5)], dim=-1)
+    features = torch.cat([received[layer][0] for layer in layers], dim=-1)
     table = loaded.parts.embedding
     for count in (1, 4, len(TEXT) - 1):
         expected = eagle3_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MORE])
         found = said(model, loaded, features, TEXT, count, MORE)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_peagle_drafter_says_what_its_authors_layers_say(tmp_path: Path) -> None:
+    target = deep_target(tmp_path / "target")
+    folder = eagle3(tmp_path / "drafter", nested=True, layers=2, norm_before_residual=True, parallel=True)
+    loaded, oracle = load(target), stock(target)
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert (published.kind_of(folder), model.config.block_size) == ("parallel", 3)
+    received = oracle(TEXT[None], output_hidden_states=True).hidden_states
+    features = torch.cat([received[layer][0] for layer in (1, 3, 6)], dim=-1)
+    table = loaded.parts.embedding
+    for count in (1, 4, len(TEXT) - 1):
+        expected = peagle_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MASK_TOKEN])
+        found = said(model, loaded, features, TEXT, count)
         assert (found - expected).abs().max() < 1e-4
 
 
@@ -130,7 +160,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     described = json.loads((eagle3(folder) / "config.json").read_text())
     for changes, message in (
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
-        ({"norm_before_residual": True}, "its config sets norm_before_residual, which is not read"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "it taps layers 2, 5, 9, and the target has 8"),
+        ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not read"),
+        ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is not among mtp, peagle, eagle3"),
+        ({"speculators_model_type": "dspark"}, "names dspark, which is not among mtp, peagle, eagle3"),
         ({"model_type": "mixtral"}, "cannot have layers of kind 'mixtral'"),
     ):
         (folder / "config.json").write_text(json.dumps(described | changes))
@@ -144,8 +177,35 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     save_file(tensors | {"embed_tokens.weight": parts.embedding}, folder / "model.safetensors")
     assert published.load(folder, parts, dtype=torch.float32, device="cpu").config.kind == "eagle3"
     (folder / "model.safetensors").unlink()
-    with pytest.raises(DrafterError, match=r"holds no \.safetensors file with its weights"):
+    with pytest.raises(DrafterError, match=r"holds no \.safetensors or \.bin file with its weights"):
         published.load(folder, parts, dtype=torch.float32, device="cpu")
+
+
+def test_pickles_of_tensors_are_read_and_others_are_not(tmp_path: Path) -> None:
+    """What a pickle would execute is not executed."""
+    parts = load(deep_target(tmp_path / "target")).parts
+    folder, ran = eagle3(tmp_path / "drafter"), tmp_path / "ran"
+    tensors = load_file(folder / "model.safetensors")
+    expected = weights_of(published.load(folder, parts, dtype=torch.float32, device="cpu"))
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    found = weights_of(published.load(folder, parts, dtype=torch.float32, device="cpu"))
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    for content in (tensors | {"norm.weight": Runs(ran)}, [1, 2]):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(DrafterError, match="holds more than tensors"):
+            published.load(folder, parts, dtype=torch.float32, device="cpu")
+    assert not ran.exists()
+
+
+class Runs:
+    """Pickled, it creates a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.file,))
 
 
 @pytest.mark.parametrize(

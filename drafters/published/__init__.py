@@ -1,0 +1,1 @@
+"""Drafters in the forms in which others publish them."""

@@ -1,0 +1,115 @@
+"""Loads drafter folders, in our own form or in one that others publish, without conversion. A published drafter without
+a rank head gets one that repeats the rank classes of the draft distribution until it has been trained."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drafters.published.eagle3 import EAGLE3, PEAGLE
+from drafters.published.form import Described, PublishedForm, named
+from drafters.published.modules import MEDUSA, MTP
+from drafters.specblock import checkpoint
+from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
+from drafters.specblock.model import SpecBlock
+
+FORMS = (MTP, PEAGLE, EAGLE3, MEDUSA)
+"""All forms; a config is read by the first that recognises it."""
+
+_RANK_HEAD = ("rank_head.", "rank_norm.")
+_LAST_OF_RANKS = "rank_head.2."
+
+
+def form_of(folder: Path) -> PublishedForm | None:
+    """Return the published form of a folder's drafter; None if it has our own form or an unknown one."""
+    try:
+        described = _described(folder)
+    except (OSError, ValueError):
+        return None  # loading it reports the reason
+    return next((form for form in FORMS if form.recognises(described)), None)
+
+
+def kind_of(folder: Path) -> str:
+    """Return the kind of a folder's drafter. Raises DrafterError."""
+    form = form_of(folder)
+    if form is not None:
+        return form.kind(_described(folder))
+    _refuse_unknown(folder)
+    return checkpoint.describe(folder).config.kind
+
+
+def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
+    """Load a folder's drafter for this target, in whatever form it is. Raises DrafterError."""
+    form = form_of(folder)
+    if form is None:
+        _refuse_unknown(folder)
+        return checkpoint.load(folder, target, dtype=dtype, device=device)
+    tensors = read_tensors(folder, form)
+    with checkpoint.refusing(folder, f"is no {form.name} drafter for this target", KeyError, ValueError):
+        config = form.config(_described(folder), tensors, target)
+        weights = form.weights(tensors, config, target)
+    checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the rank head's first weights
+        model = SpecBlock(config)
+    own = checkpoint.weights_of(model)
+    untrained = {name: torch.zeros_like(value) for name, value in own.items() if name.startswith(_LAST_OF_RANKS)}
+    checkpoint.write_weights(model, {**own, **untrained, **weights})
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def weights_bytes(folder: Path) -> bytes:
+    """Return bytes that are equal for folders with the same weights. Raises OSError and DrafterError."""
+    form = form_of(folder)
+    if form is None:
+        return (folder / checkpoint.WEIGHTS_FILE).read_bytes()
+    tensors = sorted(read_tensors(folder, form).items())
+    return b"".join(name.encode() + value.flatten().view(torch.uint8).numpy().tobytes() for name, value in tensors)
+
+
+def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
+    """Read the drafter's tensors from all .safetensors files, else from all .bin files, of which nothing is executed.
+    Raises DrafterError. # -> [...] each"""
+    found = dict[str, Tensor]()
+    with checkpoint.refusing(folder, "its weights cannot be read", OSError, SafetensorError, RuntimeError):
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as stored:
+                found |= {name: stored.get_tensor(name) for name in stored.keys() if form.reads(name)}  # noqa: SIM118
+        for file in [] if found else sorted(folder.glob("*.bin")):
+            found |= {name: value for name, value in _unpickled(file).items() if form.reads(name)}
+    if not found:
+        raise DrafterError(f"drafter {folder}: holds no .safetensors or .bin file with its weights")
+    return found
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """Read a pickle that holds tensors by name and nothing else. Raises DrafterError."""
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DrafterError(f"{file}: holds more than tensors, so it is not read: convert it to .safetensors") from error
+    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
+        raise DrafterError(f"{file}: holds more than tensors by name: convert it to .safetensors")
+    return stored
+
+
+def _described(folder: Path) -> Described:
+    """Read a folder's `config.json`. Raises OSError, and ValueError for what is no JSON object."""
+    described: Any = json.loads((folder / CONFIG_FILE).read_text())
+    if not isinstance(described, dict):
+        raise ValueError("not a JSON object")
+    return described
+
+
+def _refuse_unknown(folder: Path) -> None:
+    """Raise DrafterError for a drafter that names a form which no one here reads."""
+    with checkpoint.refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
+        described = _described(folder)
+    names = named(described)
+    if names and "format" not in described:
+        read = ", ".join(form.name for form in FORMS)
+        raise DrafterError(f"drafter {folder}: {CONFIG_FILE} names {', '.join(names)}, which is not among {read}")

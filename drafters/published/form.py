@@ -1,0 +1,96 @@
+"""What a published form says of itself, and what forms share: names, layers, vocabularies, and checks that an embedding
+is the target's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.specblock.checkpoint import VOCABULARY, TargetParts, names_tokens
+from drafters.specblock.config import SpecBlockConfig
+
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+
+Described = Mapping[str, Any]
+"""The content of a `config.json`."""
+Tensors = Mapping[str, Tensor]
+
+
+class PublishedForm(NamedTuple):
+    """One published form. `config` and `weights` raise KeyError for what is missing and ValueError for what cannot
+    be."""
+
+    name: str  # as `adaptree drafter export --format` takes it
+    recognises: Callable[[Described], bool]
+    kind: Callable[[Described], str]  # of `TRAINED_KINDS`
+    config: Callable[[Described, Tensors, TargetParts], SpecBlockConfig]
+    weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
+    """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
+    reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
+
+
+def named(described: Described) -> tuple[str, ...]:
+    """Return the names by which a config says what it is: its `speculators_model_type`, else its `architectures`."""
+    model_type = described.get("speculators_model_type")
+    return (str(model_type),) if model_type else tuple(map(str, described.get("architectures") or ()))
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return tensors by our names; `names` maps their prefixes to ours, the longest match counts."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        prefix = max((theirs for theirs in names if name.startswith(theirs)), key=len, default="")
+        found[names.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    return found
+
+
+def layers_of(described: Described, target: TargetParts) -> dict[str, Any]:
+    """Return the config of a drafter's layers, with the defaults of its model type where a file leaves them out. Raises
+    ValueError for another hidden size or vocabulary than the target's."""
+    found = target.completed(described)
+    for name in ("hidden_size", "vocab_size"):
+        if found[name] != target.config[name]:
+            raise ValueError(f"its {name} is {found[name]}, the target's is {target.config[name]}")
+    return found
+
+
+def refuse_set(described: Described, keys: Sequence[str]) -> None:
+    """Raise ValueError for the first of these keys whose value is neither false nor missing."""
+    for key in keys:
+        if described.get(key):
+            raise ValueError(f"its config sets {key}, which is not read")
+
+
+def taps_of(counted: Sequence[int], target: TargetParts, *, first: int) -> tuple[int, ...]:
+    """Return the tapped layers; `first`: the number that the file gives to the output of the first layer. Raises
+    ValueError for a layer that the target lacks."""
+    depth = target.config["num_hidden_layers"]
+    taps = tuple(number - first for number in counted)
+    if not all(0 <= tap < depth for tap in taps):
+        raise ValueError(f"it taps layers {', '.join(map(str, counted))}, and the target has {depth}")
+    return taps
+
+
+def vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig) -> dict[str, Tensor]:
+    """Take the draft vocabulary out of a file's tensors: target ids as `d2t` has them, minus draft ids; without `d2t`
+    every token can be drafted. Raises ValueError."""
+    tensors.pop("t2d", None)
+    tokens = torch.arange(config.draft_vocab_size)
+    zeros = torch.zeros(len(tokens) if len(tokens) == config.target_vocab_size else 0)
+    distances = tensors.pop("d2t", zeros)
+    if distances.shape != tokens.shape:
+        raise ValueError(f"its d2t must list {len(tokens)} tokens, and lists {distances.numel()}")
+    d2t = tokens + distances.long()
+    if not names_tokens(d2t, config.target_vocab_size):
+        raise ValueError("its d2t names tokens that the target does not have, or one twice")
+    return {VOCABULARY: d2t}
+
+
+def drop_embedding(tensors: dict[str, Tensor], target: TargetParts, name: str = EMBEDDING) -> None:
+    """Take a stored embedding out of a file's tensors. Raises ValueError if it is not the target's, in bf16."""
+    own = tensors.pop(name, None)
+    other = target.embedding.cpu()  # planned transfer: at the start
+    if own is not None and not (own.shape == other.shape and torch.equal(own.bfloat16(), other.bfloat16())):
+        raise ValueError(f"its {name} is not the target's")
