@@ -171,9 +171,7 @@ def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> di
 def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
     """Write the served version, or the given one, as a drafter folder. `source`: path or name of the learning folder;
     None: the only one with a version. # -> the version; raises StartupError"""
-    out = out.expanduser().resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+    out = new_folder(out)
     chosen = _chosen(config, source)
     version = _version_of(chosen, version)
     origin = _origin_of(chosen)
@@ -198,6 +196,14 @@ def export(config: ServiceConfig, out: Path, *, version: int | None, source: Pat
 
     _put(out, write)
     return version
+
+
+def new_folder(out: Path) -> Path:
+    """The absolute path of a folder to be written. Raises StartupError if something is there."""
+    out = out.expanduser().resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+    return out
 
 
 def _chosen(config: ServiceConfig, source: Path | None) -> Learnt:
