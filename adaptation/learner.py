@@ -30,7 +30,6 @@ from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
 from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
 from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
-from drafters.regret import RegretLedger
 
 _RESTING_SHARE = 1 / 32  # while no update promises a gain
 _DISTANCE_ANCHORS = 8  # blocks per text on which the distance to the anchor is measured
@@ -48,9 +47,7 @@ class Learner:
         *,
         sampler: RecordingSampler,
         idle: IdleTime,
-        own_ledger: RegretLedger | None,
     ) -> None:
-        """`own_ledger`: filled by the observed queries where no engine of this process fills it."""
         self.paused = False
         self.log = publisher.log
         self.sampler = sampler
@@ -58,7 +55,6 @@ class Learner:
         self.weights = publisher.bootstrap.weights
         self._feedback = feedback
         self._idle = idle
-        self._own_ledger = own_ledger
         self._persistence = persistence
         self._publisher = publisher
         self._traffic = TrafficMonitor(self.weights.anchor.config.target_vocab_size)
@@ -76,8 +72,6 @@ class Learner:
         """Take in one finished query: as a training sample, a validation text, or neither."""
         feedback = received(feedback, self.weights.train_device)
         query, bootstrap = feedback.query, self._bootstrap
-        if self._own_ledger is not None:
-            self._own_ledger.accrue(query.seconds)
         filtered = self._feedback.take(feedback, learning=not self.paused, updating=not bootstrap.collects)
         if filtered.validates and filtered.text is not None:
             self._publisher.distance.add(filtered.text)
@@ -230,14 +224,16 @@ class Learner:
 
     def _recorded_share(self) -> float:
         """Share of queries to record: all to solve for a drafter, to judge with a full validation set and to watch new
-        weights; few where nothing is learnt, no update promises a gain, or no query has a text."""
+        weights, as far as the ledger covers it; few where nothing is learnt, no update promises a gain, or no query has
+        a text."""
         bootstrap, validation, watches = self._bootstrap, self._feedback.validation, self._publisher.watches_closely
+        hurried = 1.0 if self._policy.covers(0.0) else self.sampler.usual
         if bootstrap.collects and not self.paused:
-            return 1.0 if self._policy.covers(0.0) else _RESTING_SHARE
+            return hurried
         promises_nothing = self._policy.resting and validation.suffices
         if (self.paused or self._feedback.sees_no_text or promises_nothing) and not watches:
             return _RESTING_SHARE
-        return 1.0 if watches or not validation.is_full else self.sampler.usual
+        return hurried if watches or not validation.is_full else self.sampler.usual
 
     def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
         self.abandon()
@@ -326,21 +322,20 @@ def build_learner(
     folder: Path,
     emit: Emit,
     clock: Callable[[], float] = time.time,
-    ledger: RegretLedger | None = None,
+    serves: bool = True,
     tuning: Tuning | None = None,
 ) -> Learner:
-    """Build a learner and its parts. `ledger`: the engine's, if this process serves; None: no engine runs here. Raises
-    ValueError for a configuration that is not possible. A drafter served in bf16 is trained and replayed in bf16 where
-    such products are faster."""
+    """Build a learner and its parts. `serves`: whether an engine runs in this process. Raises ValueError for a
+    configuration that is not possible. A drafter served in bf16 is trained and replayed in bf16 where such products are
+    faster."""
     tuning = tuning or Tuning()
     weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)
     rules = rules_of(config, drafter, tuning, autocast=autocast)
     trainer = OnlineTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=tuning.seed)
-    own_ledger = RegretLedger() if ledger is None else None
-    policy = policy_of(config, tuning, own_ledger or ledger or RegretLedger(), rng=random.Random(tuning.seed))
+    policy = policy_of(config, tuning, rng=random.Random(tuning.seed))
     timing = TrainingTime(weights.train_device, policy.covers)
-    train_in = config.train_in if ledger is not None else "thread"
+    train_in = config.train_in if serves else "thread"
     training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
     feedback = build_filter(tuning, policy, clock=clock)
     checkpoint, log = LearnerCheckpoint(folder), EventLog(emit, lambda: weights.newest)
@@ -360,8 +355,7 @@ def build_learner(
         Persistence(checkpoint, weights, trainer, parts, log),
         # Replicas record every query: none of them knows what the others' queries promise.
         sampler=RecordingSampler(tuning.recorded_share, least=0.0 if config.redis_url is None else 1.0),
-        idle=IdleTime(share=0.0 if own_ledger else config.idle_share, max_failures=tuning.kept_refusals),
-        own_ledger=own_ledger,
+        idle=IdleTime(share=config.idle_share if serves else 0.0, max_failures=tuning.kept_refusals),
     )
 
 

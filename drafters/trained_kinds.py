@@ -39,6 +39,7 @@ class TrainedKind(NamedTuple):
 
 
 _PLAIN = {"shift": False}  # no layer-wise shift
+_PUBLISHED = {"token_beside": True, "normalise_features": False}  # as EAGLE-3's files have it
 _QUERIES = {"shift": False, "broadcast": False}  # and only a block's first entry sees condition and token
 
 TRAINED_KINDS: dict[str, TrainedKind] = {
@@ -46,8 +47,9 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "specblock": TrainedKind(2, {"block_size": 4, "num_layers": 2}),
     # ParallelSpec (arXiv 2410.05589): mask queries after the newest position, in one forward of one layer
     "parallel": TrainedKind(1, {"block_size": 6, "num_layers": 1, **_QUERIES}),
-    # EAGLE-3 (arXiv 2503.01840): one layer, one position per forward, each on the drafter's own state before it
-    "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN}),
+    # EAGLE-3 (arXiv 2503.01840): one layer, one position per forward, each on the drafter's own state before it; in the
+    # published shape, so that other engines read what is trained here
+    "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN, **_PUBLISHED}),
     # Medusa (arXiv 2401.10774): one residual head per position on the target's own state, no layers
     "medusa": TrainedKind(1, {"block_size": 4, "num_layers": 0, **_PLAIN}),
     # DFlash (arXiv 2602.06036): a block in one forward, two-way, on the target's features as keys and values

@@ -185,9 +185,10 @@ class ServiceConfig(BaseModel):
     )
     drafter_path: Path | None = _setting(
         None,
-        "Folder with a trained drafter's config.json and model.safetensors; for draft_model the model, as in `model`. "
-        "Unset: the drafter imported for the model with `adaptree drafter import`, else the one shipped with this "
-        "package or with the model.",
+        "Folder with a trained drafter's config.json and weights, in our form or as others publish it, or its Hugging "
+        "Face id (id@revision); for draft_model the model, as in `model`. Unset: the drafter imported for the model "
+        "with `adaptree drafter import`, else the one shipped with this package or with the model, else one that is "
+        "known to be published for it.",
     )
     memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
         "auto",

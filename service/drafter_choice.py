@@ -1,8 +1,12 @@
 """The choice of the drafter: its kind, the folder of its weights, and how learning makes one where there is none."""
 
 import logging
+import re
+from functools import lru_cache
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
 from drafters.kinds import Need
@@ -23,6 +27,19 @@ from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+PUBLIC_DRAFTERS = {
+    "meta-llama/Llama-3.1-8B-Instruct": "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+    "meta-llama/Llama-3.3-70B-Instruct": "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
+    "Qwen/Qwen3-8B": "RedHatAI/Qwen3-8B-speculator.eagle3",
+    "Qwen/Qwen3-14B": "RedHatAI/Qwen3-14B-speculator.eagle3",
+    "Qwen/Qwen3-32B": "RedHatAI/Qwen3-32B-speculator.eagle3",
+}
+"""Drafters on the hub that are made for a target, by their cards. `auto` takes them where there is no other."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_FILES = ("*.json", "*.safetensors", "*.bin")
+
 
 def starts_drafter(config: ServiceConfig) -> bool:
     """Whether learning makes a drafter from the traffic: it is on, and there are no weights for this target."""
@@ -41,9 +58,37 @@ def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
 
 
 def _folder(config: ServiceConfig) -> Path | None:
-    """The folder of trained weights for this target, if there is one."""
-    shipped = shipped_folder(config.model_source) or shipped_by_target(config)
-    return config.drafter_path or imported_folder(config) or shipped
+    """The folder of trained weights for this target, if there is one; a drafter on the hub is downloaded. Raises
+    StartupError."""
+    trained = config.drafter == "auto" or "weights" in drafter_needs(config.drafter)
+    if config.drafter_path is not None:
+        return local_folder(config.drafter_path) if trained else config.drafter_path
+    found = imported_folder(config) or shipped_folder(config.model_source) or shipped_by_target(config)
+    public = PUBLIC_DRAFTERS.get(config.model_source) if config.drafter == "auto" else None
+    if found is not None or public is None:
+        return found
+    try:
+        return local_folder(Path(public))
+    except StartupError as error:
+        logger.warning("the drafter that is published for %s is not used: %s", config.model, error)
+        return None
+
+
+@lru_cache
+def local_folder(path: Path) -> Path:
+    """The folder of a drafter by its path or hub id (ORG/NAME, with @REVISION for another than the newest), in the
+    hub's cache. Raises StartupError."""
+    if path.exists() or not _HUB_ID.fullmatch(str(path)):
+        return path  # loading reports what is missing
+    name, _, revision = str(path).partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(
+            f"drafter {path} is no folder here and cannot be fetched from the hub: {reason} Fix: correct drafter_path, "
+            "or download it where the network allows and name its folder."
+        ) from error
 
 
 def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:

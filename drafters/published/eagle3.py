@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafters.published.form import (
     EMBEDDING,
+    TRAINED_LENGTH,
     Described,
     PublishedForm,
     Tensors,
@@ -17,10 +18,13 @@ from drafters.published.form import (
     named,
     refuse_set,
     renamed,
+    speculators_config,
     taps_of,
     vocabulary,
+    written_layers,
+    written_vocabulary,
 )
-from drafters.specblock.checkpoint import TargetParts
+from drafters.specblock.checkpoint import VOCABULARY, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 
@@ -70,7 +74,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts, **kind:
         tap_layers=_taps(described.get(_TAPS) or own.get(_TAPS), target),
         draft_vocab_size=described.get("draft_vocab_size") or layers["vocab_size"],
         num_layers=layers["num_hidden_layers"],
-        trained_length=layers["max_position_embeddings"],
+        trained_length=described.get(TRAINED_LENGTH) or layers["max_position_embeddings"],
         normalise_features=bool(described.get("fc_norm")) or bool(described.get("norm_before_fc")),
         joined_norm=bool(described.get("norm_before_fc")),
         normed_residual=bool(described.get("norm_before_residual")),
@@ -123,5 +127,92 @@ def _peagle_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target:
     return {**found, "input_layer.mask_features": mask.flatten(), "input_layer.mask_embedding": embedded}
 
 
-EAGLE3 = PublishedForm("eagle3", _is_eagle3, lambda _: "eagle3", _eagle3_config, _eagle3_weights)
-PEAGLE = PublishedForm("peagle", _is_peagle, lambda _: "parallel", _peagle_config, _peagle_weights)
+def _tensors(weights: Tensors, config: SpecBlockConfig, first: str) -> dict[str, Tensor]:
+    """Return a file's tensors but for the masks of P-EAGLE; `first`: prefix of the first layer. A rank head and the
+    target's embedding of the mask token have no place in it."""
+    names = {
+        "input_layer.condition_proj.": "fc.",
+        "input_layer.feature_norms.": "fc_norm.",
+        "input_layer.token_norm.": f"{first}input_layernorm.",
+        f"{_LAYER}input_layernorm.": f"{first}hidden_norm.",
+        _LAYER: first,
+        "decoder.": "",
+    }
+    if config.joined_norm:
+        names["input_layer.feature_norms.0."] = "input_norm."
+    left = ("rank_", "input_layer.mask_", VOCABULARY)
+    kept = {name: value for name, value in weights.items() if not name.startswith(left)}
+    return {**renamed(kept, names), **written_vocabulary(weights, config)}
+
+
+def _flags(config: SpecBlockConfig) -> dict[str, Any]:
+    """Return the keys for what differs from EAGLE's own network. Raises ValueError for a network that no form of this
+    family holds."""
+    if not config.token_beside:
+        raise ValueError(f"a drafter of kind {config.kind} reads a fused input, and none of a token beside the state")
+    if config.target["model_type"] != "llama" or config.target.get("mlp_bias"):
+        raise ValueError(f"its layers are {config.target['model_type']}'s, and the form has Llama's without biases")
+    return {
+        "fc_norm": config.normalise_features and not config.joined_norm,
+        "norm_before_fc": config.joined_norm,
+        "norm_before_residual": config.normed_residual,
+        "norm_output": not config.continues_raw,
+    }
+
+
+def _write_eagle3(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As SpecForge writes it; flags that EAGLE's own files lack are written only where they are set."""
+    flags = {key: True for key, is_set in _flags(config).items() if is_set}
+    if config.num_layers > 1:
+        raise ValueError(f"it has {config.num_layers} layers, and the form has one: write the speculators form")
+    taps = [tap + 1 for tap in config.tap_layers]
+    described = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **written_layers(config),
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_config": {_TAPS: taps, "use_aux_hidden_state": True},
+        TRAINED_LENGTH: config.trained_length,
+        **flags,
+    }
+    return described, _tensors(weights, config, "midlayer.")
+
+
+def _write_speculators(
+    config: SpecBlockConfig, weights: Tensors, target: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As speculators writes EAGLE-3 and P-EAGLE."""
+    masked = config.mask_token is not None
+    described = {
+        "architectures": ["PEagleSpeculator" if masked else "Eagle3Speculator"],
+        **speculators_config("peagle" if masked else "eagle3", config, target),
+        _TAPS: [tap + 1 for tap in config.tap_layers],
+        **_flags(config),
+    }
+    tensors = _tensors(weights, config, "layers.0.")
+    if masked:
+        described["mask_token_id"] = config.mask_token
+        tensors["mask_hidden"] = weights["input_layer.mask_features"].view(1, 1, -1)
+    return described, tensors
+
+
+EAGLE3 = PublishedForm(
+    "eagle3",
+    lambda described: _is_eagle3(described) and _NESTED not in described,
+    lambda _: "eagle3",
+    _eagle3_config,
+    _eagle3_weights,
+    write=_write_eagle3,
+    writes=("eagle3",),
+)
+SPECULATORS_EAGLE3 = EAGLE3._replace(
+    name="speculators", recognises=_is_eagle3, write=_write_speculators, writes=("eagle3",)
+)
+PEAGLE = PublishedForm(
+    "speculators",
+    _is_peagle,
+    lambda _: "parallel",
+    _peagle_config,
+    _peagle_weights,
+    write=_write_speculators,
+    writes=("parallel",),
+)

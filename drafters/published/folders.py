@@ -1,10 +1,9 @@
-"""Loads drafter folders, in our own form or in one that others publish, without conversion. A published drafter without
-a rank head gets one that repeats the rank classes of the draft distribution until it has been trained."""
+"""Loads drafter folders in our own form and in those that others publish, and writes the latter. A published drafter
+without a rank head gets one that repeats the rank classes of the draft distribution until it has been trained."""
 
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.published.eagle3 import EAGLE3, PEAGLE
-from drafters.published.form import Described, PublishedForm, layers_of, named, taps_of
+from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
+from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
 from drafters.published.modules import MEDUSA, MTP
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, PEAGLE, EAGLE3, MEDUSA)
+FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")
@@ -64,7 +63,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 
 
 def _converted(
-    folder: Path, form: PublishedForm, tensors: Mapping[str, Tensor], target: TargetParts
+    folder: Path, form: PublishedForm, tensors: Tensors, target: TargetParts
 ) -> tuple[SpecBlockConfig, dict[str, Tensor]]:
     with checkpoint.refusing(folder, f"is no {form.name} drafter for this target", KeyError, ValueError):
         config = form.config(_described(folder), tensors, target)
@@ -170,5 +169,19 @@ def _refuse_unknown(folder: Path) -> None:
         described = _described(folder)
     names = named(described)
     if names and "format" not in described:
-        read = ", ".join(form.name for form in FORMS)
-        raise DrafterError(f"drafter {folder}: {CONFIG_FILE} names {', '.join(names)}, which is not among {read}")
+        read = ", ".join(sorted({form.name for form in FORMS}))
+        raise DrafterError(f"drafter {folder}: {CONFIG_FILE} names {', '.join(names)}, which is none of {read}")
+
+
+def write(folder: Path, form: PublishedForm, config: SpecBlockConfig, weights: Tensors, target: str) -> None:
+    """Write a drafter in a published form, in bf16. `weights` by the names of `checkpoint.weights_of`, [...] each;
+    `target`: its name. Raises ValueError for a drafter that the form cannot hold, OSError, and writes nothing else."""
+    assert form.write is not None, f"nothing is written as {form.name}"
+    described, tensors = form.write(config, weights, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {
+        name: (value.bfloat16() if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in tensors.items()
+    }
+    save_file(stored, folder / checkpoint.WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")

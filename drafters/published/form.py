@@ -10,7 +10,6 @@ from torch import Tensor
 from drafters.specblock.checkpoint import VOCABULARY, TargetParts, names_tokens
 from drafters.specblock.config import SpecBlockConfig
 
-HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 
 Described = Mapping[str, Any]
@@ -29,6 +28,11 @@ class PublishedForm(NamedTuple):
     weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
     reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
+    write: Callable[[SpecBlockConfig, Tensors, str], tuple[dict[str, Any], dict[str, Tensor]]] | None = None
+    """From config, weights by the names of `checkpoint.weights_of` (without a head if it is the target's) and the
+    target's name to the content of `config.json` and the file's tensors. Raises ValueError for what the form cannot
+    hold."""
+    writes: tuple[str, ...] = ()  # the kinds that `write` takes
 
 
 def named(described: Described) -> tuple[str, ...]:
@@ -54,6 +58,58 @@ def layers_of(described: Described, target: TargetParts) -> dict[str, Any]:
         if found[name] != target.config[name]:
             raise ValueError(f"its {name} is {found[name]}, the target's is {target.config[name]}")
     return found
+
+
+_LAYER_KEYS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+TRAINED_LENGTH = "trained_length"
+"""Our key for the longest context seen in training, which files of others do not state."""
+
+
+def written_layers(config: SpecBlockConfig) -> dict[str, Any]:
+    """Return the config of a drafter's layers as all versions of transformers read it: `rope_theta` and `rope_scaling`
+    instead of `rope_parameters`."""
+    own = config.target
+    rope = dict(own.get("rope_parameters") or own.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", own.get("rope_theta", 10_000.0))
+    return {
+        **{key: own[key] for key in _LAYER_KEYS if own.get(key) is not None},
+        "head_dim": own.get("head_dim") or config.hidden_size // own["num_attention_heads"],
+        "num_hidden_layers": config.num_layers,
+        "rope_theta": theta,
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def speculators_config(algorithm: str, config: SpecBlockConfig, target: str) -> dict[str, Any]:
+    """Return what speculators' files of all algorithms say: the target, the drafted tokens, and the layers."""
+    method = {"proposal_type": "greedy", "speculative_tokens": config.reach}
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": target, "architectures": config.target.get("architectures") or []},
+        },
+        "transformer_layer_config": written_layers(config),
+        "draft_vocab_size": config.draft_vocab_size,
+        "torch_dtype": "bfloat16",
+        TRAINED_LENGTH: config.trained_length,
+    }
+
+
+def written_vocabulary(weights: Tensors, config: SpecBlockConfig) -> dict[str, Tensor]:
+    """Return the draft vocabulary as files have it: target ids minus draft ids, and whether a target token is drafted.
+    # -> [draft_vocab] int64, [target_vocab] bool"""
+    d2t = weights[VOCABULARY].cpu()  # planned transfer: on a command
+    t2d = torch.isin(torch.arange(config.target_vocab_size), d2t)
+    return {"d2t": d2t - torch.arange(len(d2t)), "t2d": t2d}
 
 
 def refuse_set(described: Described, keys: Sequence[str]) -> None:

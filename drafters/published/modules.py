@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.published.form import HEAD, Described, PublishedForm, Tensors, renamed
-from drafters.specblock.checkpoint import VOCABULARY, TargetParts
+from drafters.published.form import Described, PublishedForm, Tensors, renamed
+from drafters.specblock.checkpoint import HEAD, VOCABULARY, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 

@@ -27,7 +27,8 @@ CARD_FILE = "README.md"
 ARCHITECTURE = "SpecBlock"
 VOCABULARY = "d2t"
 """Name of the draft vocabulary among the weights, [draft_vocab] int64 target ids; the only one that is no parameter."""
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
+"""Name of the head among the weights; a folder whose head is the target's does not store it."""
 _FORMAT = 1
 
 
@@ -95,7 +96,7 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_published(name): value.to(torch.bfloat16) for name, value in weights.items() if name != VOCABULARY}
     if not own_head:
-        del tensors[_HEAD]
+        del tensors[HEAD]
     d2t = weights[VOCABULARY]
     tensors["d2t"] = (d2t - torch.arange(d2t.shape[0], device=d2t.device)).to(torch.int32)
     tensors["t2d"] = torch.isin(torch.arange(config.target_vocab_size, device=d2t.device), d2t)
@@ -126,10 +127,10 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
             "train a drafter for it with `adaptree train drafter`, or set drafter to memory"
         )
     weights = read_weights(folder, described.config)
-    if _HEAD not in weights:  # it equals the target's rows of the draft tokens
+    if HEAD not in weights:  # it equals the target's rows of the draft tokens
         if target.head is None:
             raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
-        weights[_HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
+        weights[HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
     model = SpecBlock(described.config)
     write_weights(model, weights)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -159,7 +160,7 @@ def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
     vocabulary = _vocabulary(tensors, config, folder)
     wanted = {name: shape for name, shape in shapes_of(config).items() if name != VOCABULARY}
     published = {_published(name): shape for name, shape in wanted.items()}
-    refuse_misfits(folder, tensors, published, may_lack=(_HEAD,))
+    refuse_misfits(folder, tensors, published, may_lack=(HEAD,))
     stored = {name: tensors[_published(name)] for name in wanted if _published(name) in tensors}
     return {**stored, VOCABULARY: vocabulary}
 

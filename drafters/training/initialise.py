@@ -8,13 +8,14 @@ injected context a position's condition is its own top tapped feature, of which 
 values they made in the target, and the regression is from that feature. If the target's layers are not standard ones,
 the drafter's layers start as the identity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafters.specblock.autoregressive import TokenAndState
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.layers import Embed, Input, LayerShape
 from drafters.specblock.model import SpecBlock
@@ -122,8 +123,12 @@ class InputSums:
         """Set all weights of an input layer. The norm between condition and fusion divides by a magnitude that hardly
         varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
         together."""
-        assert isinstance(layer, InputLayer), "only a fused input is solved"
         self._sum_up()
+        if isinstance(layer, TokenAndState):  # the first layer is left to learn what the token adds
+            solution = self._solution(torch.arange(self.known, device=self._squares.device))
+            layer.condition_proj.weight.copy_(solution[: self.known - self._hidden - 1].T)
+            return
+        assert isinstance(layer, InputLayer), "only these inputs are solved"
         hidden, gram = self._hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
         condition, back, other = self._parts(taps)
@@ -211,7 +216,7 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
         features, tokens = (values.to(model.d2t.device) for values in (example.features.float(), example.tokens))
         own = model.input_layer.blocks(model.input_layer.condition(features[:-1]), embed(tokens[1:]), slice(1))
         wanted.append(features[1:].unflatten(1, (-1, model.config.hidden_size))[:, top])
-        missed.append(wanted[-1] - own[:, 0])
+        missed.append(wanted[-1] - own[:, 0, : model.config.hidden_size])
     variance = torch.cat(wanted).var(0, correction=0).clamp(min=_LEAST_DEVIATION**2)
     return float((1.0 - torch.cat(missed).square().mean(0) / variance).mean())
 
@@ -226,8 +231,9 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
             f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
         )
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
-        if target.standard:
-            layer.load_state_dict(source.state_dict())
+        copied = _widened(source.state_dict(), layer.state_dict())
+        if target.standard and copied.keys() == layer.state_dict().keys():
+            layer.load_state_dict(copied)
         else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
@@ -240,3 +246,14 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         weight = shift.get_parameter("weight")
         weight.zero_()
         weight[:, :hidden] = torch.eye(hidden)  # the identity; what the previous entry adds is learned
+
+
+def _widened(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a layer's weights for one whose attention also reads the token before the state: 0 for the token.
+    # source [out, hidden] -> [out, hidden or 2 * hidden] as wanted"""
+    return {
+        name: value
+        if name not in wanted or value.shape == wanted[name].shape
+        else torch.cat([torch.zeros_like(value), value], dim=1)
+        for name, value in source.items()
+    }

@@ -148,7 +148,7 @@ def build_adaptive(
         given=source.given,
     )
     with _refusing():
-        learner = build_learner(config, drafter, folder=folder, emit=emit, ledger=ledger, tuning=tuning)
+        learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning)
         worker, replicas = join_replicas(
             config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity
         )
@@ -200,7 +200,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     folder = learning_folder(config.state_dir, loaded, source)
     folder = owned(folder.with_name(f"{folder.name}-trainer"))
     with _refusing():
-        learner = build_learner(config.adaptation, drafter, folder=folder, emit=log_event)
+        learner = build_learner(config.adaptation, drafter, folder=folder, emit=log_event, serves=False)
         worker, replicas = join_replicas(
             config.adaptation, learner, drafter, Tuning(), target_identity=loaded.parts.identity
         )

@@ -94,12 +94,23 @@ def _export(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Learning folder, where several drafters have learnt."),
+        typer.Option(
+            "--from", metavar="FOLDER", help="Learning folder, where several drafters have learnt; or a drafter folder."
+        ),
     ] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORM",
+            help="adaptree, or what other engines read: eagle3 (vLLM, SGLang, llama.cpp), speculators (vLLM), dflash, "
+            "specblock.",
+        ),
+    ] = "adaptree",
 ) -> None:
     """Write what was learnt as a drafter folder, which any server of the same target takes.
 
-    Give it to a server with --drafter-path, or for good with adaptree drafter import.
+    Give it to a server with --drafter-path, or for good with adaptree drafter import; in other forms, to other engines.
 
     Weights are stored in bf16; its config.json (facts.lineage) and README.md say what they were learnt from.
 
@@ -108,12 +119,14 @@ def _export(
     adaptree drafter export --out learnt
 
     adaptree drafter export --out before --version 3
+
+    adaptree drafter export --from my-drafter --format eagle3 --out for-vllm
     """
-    from service.learning.moving import export
+    from service.learning.export import export
     from service.logging import say
 
-    written = export(loaded.config, out, version=version, source=source)
-    say(f"version {written} is in {out}: serve with --drafter-path {out}, or `adaptree drafter import` it elsewhere")
+    written = export(loaded.config, out, version=version, source=source, form=form)
+    say(f"{written} is in {out}: serve with --drafter-path {out}")
 
 
 def _import(

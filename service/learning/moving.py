@@ -3,7 +3,7 @@ to where the configured model finds it. Loads no model."""
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ import torch
 from adaptation.checkpoint import (
     SNAPSHOTS,
     UNFINISHED,
-    Snapshot,
     all_finite,
     read_manifest,
-    read_snapshot,
     replace_file,
     stored_versions,
     sync_folder,
@@ -24,12 +22,10 @@ from adaptation.checkpoint import (
 )
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
-from adaptation.weights import ANCHOR
 from drafters.published import folders as published
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from drafters.specblock.config import SpecBlockConfig, config_from
-from service import __version__
 from service.config import ServiceConfig
 from service.engine.drafter_weights import import_place, shipped_folder, source_of
 from service.errors import StartupError
@@ -110,7 +106,7 @@ class Learnt:
 
 def described(folder: Path) -> dict[str, Any]:
     """Contents of a drafter folder as JSON values. Raises StartupError for one that cannot be used."""
-    description = _checked(folder)
+    description = checked(folder)
     config = description.config
     weights = checkpoint.read_weights(folder, config)
     shapes = checkpoint.shapes_of(config)
@@ -168,153 +164,9 @@ def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> di
     }
 
 
-def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
-    """Write the served version, or the given one, as a drafter folder. `source`: path or name of the learning folder;
-    None: the only one with a version. # -> the version; raises StartupError"""
-    out = new_folder(out)
-    chosen = _chosen(config, source)
-    version = _version_of(chosen, version)
-    origin = _origin_of(chosen)
-    snapshot = _read(chosen, version, origin)
-    facts = {
-        "target": _shown_name(origin),
-        "lineage": {
-            "version": version,
-            "parent": snapshot.info.parent,
-            "date": snapshot.info.date,
-            "scores": dict(snapshot.info.scores),
-            "origin_sha256": origin.origin_sha256,
-            "weights_sha256": next(one["weights_sha256"] for one in chosen.versions if one["version"] == version),
-        },
-        "versions": {"adaptree": __version__, "torch": str(torch.__version__)},
-    }
-
-    def write(folder: Path) -> None:
-        identity = origin.target_identity
-        checkpoint.save_weights(folder, origin.config, snapshot.tensors, target_identity=identity, facts=facts)
-        (folder / CARD_FILE).write_text(_card(folder, origin, facts))
-
-    _put(out, write)
-    return version
-
-
-def new_folder(out: Path) -> Path:
-    """The absolute path of a folder to be written. Raises StartupError if something is there."""
-    out = out.expanduser().resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
-    return out
-
-
-def _chosen(config: ServiceConfig, source: Path | None) -> Learnt:
-    if source is not None:
-        named = source if source.is_dir() else config.state_dir / "adaptation" / source
-        if not named.is_dir():
-            raise StartupError(f"--from {source}: no such folder, nor one in {config.state_dir / 'adaptation'}")
-        return look_at(named)
-    found = [one for one in learnt(config) if one.versions]
-    if not found:
-        raise StartupError(
-            f"nothing was learnt for {config.model} in {config.state_dir}: name the state_dir of the server that "
-            "learnt, or serve with adaptation.enabled true until `adaptree drafter inspect` shows a version"
-        )
-    if len(found) > 1:
-        listed = "".join(f"\n  {one.folder.name}: {_summary(one)}" for one in found)
-        raise StartupError(f"several drafters have learnt in {config.state_dir}: choose one with --from{listed}")
-    return found[0]
-
-
-def _summary(one: Learnt) -> str:
-    last = one.versions[-1]
-    dated = f" of {last['date']}" if last["date"] else ""
-    return f"{len(one.versions)} versions, newest {last['version']}{dated}, served {one.served}"
-
-
-def _version_of(chosen: Learnt, version: int | None) -> int:
-    """The version to export. Raises StartupError."""
-    listed = ", ".join(map(str, chosen.intact)) or "none"
-    if version is None and chosen.served == ANCHOR:
-        raise StartupError(
-            f"{chosen.folder.name} serves the drafter as it was deployed: copy its folder, "
-            f"or name a version with --version (kept: {listed})"
-        )
-    version = chosen.served if version is None else version
-    if version not in [one["version"] for one in chosen.versions]:
-        raise StartupError(f"version {version} is not kept in {chosen.folder}: name one with --version ({listed})")
-    return version
-
-
-def _origin_of(chosen: Learnt) -> Origin:
-    if chosen.origin is None:
-        why = chosen.complaint or f"{DRAFTER_FILE} is missing"
-        raise StartupError(
-            f"{chosen.folder} does not say what its drafter is like ({why}): start its server once with "
-            "adaptation.enabled true, which writes that file"
-        )
-    return chosen.origin
-
-
-def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
-    """Raises StartupError for a damaged snapshot, or one that does not fit its drafter."""
-    try:
-        snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
-        found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
-        if found != checkpoint.shapes_of(origin.config):
-            raise Damaged("its tensors do not fit its drafter")
-        if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
-            raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
-        return snapshot
-    except Damaged as error:
-        listed = ", ".join(str(other) for other in chosen.intact if other != version) or "none"
-        raise StartupError(
-            f"version {version} in {chosen.folder / SNAPSHOTS} cannot be trusted: {error}; name another with --version "
-            f"({listed})"
-        ) from error
-
-
-def _shown_name(origin: Origin) -> str:
-    """The target's name without the folders of this machine."""
-    name = origin.model or f"target {origin.target_identity}"
-    return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
-
-
-def _card(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> str:
-    """The model card of an exported drafter."""
-    config, lineage = origin.config, facts["lineage"]
-    parent = lineage["parent"]
-    before = (
-        "the drafter as deployed" if parent == ANCHOR else f"version {parent}" if parent else "nothing that is known"
-    )
-    scores = (
-        ", ".join(f"{name} {value:.3f}" for name, value in lineage["scores"].items()) or "none: not judged by the gate"
-    )
-    deployed = f"SHA-256 {origin.origin_sha256}" if origin.origin_sha256 else "none: it was made from traffic"
-    size = (folder / WEIGHTS_FILE).stat().st_size
-    return f"""# A drafter of kind {config.kind} for {facts["target"]}, learnt while serving
-
-Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
-It was learnt from what a server's clients asked: pass it on as you would pass on their texts.
-
-| | |
-|---|---|
-| weights | {size / 1e6:.1f} MB, bf16; {config.draft_vocab_size:,} draft tokens, {config.num_layers} layers, \
-blocks of {config.block_size} |
-| target identity | {origin.target_identity} |
-| version, date | {lineage["version"]}, {lineage["date"]} |
-| trained from | {before} |
-| tokens per verify, replayed | {scores} |
-| deployed drafter | {deployed} |
-| weights as they were served | SHA-256 {lineage["weights_sha256"]} |
-| versions | {", ".join(f"{name} {version}" for name, version in facts["versions"].items())} |
-
-Serve with it: `adaptree serve --model MODEL --drafter-path FOLDER`; or `adaptree drafter import FOLDER --model MODEL`,
-and every later start takes it.
-"""
-
-
 def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
     """Copy a drafter folder to where the configured model finds it. # -> that place; raises StartupError"""
-    identity, shipped = _checked(folder).target_identity, shipped_folder(config.model_source)
+    identity, shipped = checked(folder).target_identity, shipped_folder(config.model_source)
     if shipped is not None and identity != (expected := checkpoint.describe(shipped).target_identity):
         raise StartupError(
             f"drafter {folder}: trained for target {identity}, but {config.model_source} is {expected}: "
@@ -330,11 +182,11 @@ def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
                 write_synced(unfinished / name, (folder / name).read_bytes())
         sync_folder(unfinished)
 
-    _put(place, write)
+    put(place, write)
     return place
 
 
-def _checked(folder: Path) -> Description:
+def checked(folder: Path) -> Description:
     """Check all that can be checked without the target. Raises StartupError for a folder that no server can use."""
     if published.form_of(folder) is not None:
         raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
@@ -353,7 +205,7 @@ def _checked(folder: Path) -> Description:
     return described
 
 
-def _put(place: Path, write: Callable[[Path], None]) -> None:
+def put(place: Path, write: Callable[[Path], None]) -> None:
     """Write a folder and put it in place by a rename, replacing any that is there. Raises StartupError, and then the
     old one is still there."""
     unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (UNFINISHED, _REPLACED))

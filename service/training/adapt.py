@@ -29,7 +29,7 @@ from service.config import ServiceConfig
 from service.engine.drafter_weights import embed_with
 from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
-from service.learning.moving import new_folder
+from service.learning.export import new_folder
 from service.logging import say
 from service.prompts import read_lines
 from service.tokenizer import ChatTokenizer

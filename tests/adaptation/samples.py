@@ -18,7 +18,6 @@ from adaptation.timing import TrainingTime
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
-from drafters.regret import RegretLedger
 from drafters.specblock.checkpoint import weights_of
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import TOP
@@ -218,7 +217,6 @@ def bench(folder: Path, **knobs: object) -> Bench:
         folder=folder,
         clock=clock,
         emit=events.append,
-        ledger=RegretLedger(),
         tuning=tuning,
     )
     return Bench(learner, learner.weights, serving, clock, events, config, served, tuning)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptation.policy import ARMS, LEARNING, Arm, Bandit, BanditRules, Judgement, QueryReport, State
-from drafters.regret import RegretLedger
 from tests.adaptation.worlds import Buffers, World, serve
 
 RULES = BanditRules(batch_queries={"head": 4, "full": 8}, alpha=0.10, epsilon=(0.30, 0.10), s_min=5.0)
@@ -21,13 +20,13 @@ NEVER = (0.0, 0.0)
 class Fed(Bandit):
     """With the buffers that it fills."""
 
-    def __init__(self, rules: BanditRules, ledger: RegretLedger, *, rng: random.Random) -> None:
-        super().__init__(rules, ledger, rng=rng)
+    def __init__(self, rules: BanditRules, *, rng: random.Random) -> None:
+        super().__init__(rules, rng=rng)
         self.buffers = Buffers()
 
 
 def bandit(*, seed: int = 0, **changes: Any) -> Fed:
-    return Fed(replace(RULES, **changes), RegretLedger(), rng=random.Random(seed))
+    return Fed(replace(RULES, **changes), rng=random.Random(seed))
 
 
 def feed(
@@ -35,7 +34,6 @@ def feed(
 ) -> list[str]:
     reasons = list[str]()
     for _ in range(count):
-        policy._ledger.accrue(seconds)
         query = QueryReport(seconds, signal, recorded=signal is not None, drafted=drafted)
         reasons.append(policy.buffers.decide(policy, query).reason)
     return reasons

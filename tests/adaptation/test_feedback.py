@@ -13,7 +13,6 @@ from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
 from adaptation.policy import policy_of
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
-from drafters.regret import RegretLedger
 from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock
 from tests.tuned import tuned
@@ -38,7 +37,7 @@ class Parts:
             rng=random.Random(0),
         )
         self.validation = ValidationSet(share=share, enough=4, max_texts=1000, rng=random.Random(0))
-        self.policy = policy_of(config, tuning, RegretLedger(), rng=random.Random(0))
+        self.policy = policy_of(config, tuning, rng=random.Random(0))
         quota = Quota(
             client_share=client_share,
             free_queries=client_free_queries,

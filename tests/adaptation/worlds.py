@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from adaptation.policy import ARMS, Arm, Bandit, Decision, Judgement, Policy, QueryReport
+from adaptation.policy import _RECORDING_SHARE, ARMS, Arm, Bandit, Decision, Judgement, Policy, QueryReport
 
 
 @dataclass
@@ -77,9 +77,8 @@ def serve(policy: Bandit, world: World, *, queries: int, rng: random.Random) -> 
         recorded = not policy.resting or number % 32 == 0
         served.recorded += recorded
         served.plain_seconds += luck * first
-        seconds = luck * world.seconds * (1.02 if recorded else 1.0)
+        seconds = luck * world.seconds * (1.0 + _RECORDING_SHARE if recorded else 1.0)
         served.seconds += seconds
-        policy._ledger.accrue(seconds)
         buffers.decide(policy, QueryReport(seconds, rng.uniform(8, 16) if recorded else None, recorded))
         taken = buffers.take(policy)
         if taken is not None:

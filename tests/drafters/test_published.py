@@ -13,6 +13,8 @@ from drafters.calibration import class_logits
 from drafters.protocol import DraftingSizes
 from drafters.published import folders as published
 from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.layers import LayerShape
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
@@ -140,6 +142,39 @@ def test_a_peagle_drafter_says_what_its_authors_layers_say(tmp_path: Path) -> No
         assert (found - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("form", [*EAGLE3_FORMS, "P-EAGLE"])
+def test_what_is_written_is_what_was_read(tmp_path: Path, form: str) -> None:
+    """Config and weights, but for a rank head, which these forms do not have."""
+    flags = EAGLE3_FORMS.get(form, {"nested": True, "layers": 2, "norm_before_residual": True, "parallel": True})
+    parts = load(deep_target(tmp_path / "target")).parts
+    folder = eagle3(tmp_path / "drafter", **flags)
+    model = published.load(folder, parts, dtype=torch.bfloat16, device="cpu")
+    for writer in (form for form in published.FORMS if model.config.kind in form.writes):
+        if model.config.num_layers > 1 and writer.name == "eagle3":
+            with pytest.raises(ValueError, match="write the speculators form"):
+                published.write(tmp_path / "one", writer, model.config, weights_of(model), "ORG/target")
+            continue
+        copy = tmp_path / writer.name
+        published.write(copy, writer, model.config, weights_of(model), "ORG/target")
+        again = published.load(copy, parts, dtype=torch.bfloat16, device="cpu")
+        assert published.form_of(copy) is writer
+        kept = {name: value for name, value in weights_of(again).items() if not name.startswith("rank")}
+        assert all(torch.equal(value, weights_of(model)[name]) for name, value in kept.items())
+        assert again.config.traits == model.config.traits
+        assert LayerShape.of(again.config.target).biases == LayerShape.of(model.config.target).biases
+        switches = ("tap_layers", "joined_norm", "normed_residual", "continues_raw", "mask_token", "trained_length")
+        assert [getattr(again.config, name) for name in switches] == [getattr(model.config, name) for name in switches]
+
+
+def test_what_a_form_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    parts = load(deep_target(tmp_path / "target")).parts
+    model = SpecBlock(SpecBlockConfig(parts.config, (1, 3, 4), draft_vocab_size=40, kind="eagle3", block_size=1))
+    for writer in (form for form in published.FORMS if "eagle3" in form.writes):
+        with pytest.raises(ValueError, match="reads a fused input"):
+            published.write(tmp_path / "out", writer, model.config, weights_of(model), "ORG/target")
+    assert not (tmp_path / "out").exists()
+
+
 def test_medusas_heads_say_what_its_authors_heads_say(tmp_path: Path) -> None:
     target, folder = tiny_model("llama", tmp_path / "target"), medusa(tmp_path / "drafter")
     loaded, oracle = load(target), stock(target)
@@ -162,8 +197,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "it taps layers 2, 5, 9, and the target has 8"),
         ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not read"),
-        ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is not among mtp, peagle, eagle3"),
-        ({"speculators_model_type": "dspark"}, "names dspark, which is not among mtp, peagle, eagle3"),
+        ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is none of eagle3, medusa, mtp"),
+        ({"speculators_model_type": "dspark"}, "names dspark, which is none of eagle3, medusa, mtp"),
         ({"model_type": "mixtral"}, "cannot have layers of kind 'mixtral'"),
     ):
         (folder / "config.json").write_text(json.dumps(described | changes))

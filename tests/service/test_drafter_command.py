@@ -1,6 +1,9 @@
 """`adaptree drafter`: what was learnt on one server serves on another, and what cannot serve is refused by name."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -10,11 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from adaptation.checkpoint import SNAPSHOTS, WEIGHTS, folder_name, stored_versions
+from drafters.published import folders
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
-from drafters.specblock.config import config_from
+from drafters.specblock.config import SpecBlockConfig, config_from
+from drafters.specblock.model import SpecBlock
+from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.drafter_choice import choose_drafter
@@ -154,6 +161,49 @@ def test_an_exported_drafter_says_where_it_comes_from(assembly: Assembly, state:
     card = (tmp_path / "out" / CARD_FILE).read_text()
     assert kept[2]["weights_sha256"] in card
     assert str(Path(assembly.config.model).parent) not in card + json.dumps(told["facts"])
+
+
+def test_a_drafter_folder_leaves_in_the_forms_of_its_kind(assembly: Assembly, tmp_path: Path) -> None:
+    layers = LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4, vocab_size=VOCAB_SIZE).to_dict()
+    shape = TRAINED_KINDS["eagle3"].shape
+    model = SpecBlock(SpecBlockConfig(layers, (1, 3, 4), draft_vocab_size=DRAFT_VOCAB, kind="eagle3", **shape))
+    folder = tmp_path / "eagle3"
+    checkpoint.save(folder, model, target_identity="abc", facts={"target": "ORG/target"}, own_head=True)
+    for form in ("eagle3", "speculators"):
+        out = tmp_path / f"as-{form}"
+        code, output = run(assembly, tmp_path, "export", "--from", folder, "--format", form, "--out", out)
+        assert (code, folders.form_of(out).name) == (0, form), output  # type: ignore[union-attr]
+        assert load_file(out / WEIGHTS_FILE)["fc.weight"].equal(model.input_layer.condition_proj.weight.bfloat16())
+        assert f"| form | {form} |" in (out / CARD_FILE).read_text()
+    with pytest.raises(StartupError, match="--format dflash: drafters of kind eagle3 can be written as eagle3, specul"):
+        run(assembly, tmp_path, "export", "--from", folder, "--format", "dflash", "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_drafter_on_the_hub_is_found_by_its_id(tmp_path: Path) -> None:
+    """In the hub's own cache, laid out as its client does, without a network."""
+    repository, revision = tmp_path / "hub" / "models--ORG--some-drafter", "0123456789abcdef0123456789abcdef01234567"
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (snapshot / CONFIG_FILE).write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    script = """
+from pathlib import Path
+from service.drafter_choice import local_folder
+from service.errors import StartupError
+print(local_folder(Path("ORG/some-drafter")), local_folder(Path("a/b/c")), local_folder(Path("/nowhere")))
+try:
+    local_folder(Path("ORG/other"))
+except StartupError as error:
+    print(error)
+"""
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    env.pop("HF_HUB_CACHE", None)
+    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    places, refusal = found.split("\n", 1)
+    assert places.split() == [str(snapshot), "a/b/c", "/nowhere"]
+    assert refusal.startswith("drafter ORG/other is no folder here and cannot be fetched from the hub: ")
 
 
 def test_inspect_tells_versions_and_which_one_serves(assembly: Assembly, state: Path) -> None:

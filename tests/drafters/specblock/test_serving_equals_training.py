@@ -78,7 +78,12 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
     *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": True},
+    {"continues_from": "raw", "prefix_entries": "all", "normalise_features": False},
+    {"joined_norm": True},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": False},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normalise_features": True, "continues_from": "normed"},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 3, "normed_residual": True},
+    {"kind": "parallel", **TRAINED_KINDS["parallel"].shape, "token_beside": True, "mask_token": 9, "num_layers": 2},
 ]
 DEPTH = 4
 
