@@ -26,6 +26,7 @@ from service.api.request_builder import render
 from service.api.schemas import ChatMessage, ChatTemplateFields, text_of
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
+from service.drafter_choice import local_folder
 from service.engine.drafter_weights import embed_with
 from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
@@ -83,7 +84,7 @@ class Exchange(ChatTemplateFields):
 def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minutes: float, seed: int) -> bool:
     """Whether the new drafter won, and was written. A run that was interrupted goes on, for as long as it would have.
     Raises StartupError."""
-    began, out = time.monotonic(), new_folder(out)
+    began, out, drafter = time.monotonic(), new_folder(out), local_folder(drafter)
     try:
         shape = _shape(config, drafter)
         exchanges = list(read_lines(texts, Exchange, "log"))

@@ -249,7 +249,7 @@ def _fit(
 
 
 def adapt_drafter(
-    drafter: Annotated[Path, typer.Option(metavar="FOLDER", help="The drafter, in our own form or a published one.")],
+    drafter: Annotated[Path, typer.Option(metavar="FOLDER", help="The drafter in any form: a folder or hub id.")],
     model: Annotated[str, typer.Option(help="Its target, or a fine-tune of it: as for serve.")],
     texts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL of chats that end in the target's answers.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the drafter, if it wins.")],
