@@ -248,8 +248,12 @@ def _watched(
 
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
     start_from = plan.options.start_from
-    begun = None if start_from is None else _begun(start_from, loaded)
+    adapted = None if plan.adapts is None else _adapted(plan.adapts, loaded)
+    begun = adapted if start_from is None else _begun(start_from, loaded)
     described, text = plan.describe(manifest), loaded.model.config.get_text_config()
+    if adapted is not None:
+        shape = adapted.config.described
+        described |= {name: shape[name] for name in described.keys() & shape.keys() - {"tap_layers"}}
     saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
     if saved is not None:
         saved.refuse_others(described, may_lack=_OPTIONAL)
@@ -258,8 +262,8 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    if plan.adapts is not None:
-        model = _adapted(plan.adapts, loaded)
+    if adapted is not None:
+        model = adapted
     else:
         model = _model(plan, layers_for(text), manifest.tap_layers, d2t).to(loaded.model.device)
         model.lm_head.weight.requires_grad_(loaded.parts.head is None)
@@ -269,7 +273,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         position = saved.take_up(model, optimizer)
         say(f"{saved.path}: going on from step {position.step}")
         return _Start(model, embed, optimizer, position, described, saved.notes)
-    if plan.adapts is not None:
+    if adapted is not None:
         return _Start(model, embed, optimizer, Position(), described, {})
     if begun is not None:
         say(f"starting from the drafter in {start_from}")
@@ -285,6 +289,8 @@ def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
     """A folder's drafter, of which that is trained which its files have a place for."""
     model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
     names = published.stored_names(folder, loaded.parts)
+    if not names:
+        raise TrainingError(f"drafter {folder}: its form stores all tensors rearranged: it cannot be trained")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     return model

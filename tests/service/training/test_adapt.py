@@ -78,7 +78,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drafters that know nothing, in our form and in EAGLE's."""
     folder = tmp_path_factory.mktemp("drafters")
-    save_drafter(folder / "own", assemble(settings_for(target).model_copy(update={"drafter": "memory"})))
+    save_drafter(
+        folder / "own",
+        assemble(settings_for(target).model_copy(update={"drafter": "memory", "budget_policy": "fixed"})),
+    )
     file = eagle3(folder / "eagle3", norm_output=True) / WEIGHTS_FILE
     tensors = load_file(file)
     words = {"d2t": torch.zeros_like(tensors["d2t"]), "t2d": torch.arange(len(tensors["t2d"])) < DRAFT_VOCAB}
@@ -255,7 +258,7 @@ def test_what_cannot_be_adapted_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("service.training.adapt.load_target", killed)
     wide = tiny_model("llama", tmp_path / "wide", num_hidden_layers=8, hidden_size=64)
     words = tiny_model("llama", tmp_path / "words", num_hidden_layers=8, vocab_size=400)
-    flat = tiny_model("llama", tmp_path / "flat", num_hidden_layers=4)
+    flat = tiny_model("llama", tmp_path / "flat", num_hidden_layers=1)
     unknown = copytree(drafters / "eagle3", tmp_path / "unknown")
     (unknown / "config.json").write_text(json.dumps({"architectures": ["LlamaEagle4"]}))
     silent = written(tmp_path / "silent.jsonl", [{"messages": chat(0)}, {"messages": chat(1)[:1]}])
@@ -264,8 +267,9 @@ def test_what_cannot_be_adapted_is_refused_before_anything_is_loaded(
         (drafters / "eagle3", wide, log, "its hidden_size is 48, the target's is 64; give a drafter of this target"),
         (drafters / "own", words, log, "its vocab_size is 320, the target's is 400"),
         (drafters / "eagle3", words, log, "its vocab_size is 320, the target's is 400"),
-        (drafters / "eagle3", flat, log, "it taps layers"),
-        (unknown, target, log, "names LlamaEagle4, which is not among"),
+        (drafters / "own", flat, log, "it taps layers 0, 1, and the target has 1"),
+        (drafters / "eagle3", flat, log, "it taps the fourth layer from the end, and the target has 1"),
+        (unknown, target, log, "names LlamaEagle4, which is none of"),
         (mimo(tmp_path / "mimo"), tmp_path / "mimo", log, "of kind mtp lies in its target's own files"),
         (drafters / "own", target, silent, "line 2: no answer"),
         (tmp_path / "none", target, log, "config.json cannot be read"),
