@@ -20,6 +20,7 @@ from adaptation.evaluator import Gate, GateDecision, replay_of
 from drafters.published import folders as published
 from drafters.specblock.checkpoint import CARD_FILE, DrafterError, TargetParts
 from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
 from service.api.request_builder import render
@@ -90,6 +91,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
         exchanges = list(read_lines(texts, Exchange, "log"))
         ranks, device = processes(config), device_of(config.device)
         loaded = load_target(config, device, target_dtype(device))
+        old = _load(drafter, loaded)  # refused before anything is computed
         work = _work_folder(drafter, texts, out, f"{loaded.fingerprint} {seed}")
         length, features, trained = kept_length(work / "drafter"), work / "features", work / "drafter"
         if length is None:
@@ -99,14 +101,16 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
             make_features(config, [responses], features, deadline=deadline, loaded=loaded, taps=shape.tap_layers)
             length = Length(seconds=minutes * 60 - (time.monotonic() - began))
         without = {"rank": published.form_of(drafter) is not None, "coupling": not shape.coupled}
-        options = FitOptions(shape.kind, ablate=",".join(name for name, is_so in without.items() if is_so), seed=seed)
+        options = FitOptions(
+            kind=shape.kind, ablate=",".join(name for name, is_so in without.items() if is_so), seed=seed
+        )
         plan = FitPlan(features, trained, length, options, autocasts(trained, device), drafter, _GATE.validation_share)
         _, apart = plan.examples()
         if len(apart) < _GATE.gate_texts:
             raise StartupError(f"{texts}: too few texts of different prompts, or too little time: {_NEEDED} are needed")
         fit(loaded, plan, ranks)
         published.write_like(drafter, trained, loaded.parts)
-        decision = _judge(drafter, trained, apart, loaded)
+        decision = _judge(old, _load(trained, loaded), apart, loaded)
     except (DrafterError, TrainingError) as error:
         raise StartupError(str(error)) from error
     found = (
@@ -161,13 +165,14 @@ def _responses(exchanges: Sequence[tuple[str, Exchange]], loaded: LoadedModel, m
     return "".join(lines)
 
 
-def _judge(old: Path, new: Path, apart: Sequence[Example], loaded: LoadedModel) -> GateDecision:
-    """Compare the drafters of two folders on texts held back."""
-    replay, scores = replay_of(embed_with(loaded.parts.embedding), beside_memory=False), list[list[float]]()
-    for folder in (old, new):
-        model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
-        scores.append([replay(model, text) for text in apart])
-    before, after = scores
+def _load(folder: Path, loaded: LoadedModel) -> SpecBlock:
+    return published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
+
+
+def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: LoadedModel) -> GateDecision:
+    """Compare two drafters on texts held back."""
+    replay = replay_of(embed_with(loaded.parts.embedding), beside_memory=False)
+    before, after = ([replay(model, text) for text in apart] for model in (old, new))
     gate = Gate(min_texts=_GATE.gate_texts, alpha=_GATE.gate_alpha, judgements=1)
     return gate.decide(after, before, before)
 
