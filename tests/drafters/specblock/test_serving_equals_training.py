@@ -66,7 +66,8 @@ class Serving:
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
     assert got.shape == expected.shape
-    assert (got - expected).abs().max() < 1e-4
+    # Relative, for raw states are several times as large as normed ones, which reach 4.
+    assert (got - expected).abs().max() < 2e-5 * (1.0 + expected.abs().max())
 
 
 VARIANTS: list[dict[str, Any]] = [
