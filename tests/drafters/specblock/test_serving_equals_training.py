@@ -83,7 +83,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"joined_norm": True},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": False},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normalise_features": True, "continues_from": "normed"},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 3, "normed_residual": True},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 2, "normed_residual": True},
     {"kind": "parallel", **TRAINED_KINDS["parallel"].shape, "token_beside": True, "mask_token": 9, "num_layers": 2},
 ]
 DEPTH = 4
