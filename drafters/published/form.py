@@ -29,6 +29,7 @@ class PublishedForm(NamedTuple):
     weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
     reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
+    write: Callable[[SpecBlockConfig, Tensors, str], tuple[dict[str, Any], dict[str, Tensor]]] | None = None
 
 
 def named(described: Described) -> tuple[str, ...]:

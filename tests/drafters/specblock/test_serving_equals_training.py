@@ -77,6 +77,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
+    {"prefix_entries": "all", "continues_from": "raw", "restarts": True, "rank_biases": False},
     *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": True},
 ]
