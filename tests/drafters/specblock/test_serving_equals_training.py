@@ -65,8 +65,9 @@ class Serving:
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
+    """By the size of states, which those before the output norm have of their own."""
     assert got.shape == expected.shape
-    assert (got - expected).abs().max() < 1e-4
+    assert (got - expected).abs().max() < 1e-4 * expected.std().clamp(min=1.0)
 
 
 VARIANTS: list[dict[str, Any]] = [
