@@ -14,8 +14,8 @@ from drafters.specblock.layers import LayerShape
 from drafters.specblock.model import RANK_CLASSES
 from kernels.families import FUSED_FAMILIES
 
-_ARCHITECTURES = {"LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"}
-"""Two names of one network: their training knows the first, their fork of SGLang the second."""
+_TRAINED, _SERVED = "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"
+"""Names of one network, the first in their training, the second in their fork of SGLang."""
 _NAMES = {
     "input_layer.position_queries.weight": "input_layer.position_queries",
     "layers.": "decoder.layers.",
@@ -85,13 +85,13 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
     for name, value in {**_SWITCHES, "tap_layers": _taps(depth)}.items():
         if getattr(config, name) != value:
             raise ValueError(f"its {name} is {getattr(config, name)!r}, and must be {value!r} in this form")
-    whole = shape.query_heads * shape.head_dim == shape.hidden
-    if shape.family != FUSED_FAMILIES["llama"] or any(shape.biases) or not whole:
+    plain = shape.family == FUSED_FAMILIES["llama"] and not any(shape.biases)
+    if not plain or shape.query_heads * shape.head_dim != shape.hidden:
         raise ValueError("its layers have a head_dim, norms or biases that are not in this form")
     theta, scaling = _rotary(config.target)
     described = {
         **{name: config.target[name] for name in _SIZES},
-        "architectures": [max(_ARCHITECTURES)],
+        "architectures": [_SERVED],
         "model_type": "llama",
         "num_hidden_layers": config.num_layers,
         "rms_norm_eps": shape.epsilon,
@@ -108,8 +108,11 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
     return described, {**tensors, "d2t": d2t - torch.arange(len(d2t))}
 
 
-def _is_specblock(described: Described) -> bool:
-    return not _ARCHITECTURES.isdisjoint(form.named(described))
-
-
-SPECBLOCK = PublishedForm("specblock", _is_specblock, lambda _: "specblock", _config, _weights, write=_write)
+SPECBLOCK = PublishedForm(
+    "specblock",
+    lambda described: form.named(described) in ((_TRAINED,), (_SERVED,)),
+    lambda _: "specblock",
+    _config,
+    _weights,
+    write=_write,
+)
