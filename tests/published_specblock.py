@@ -115,7 +115,7 @@ def raw_states(
 
 def turned(x: Tensor, positions: Tensor, config: dict[str, Any]) -> Tensor:
     """Rotate by position, frequencies scaled as Llama 3 does where the config says so. # x [heads, rows, dim]"""
-    frequencies = config.get("rope_theta", 10_000.0) ** (-torch.arange(0, DIM, 2) / DIM)
+    frequencies: Tensor = config.get("rope_theta", 10_000.0) ** (-torch.arange(0, DIM, 2) / DIM)
     scaling = config.get("rope_scaling")
     if scaling:
         turns = scaling["original_max_position_embeddings"] * frequencies / (2 * torch.pi)

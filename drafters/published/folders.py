@@ -18,7 +18,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, SPECBLOCK, PEAGLE, EAGLE3, MEDUSA)
+FORMS = (MTP, PEAGLE, EAGLE3, MEDUSA, SPECBLOCK)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")

@@ -103,9 +103,9 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
         "rank_classes": RANK_CLASSES,
     }
     tensors = form.renamed(weights, {ours: theirs for theirs, ours in _NAMES.items()})
-    d2t = tensors.pop(VOCABULARY).cpu()
-    tensors["t2d"] = torch.isin(torch.arange(config.target_vocab_size), d2t)
-    return described, {**tensors, "d2t": d2t - torch.arange(len(d2t))}
+    d2t = tensors.pop(VOCABULARY)
+    tokens = torch.arange(config.target_vocab_size, device=d2t.device)
+    return described, {**tensors, "t2d": torch.isin(tokens, d2t), "d2t": d2t - tokens[: len(d2t)]}
 
 
 SPECBLOCK = PublishedForm(
