@@ -14,12 +14,13 @@ from torch import Tensor
 from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
 from drafters.published.form import Described, PublishedForm, Tensors, named
 from drafters.published.modules import MEDUSA, MTP
+from drafters.published.specblock import SPECBLOCK
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA)
+FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")

@@ -68,7 +68,9 @@ class SpecBlock(nn.Module):
         )
         self.lm_head = structure.head()
         self.rank_head = nn.Sequential(
-            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
+            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=config.rank_biases),
+            nn.SiLU(),
+            nn.Linear(config.rank_hidden, RANK_CLASSES, bias=config.rank_biases),
         )
         self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
         self.path_head = structure.path_head()

@@ -25,8 +25,8 @@ class _RankHead:
         weights = planner.weights
         self._corrects_draft = config.ranks_from_draft
         self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.normalise_rank_inputs else None
-        self._hidden = planner.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
-        self._classes = planner.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
+        self._hidden = planner.product(weights["rank_head.0.weight"], weights.get("rank_head.0.bias"))
+        self._classes = planner.product(weights["rank_head.2.weight"], weights.get("rank_head.2.bias"))
 
     def __call__(self, states: Tensor, features: Tensor) -> Tensor:
         """# states [..., hidden], features [..., 15] -> [..., 4] float32"""

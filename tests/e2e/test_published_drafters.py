@@ -10,6 +10,7 @@ from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.moving import described
 from tests.published_forms import deep_target, eagle3, medusa, mimo
+from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, learning, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
@@ -28,6 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         "mtp": (mimo(place / "mimo"), None),
         "eagle3": (llama, eagle3(place / "eagle3")),
         "medusa": (llama, medusa(place / "medusa")),
+        "specblock": (llama, specblock(place / "specblock")),
     }
 
 
@@ -62,7 +64,7 @@ def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
-    for kind in ("eagle3", "medusa"):
+    for kind in ("eagle3", "medusa", "specblock"):
         target, folder = folders[kind]
         assembly = assembled(target, "auto", drafter_path=folder)
         assert assembly.drafter_name == f"memory+{kind}"
@@ -87,7 +89,7 @@ def test_heads_that_cannot_learn_say_so(folders: Folders, tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "specblock"])
 def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)
