@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafters.published.dflash import DFLASH, SPECULATORS
 from drafters.published.eagle3 import EAGLE3, PEAGLE
 from drafters.published.form import Described, PublishedForm, named
 from drafters.published.modules import MEDUSA, MTP
@@ -17,7 +18,7 @@ from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, PEAGLE, EAGLE3, MEDUSA)
+FORMS = (MTP, PEAGLE, EAGLE3, MEDUSA, DFLASH, SPECULATORS)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")

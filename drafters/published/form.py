@@ -29,6 +29,9 @@ class PublishedForm(NamedTuple):
     weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
     reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
+    write: Callable[[SpecBlockConfig, Tensors, str], tuple[dict[str, Any], dict[str, Tensor]]] | None = None
+    """Config and tensors of a folder of this form, from a config, weights by our names without a head that is the
+    target's, and the target's name or path. Raises ValueError for what the form cannot hold."""
 
 
 def named(described: Described) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class SpecBlockConfig:
     joined_norm: bool = False  # one norm of all tapped features together instead of one for each
     normed_residual: bool = False  # of `token_beside`: the first layer adds to the normed state
     mask_token: int | None = None  # entries without a token of their own read this one's embedding
+    silent_first: bool = False  # a row before a block's entries, the newest token's, predicts nothing
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -58,6 +59,9 @@ class SpecBlockConfig:
             )
         if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
             raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
+        masked = self.mask_token is not None and not self.token_beside
+        if (masked or self.silent_first) and not (masked and self.traits.forward == "injected"):
+            raise ValueError("drafter config: mask_token, with silent_first, is for kinds dflash and jetspec")
         if self.own_heads and self.num_layers:
             raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
         if self.prefix_entries not in ("first", "all"):
@@ -116,7 +120,7 @@ class SpecBlockConfig:
     @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers computes states for."""
-        return self.reach if self.traits.conditioned else self.block_size
+        return self.reach if self.traits.conditioned else self.block_size + self.silent_first
 
     @property
     def cached_entries(self) -> int:
