@@ -112,9 +112,9 @@ class SpecBlock(nn.Module):
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
         layers = [layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer)]
-        masked = self.config.mask_token is not None
-        read = [context if masked else layer.norms.attention_input(context) for layer in layers]
-        return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, read, strict=True)]
+        shared = None if self.config.mask_token is None else self.input_layer.get_submodule("condition_norm")
+        normed = [(shared or layer.norms.attention_input)(context) for layer in layers]
+        return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, normed, strict=True)]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]

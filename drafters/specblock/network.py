@@ -44,10 +44,10 @@ class _Planned:
         config, weights = structure.config, planner.weights
         gains = [weights[f"input_layer.feature_norms.{tap}.weight"] for tap in normed_taps(config)]
         self.gains = planner.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
-        self.condition = structure.served_condition(planner)
+        self.condition = planner.product(weights["input_layer.condition_proj.weight"])
         self.blocks = structure.served_input(planner)
         self.layers = structure.served_layers(planner)
-        self.injected = structure.injected_into(self.layers)
+        self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
         self._runs: list[RunLayers] = []
         self._planned_for: Tensor | None = None  # pool

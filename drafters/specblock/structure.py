@@ -139,10 +139,6 @@ class Structure:
         # both [batch, rows, hidden] -> [batch, rows, width]"""
         return torch.cat([states, hidden], dim=-1) if self.config.continues_raw else states
 
-    def served_condition(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
-        """Plan `Input.condition` behind the norms of features: features [rows, taps * hidden] -> [rows, hidden]."""
-        return planner.product(planner.weights["input_layer.condition_proj.weight"])
-
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         """Plan `input_layer` for serving."""
         hidden, epsilon, broadcast = self.shape.hidden, self.shape.epsilon, self.config.broadcast
@@ -173,8 +169,8 @@ class Structure:
         window = self.config.trained_length * self.config.entries
         return [planner.layer(number, self.shape, window) for number in range(self.config.num_layers)]
 
-    def injected_into(self, layers: Sequence[ServedLayer]) -> Sequence[ServedLayer]:
-        """Return planned layers as they store keys and values of conditions."""
+    def injected_into(self, layers: Sequence[ServedLayer], planner: WeightPlanner) -> Sequence[ServedLayer]:
+        """Plan how layers store keys and values of conditions."""
         return layers
 
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:

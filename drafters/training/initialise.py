@@ -31,8 +31,6 @@ _TOGETHER = 1024
 """Positions whose products are added at once: on a CPU at 576 dimensions adding costs as much as the products of 256
 positions."""
 _LEAST_DEVIATION = 1e-3
-_ADDED = {"self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias"}
-"""Parameters that a copied layer can have beyond its source's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,7 @@ class TargetEnd:
     standard: bool = True  # False: a drafter cannot have such layers and norm
 
 
+@torch.no_grad()
 def initialise(
     model: SpecBlock,
     target: TargetEnd,
@@ -62,7 +61,8 @@ def initialise(
     if not isinstance(layer, InputLayer):
         layer.start_from(model.config.tap_layers.index(top))
         if isinstance(layer, MaskTokens):
-            _start_masks(model, layer, embed)
+            layer.mask_embedding.copy_(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
+            layer.condition_norm.weight.copy_(model.get_parameter("decoder.layers.0.input_layernorm.weight"))
         return {"exact": top == received_from}  # else what a layer received is approximated by another one's output
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
@@ -221,22 +221,15 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
 
 
 @torch.no_grad()
-def _start_masks(model: SpecBlock, layer: MaskTokens, embed: Embed) -> None:
-    """Set the mask token's embedding; let the first layer find the keys and values that its source made of the tap."""
-    layer.mask_embedding.copy_(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
-    layer.condition_norm.weight.copy_(model.get_parameter("decoder.layers.0.input_layernorm.weight"))
-
-
-@torch.no_grad()
 def _copy_layer(layer: nn.Module, source: Mapping[str, Tensor]) -> None:
-    """Copy a layer. Norms of queries and keys that the source lacks (Qwen3's, for the published form of DFlash) get the
-    size that these have on average, if a normed input's dimensions are independent. # source [...] each"""
-    layer.load_state_dict({name: source.get(name, torch.zeros_like(own)) for name, own in layer.state_dict().items()})
-    for part in ("self_attn.q_", "self_attn.k_"):
-        if f"{part}norm.weight" in layer.state_dict().keys() - source.keys():
-            squares = (source[f"{part}proj.weight"] * source["input_layernorm.weight"]).square().sum(1)
-            squares = squares + source.get(f"{part}proj.bias", torch.zeros_like(squares)).square()
-            layer.get_parameter(f"{part}norm.weight").fill_(squares.mean().sqrt())
+    """Copy a layer. Norms of queries and keys that only the copy has (DFlash's layers are Qwen3's) give back the size
+    that these have on average, if a normed input's dimensions are independent. # source [...] each"""
+    own = layer.state_dict()
+    layer.load_state_dict({name: source.get(name, torch.zeros_like(value)) for name, value in own.items()})
+    for part in (part for part in ("self_attn.q_", "self_attn.k_") if f"{part}norm.weight" in own.keys() - source):
+        squares = (source[f"{part}proj.weight"] * source["input_layernorm.weight"]).square().sum(1)
+        squares = squares + source.get(f"{part}proj.bias", torch.zeros_like(squares)).square()
+        layer.get_parameter(f"{part}norm.weight").fill_(squares.mean().sqrt())
 
 
 @torch.no_grad()
@@ -249,8 +242,8 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
             f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
         )
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
-        known = layer.state_dict().keys() - source.state_dict().keys() <= _ADDED
-        if target.standard and known:
+        added = layer.state_dict().keys() - source.state_dict().keys()
+        if target.standard and not any("layernorm" in name for name in added):
             _copy_layer(layer, source.state_dict())
         else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):

@@ -21,7 +21,6 @@ from transformers.utils.hub import cached_file
 
 import drafters
 from drafters.published import folders as published
-from drafters.published.dflash import LAYER_KEYS
 from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
@@ -182,10 +181,8 @@ def layers_for(text: PreTrainedConfig) -> dict[str, Any]:
 
 def published_layers_for(text: PreTrainedConfig) -> dict[str, Any]:
     """The same as layers of Qwen3, which DFlash is published with: theirs have norms of queries and keys."""
-    layers = layers_for(text)
-    shape = LayerShape.of(layers)
-    kept = {name: layers[name] for name in LAYER_KEYS if name in layers}
-    return {**kept, "model_type": "qwen3", "head_dim": shape.head_dim, "attention_bias": shape.biases[0]}
+    shape = LayerShape.of(layers := layers_for(text))
+    return {**layers, "model_type": "qwen3", "head_dim": shape.head_dim, "attention_bias": shape.biases[0]}
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

@@ -129,7 +129,7 @@ def test_what_norms_of_queries_and_keys_take_away_they_give_back_on_average() ->
     x = torch.nn.functional.rms_norm(torch.randn(2000, HIDDEN, generator=drawn()), (HIDDEN,), norm)
     for name in ("q", "k"):
         put_out = x @ source.get_parameter(f"self_attn.{name}_proj.weight").T
-        gain = own.get_parameter(f"self_attn.{name}_norm.weight")
+        gain = own.get_parameter(f"self_attn.{name}_norm.weight").detach()
         assert gain.unique().numel() == 1
         assert float(gain[0]) == pytest.approx(float(put_out.square().mean().sqrt()), rel=0.05)
 
