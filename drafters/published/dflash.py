@@ -45,6 +45,8 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Spec
         raise ValueError("its config sets layer_types other than full_attention, which are not read")
     if own.get("mask_token_id") is None:
         raise ValueError("its config has no mask_token_id")
+    if "gemma" in target.config["model_type"]:
+        raise ValueError("its target multiplies embeddings by a number, which is not done here")
     silent = not described.get("sample_from_anchor")
     size = (described.get("block_size") or own["block_size"]) - silent
     shape = {"block_size": size, "num_layers": layers["num_hidden_layers"], "silent_first": silent}
