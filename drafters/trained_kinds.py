@@ -41,6 +41,7 @@ class TrainedKind(NamedTuple):
 _PLAIN = {"shift": False}  # no layer-wise shift
 _PUBLISHED = {"token_beside": True, "normalise_features": False}  # as EAGLE-3's files have it
 _QUERIES = {"shift": False, "broadcast": False}  # and only a block's first entry sees condition and token
+_MASKS = {**_QUERIES, "normalise_features": False, "silent_first": True}  # as DFlash is published; with a mask token
 
 TRAINED_KINDS: dict[str, TrainedKind] = {
     # SpecBlock (arXiv 2605.07243)
@@ -53,9 +54,9 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     # Medusa (arXiv 2401.10774): one residual head per position on the target's own state, no layers
     "medusa": TrainedKind(1, {"block_size": 4, "num_layers": 0, **_PLAIN}),
     # DFlash (arXiv 2602.06036): a block in one forward, two-way, on the target's features as keys and values
-    "dflash": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_QUERIES}, "injected", two_way=True, paths=4),
+    "dflash": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", two_way=True, paths=4),
     # JetSpec (arXiv 2606.18394): as DFlash, causal within the block
-    "jetspec": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_QUERIES}, "injected", paths=4),
+    "jetspec": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", paths=4),
     # TreeFlash (arXiv 2606.03819): one forward of the layers, then one position at a time, given the token before it
     "treeflash": TrainedKind(8, {"block_size": 1, "num_layers": 2, **_QUERIES}, "conditioned"),
     # A multi-token prediction module that the target was trained with, as MiMo's (arXiv 2505.07608)

@@ -70,7 +70,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts, **kind:
     unread = {key: value for key, value in described.items() if value != layers["hidden_size"]}
     refuse_set(unread, _UNREAD)
     return SpecBlockConfig(
-        layers,
+        {**layers, "num_hidden_layers": target.config["num_hidden_layers"]},
         tap_layers=_taps(described.get(_TAPS) or own.get(_TAPS), target),
         draft_vocab_size=described.get("draft_vocab_size") or layers["vocab_size"],
         num_layers=layers["num_hidden_layers"],

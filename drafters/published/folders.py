@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
 from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
 from drafters.published.form import Described, PublishedForm, Tensors, named
 from drafters.published.modules import MEDUSA, MTP
@@ -20,7 +21,7 @@ from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK)
+FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")

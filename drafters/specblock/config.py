@@ -45,6 +45,7 @@ class SpecBlockConfig:
     restarts: bool = False  # further blocks stand at the positions of the first
     rank_scores: int = 0  # likeliest scores from which the rank head's features are computed; 0: all
     rank_biases: bool = True  # of the rank head's layers
+    silent_first: bool = False  # a row before a block's entries, the newest token's, predicts nothing
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -62,6 +63,9 @@ class SpecBlockConfig:
             )
         if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
             raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
+        masked = self.mask_token is not None and not self.token_beside
+        if (masked or self.silent_first) and not (masked and self.traits.forward == "injected"):
+            raise ValueError("drafter config: mask_token, with silent_first, is for kinds dflash and jetspec")
         if self.own_heads and self.num_layers:
             raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
         if self.rank_scores and not TOP <= self.rank_scores <= self.draft_vocab_size:
@@ -122,7 +126,7 @@ class SpecBlockConfig:
     @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers computes states for."""
-        return self.reach if self.traits.conditioned else self.block_size
+        return self.reach if self.traits.conditioned else self.block_size + self.silent_first
 
     @property
     def cached_entries(self) -> int:

@@ -47,6 +47,7 @@ class _Planned:
         self.condition = planner.product(weights["input_layer.condition_proj.weight"])
         self.blocks = structure.served_input(planner)
         self.layers = structure.served_layers(planner)
+        self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
         self._runs: list[RunLayers] = []
         self._planned_for: Tensor | None = None  # pool
@@ -150,7 +151,7 @@ class ServingNetwork:
     def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """Write each layer's keys and values of committed positions, made of their conditions, to the pool.
         # context [rows, hidden]"""
-        for layer, own in zip(self._planned.layers, pool, strict=True):
+        for layer, own in zip(self._planned.injected, pool, strict=True):
             layer.store(context, None, places, own)
 
     def conditioned(self, states: Tensor, embedded: Tensor) -> Tensor:

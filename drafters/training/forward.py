@@ -171,7 +171,8 @@ class TrainingForward:
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         found = *self._model.heads_and_context(self._model(rows, attention)), seen
-        states, onward, seen = (values.unflatten(1, (number, self._size)) for values in found)
+        silent = int(self._model.config.silent_first)
+        states, onward, seen = (values.unflatten(1, (number, self._size))[:, :, silent:] for values in found)
         return TrainedBlocks(anchors, states, onward, seen, attention.layers, anchors)
 
 

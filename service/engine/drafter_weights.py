@@ -25,7 +25,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Embed
+from drafters.specblock.layers import Embed, LayerShape
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.structure import InputLayer
@@ -188,6 +188,12 @@ def llama_layers(text: PreTrainedConfig) -> dict[str, Any]:
     return LlamaConfig(**known, **plain).to_dict()
 
 
+def published_layers_for(text: PreTrainedConfig) -> dict[str, Any]:
+    """The same as layers of Qwen3, which DFlash is published with: theirs have norms of queries and keys."""
+    shape = LayerShape.of(layers := layers_for(text))
+    return {**layers, "model_type": "qwen3", "head_dim": shape.head_dim, "attention_bias": shape.biases[0]}
+
+
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
     """A low, a middle and a high layer whose outputs a drafter reads (SpecBlock section 3.1): the high one feeds the
     copied last layers, or is the last layer where none are copied."""
@@ -235,12 +241,14 @@ def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | No
 
 
 def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, and layers to copy."""
+    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, layers to copy, and an input
+    that can be solved."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    return same and config.num_layers > 0 and max(config.tap_layers) < text.num_hidden_layers
+    solved = config.num_layers > 0 and not config.token_beside and config.mask_token is None
+    return same and solved and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()

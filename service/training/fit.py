@@ -14,7 +14,14 @@ from adaptation.timing import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
+from drafters.training.corpus import (
+    Example,
+    TrainingError,
+    frequent_tokens,
+    held_out,
+    load_examples,
+    rarest_token,
+)
 from drafters.training.fit import (
     FitLoop,
     FitReport,
@@ -31,7 +38,7 @@ from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_weights import embed_with, layers_for, target_end
+from service.engine.drafter_weights import embed_with, layers_for, published_layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
@@ -233,7 +240,12 @@ def _watched(
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
     start_from = plan.options.start_from
     begun = None if start_from is None else _begun(start_from, loaded)
-    described, text = plan.describe(manifest), loaded.model.config.get_text_config()
+    text = loaded.model.config.get_text_config()
+    mask = {}
+    if plan.shape.get("silent_first"):
+        known = None if begun is None else begun.config.mask_token
+        mask = {"mask_token": rarest_token(examples, vocab_size=text.vocab_size) if known is None else known}
+    described = {**plan.describe(manifest), **mask}
     saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
     if saved is not None:
         saved.refuse_others(described, may_lack=_OPTIONAL)
@@ -242,7 +254,9 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    model = _model(plan, layers_for(text), manifest.tap_layers, d2t).to(loaded.model.device)
+    layers = published_layers_for(text) if mask else layers_for(text)
+    shape = {"target": layers, **plan.shape, **mask}
+    model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
@@ -278,18 +292,17 @@ def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
     checkpoint.write_weights(model, known)
 
 
-def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
+def _model(plan: FitPlan, shape: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
     torch.manual_seed(plan.settings.seed)  # the rank head starts from random weights
     try:
         config = SpecBlockConfig(
-            target=target,
             tap_layers=taps,
             draft_vocab_size=d2t.shape[0],
             prefix_entries=plan.options.prefix_entries,
             coupled="coupling" not in plan.options.without,
             trained_length=_MAX_LENGTH,
             kind=plan.options.kind,
-            **plan.shape,
+            **shape,
         )
     except ValueError as error:
         raise StartupError(str(error)) from error
