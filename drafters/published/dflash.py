@@ -11,6 +11,7 @@ from drafters.published import form
 from drafters.published.form import HEAD, Described, PublishedForm, Tensors
 from drafters.specblock.checkpoint import VOCABULARY, TargetParts
 from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.layers import LayerShape
 from drafters.trained_kinds import TRAINED_KINDS
 
 _LAYER_KEYS = (
@@ -85,6 +86,7 @@ def _written(config: SpecBlockConfig, weights: Tensors) -> tuple[dict[str, Any],
     rope = layers["rope_parameters"]  # as transformers before release 5 read it:
     layers |= {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
     layers |= {"num_hidden_layers": config.num_layers, "trained_length": config.trained_length}
+    layers["head_dim"] = LayerShape.of(config.target).head_dim
     names = {ours: theirs for theirs, ours in _NAMES.items()}
     return layers, form.renamed({name: weights[name] for name in weights if name.startswith(tuple(names))}, names)
 

@@ -25,7 +25,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Embed, LayerShape
+from drafters.specblock.layers import Embed
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.structure import InputLayer
@@ -177,12 +177,6 @@ def layers_for(text: PreTrainedConfig) -> dict[str, Any]:
     others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
     known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
     return LlamaConfig(**known).to_dict()
-
-
-def published_layers_for(text: PreTrainedConfig) -> dict[str, Any]:
-    """The same as layers of Qwen3, which DFlash is published with: theirs have norms of queries and keys."""
-    shape = LayerShape.of(layers := layers_for(text))
-    return {**layers, "model_type": "qwen3", "head_dim": shape.head_dim, "attention_bias": shape.biases[0]}
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

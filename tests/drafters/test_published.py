@@ -253,8 +253,8 @@ def test_what_changes_dflash_is_refused_by_name(tmp_path: Path) -> None:
     refused("its config sets is_causal, which is not read", top={"is_causal": True})
     refused("its config sets sliding_window_non_causal", nested=True, sliding_window_non_causal=True)
     refused("its hidden_size is 64, the target's is 48", top={"hidden_size": 64})
+    gemma = replace(parts, config={**parts.config, "model_type": "gemma2"})
     with pytest.raises(DrafterError, match="its target multiplies embeddings"):
-        gemma = replace(parts, config={**parts.config, "model_type": "gemma2"})
         published.load(dflash(tmp_path / "drafter"), gemma, dtype=torch.float32, device="cpu")
     parts = load(dflash_target(tmp_path / "untied", tied=False)).parts
     refused("it has no head of its own, and the target's is not held unpacked")
