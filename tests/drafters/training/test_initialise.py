@@ -76,7 +76,7 @@ def read_examples(taps: tuple[int, ...], count: int = 60) -> list[Example]:
 
 def drafter(taps: tuple[int, ...], **changes: Any) -> SpecBlock:
     torch.manual_seed(0)
-    mask = {"mask_token": 7} if changes.get("silent_first") else {}
+    mask: dict[str, Any] = {"mask_token": 7} if changes.get("silent_first") else {}
     layers = changes.pop("target", target().config.to_dict())
     config = SpecBlockConfig(layers, taps, 64, rank_hidden=16, **mask, **changes)
     model = SpecBlock(config)
