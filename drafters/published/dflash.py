@@ -112,7 +112,7 @@ def _write_speculators(
     if config.draft_vocab_size != config.target_vocab_size:
         if HEAD not in weights:
             raise ValueError("its lm_head is not stored: it is some rows of the target's, and this form has its own")
-        d2t = weights[VOCABULARY].cpu()
+        d2t = weights[VOCABULARY].cpu()  # planned transfer: a command writes
         tensors |= {"d2t": d2t - torch.arange(len(d2t)), "t2d": torch.isin(torch.arange(config.target_vocab_size), d2t)}
     sizes = {"draft_vocab_size": config.draft_vocab_size, "block_size": config.forward_size}
     proposals = [{"proposal_type": "greedy", "speculative_tokens": config.block_size}]
