@@ -206,13 +206,6 @@ class Input(nn.Module, ABC):
         projected: Tensor = self.condition_proj(features)
         return projected
 
-    @torch.no_grad()
-    def start_from(self, tap: int) -> None:
-        """Make the projection return one tap."""
-        hidden = self.condition_proj.out_features
-        self.condition_proj.weight.zero_()
-        self.condition_proj.weight[:, tap * hidden : (tap + 1) * hidden] = torch.eye(hidden)
-
     @abstractmethod
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the

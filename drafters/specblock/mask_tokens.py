@@ -29,6 +29,11 @@ class MaskTokens(Input):
         masks = self.mask_embedding.detach().expand(*token.shape[:-2], self._masked, -1)  # the target's: not trained
         return torch.cat([token, masks], dim=-2)[..., entries, :]
 
+    @torch.no_grad()
+    def start_from(self, mask: Tensor) -> None:
+        """Set the mask token's embedding. # mask [hidden]"""
+        self.mask_embedding.copy_(mask)
+
 
 class MaskTokenStructure(Structure):
     """DFlash and JetSpec as their authors publish them."""

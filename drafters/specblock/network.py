@@ -49,8 +49,7 @@ class _Planned:
         self.layers = structure.served_layers(planner)
         self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
-        self._runs: list[RunLayers] = []
-        self._planned_for: Tensor | None = None  # pool
+        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # of a pool
         shifts = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [planner.product(weights[f"shift_proj.{number}.weight"]) for number in shifts]
         self.output = structure.served_output(planner)
@@ -60,10 +59,10 @@ class _Planned:
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """Return the layers, one call each. # pool as `EntryPool.storage`"""
-        if self._planned_for is not pool:
-            self._runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
-            self._planned_for = pool
-        return self._runs
+        if self._runs[0] is not pool:
+            runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
+            self._runs = pool, runs
+        return self._runs[1]
 
 
 class ServingNetwork:

@@ -29,6 +29,13 @@ class ResidualHeads(Input):
         seen = context.to(weight.dtype)[..., None, :]
         return seen + silu(torch.einsum("...i,koi->...ko", context.to(weight.dtype), weight) + bias)
 
+    @torch.no_grad()
+    def start_from(self, tap: int) -> None:
+        """Make every head predict what the target's head says of one tap."""
+        hidden = self.heads_bias.shape[1]
+        self.condition_proj.weight.zero_()
+        self.condition_proj.weight[:, tap * hidden : (tap + 1) * hidden] = torch.eye(hidden)
+
 
 class HeadsStructure(Structure):
     """Residual heads before the output norm and one output layer."""

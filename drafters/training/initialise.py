@@ -5,8 +5,9 @@ The input layer is solved by one ridge regression: from the normalised features 
 next token to the top tapped feature of that *next* position. With taps (2, L/2, L-3) and two layers this is exactly
 what the copied layers received. The regression needs only sums over positions, so sequences may come one by one. With
 injected context a position's condition is its own top tapped feature, of which the copied layers make the keys and
-values they made in the target, and the regression is from that feature. Mask tokens leave nothing to solve. If the
-target's layers are not standard ones, the drafter's layers start as the identity."""
+values they made in the target, and the regression is from that feature. If the target's layers are not standard ones,
+the drafter's layers start as the identity; and behind mask tokens, where there is nothing to solve, and where copies
+learn worse (docs/training.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.layers import Embed, Input, LayerShape
 from drafters.specblock.mask_tokens import MaskTokens
 from drafters.specblock.model import SpecBlock
+from drafters.specblock.residual_heads import ResidualHeads
 from drafters.specblock.structure import InputLayer
 from drafters.training.corpus import Example, TrainingError
 
@@ -44,7 +46,6 @@ class TargetEnd:
     standard: bool = True  # False: a drafter cannot have such layers and norm
 
 
-@torch.no_grad()
 def initialise(
     model: SpecBlock,
     target: TargetEnd,
@@ -57,14 +58,13 @@ def initialise(
     """Set all weights except the rank head's of a model with its vocabulary set, and return how well it was solved.
     Raises TrainingError."""
     copy_end(model, target)
-    top, layer = max(model.config.tap_layers), model.input_layer
-    received_from = len(target.layers) - 1 - model.config.num_layers
-    if not isinstance(layer, InputLayer | TokenAndState):
-        layer.start_from(model.config.tap_layers.index(top))
-        if isinstance(layer, MaskTokens):
-            layer.mask_embedding.copy_(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
-            layer.condition_norm.weight.copy_(model.get_parameter("decoder.layers.0.input_layernorm.weight"))
-        return {"exact": top == received_from}  # else what a layer received is approximated by another one's output
+    top = max(model.config.tap_layers)
+    if isinstance(model.input_layer, ResidualHeads):
+        model.input_layer.start_from(model.config.tap_layers.index(top))
+        return {"exact": top == len(target.layers) - 1}  # else the last layer's output is approximated by another one's
+    if isinstance(model.input_layer, MaskTokens):
+        model.input_layer.start_from(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
+        return {}
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
         if sums.positions >= positions:
@@ -75,7 +75,8 @@ def initialise(
             sums.add(examples[place], embed)
     if not sums.positions or not apart:
         raise TrainingError(f"fewer than {_APART} responses: there is nothing to train on; give more responses")
-    sums.solve(layer, generator)
+    sums.solve(model.input_layer, generator)
+    received_from = len(target.layers) - 1 - model.config.num_layers
     return {
         "explained": explained(model, embed, apart),
         "exact": top == received_from,  # else it is predicted from a neighbouring layer
@@ -227,32 +228,25 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
 
 @torch.no_grad()
 def _copy_layer(layer: nn.Module, source: Mapping[str, Tensor]) -> None:
-    """Copy a layer; weights for a token that only the copy reads, before the state (EAGLE-3), are 0. Norms of queries
-    and keys that only the copy has (DFlash's layers are Qwen3's) give back the size that these have on average, if a
-    normed input's dimensions are independent. # source [...] each"""
-    own = layer.state_dict()
-    for name, value in own.items():
+    """Copy a layer; weights for a token that only the copy reads, before the state (EAGLE-3), are 0.
+    # source [...] each"""
+    for name, value in layer.state_dict().items():
         value.zero_()
-        if name in source:
-            value[..., -source[name].shape[-1] :] = source[name]
-    for part in (part for part in ("self_attn.q_", "self_attn.k_") if f"{part}norm.weight" in own.keys() - source):
-        squares = (source[f"{part}proj.weight"] * source["input_layernorm.weight"]).square().sum(1)
-        squares = squares + source.get(f"{part}proj.bias", torch.zeros_like(squares)).square()
-        layer.get_parameter(f"{part}norm.weight").fill_(squares.mean().sqrt())
+        value[..., -source[name].shape[-1] :] = source[name]
 
 
 @torch.no_grad()
 def copy_end(model: SpecBlock, target: TargetEnd) -> None:
-    """Copy layers, output norm and head from the target to a model with its vocabulary set. Raises TrainingError if the
-    target has too few layers."""
+    """Copy layers (or make them the identity), output norm and head from the target to a model with its vocabulary set.
+    Raises TrainingError if the target has too few layers."""
     own = list(model.decoder.layers)
     if len(own) > len(target.layers):
         raise TrainingError(
             f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
         )
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
-        names, known = layer.state_dict().keys(), source.state_dict().keys()
-        if target.standard and known <= names and not any("layernorm" in name for name in names - known):
+        same = layer.state_dict().keys() == source.state_dict().keys()
+        if target.standard and same and model.config.mask_token is None:
             _copy_layer(layer, source.state_dict())
         else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):

@@ -25,7 +25,7 @@ from drafters.registry import TrainedWeights
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Embed, LayerShape
+from drafters.specblock.layers import Embed
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.structure import InputLayer
@@ -186,12 +186,6 @@ def llama_layers(text: PreTrainedConfig) -> dict[str, Any]:
     rope = getattr(text, "rope_parameters", None) or {}
     plain = {"rope_parameters": dict(rope)} if "rope_theta" in rope else {}  # others are by type of layer
     return LlamaConfig(**known, **plain).to_dict()
-
-
-def published_layers_for(text: PreTrainedConfig) -> dict[str, Any]:
-    """The same as layers of Qwen3, which DFlash is published with: theirs have norms of queries and keys."""
-    shape = LayerShape.of(layers := layers_for(text))
-    return {**layers, "model_type": "qwen3", "head_dim": shape.head_dim, "attention_bias": shape.biases[0]}
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:

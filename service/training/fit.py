@@ -14,14 +14,7 @@ from adaptation.timing import bf16_is_faster
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import (
-    Example,
-    TrainingError,
-    frequent_tokens,
-    held_out,
-    load_examples,
-    rarest_token,
-)
+from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples, rarest_token
 from drafters.training.fit import (
     FitLoop,
     FitReport,
@@ -38,7 +31,7 @@ from drafters.training.parallel import Ranks, local_device
 from drafters.training.scores import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_weights import embed_with, layers_for, published_layers_for, target_end
+from service.engine.drafter_weights import embed_with, layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
@@ -254,9 +247,8 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    layers = published_layers_for(text) if mask else layers_for(text)
-    shape = {"target": layers, **plan.shape, **mask}
-    model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
+    layers = {**layers_for(text), **({"model_type": "qwen3"} if mask else {})}  # whose layers DFlash is published with
+    model = _model(plan, {"target": layers, **plan.shape, **mask}, manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)

@@ -26,6 +26,8 @@ from tests.tiny_models import VOCAB_SIZE, load
 
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
 STEPS, PROMPT, TOKENS = 30, 12, 32
+LONGER = {"dflash": 150, "jetspec": 150}
+"""Steps of kinds that do not start from the target's layers."""
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
 
 
@@ -68,7 +70,8 @@ def trained(target: Path, features: Path, tmp_path_factory: pytest.TempPathFacto
     @cache
     def of_kind(kind: str) -> Path:
         out = tmp_path_factory.mktemp(kind)
-        train("fit", "--kind", kind, "--features", features, "--out", out, "--target", target, "--steps", STEPS, *FIT)
+        steps = LONGER.get(kind, STEPS)
+        train("fit", "--kind", kind, "--features", features, "--out", out, "--target", target, "--steps", steps, *FIT)
         return out
 
     return of_kind

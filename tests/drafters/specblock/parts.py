@@ -35,7 +35,7 @@ def target_config(family: str) -> Mapping[str, Any]:
 
 def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBlock:
     """Random weights, spread wide enough that a wrong key or position changes every state."""
-    mask = {"mask_token": MASK_TOKEN} if changes.get("silent_first") else {}
+    mask: dict[str, Any] = {"mask_token": MASK_TOKEN} if changes.get("silent_first") else {}
     config = SpecBlockConfig(target_config(family), TAPS, DRAFT_VOCAB, rank_hidden=16, **mask, **changes)
     torch.manual_seed(seed)  # behind what draws random numbers in its first call only
     model = SpecBlock(config)

@@ -76,7 +76,7 @@ def read_examples(taps: tuple[int, ...], count: int = 60) -> list[Example]:
 
 def drafter(taps: tuple[int, ...], **changes: Any) -> SpecBlock:
     torch.manual_seed(0)
-    mask = {"mask_token": 7} if changes.get("silent_first") else {}
+    mask: dict[str, Any] = {"mask_token": 7} if changes.get("silent_first") else {}
     layers = changes.pop("target", target().config.to_dict())
     config = SpecBlockConfig(layers, taps, 64, rank_hidden=16, **mask, **changes)
     model = SpecBlock(config)
@@ -100,12 +100,12 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
     assert torch.equal(model.lm_head.weight, end().head[model.d2t])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "treeflash"])
-def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected(kind: str) -> None:
-    model, examples = drafter((2, 4, 5), kind=kind, **TRAINED_KINDS[kind].shape), read_examples((2, 4, 5))
+def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected() -> None:
+    shape, examples = TRAINED_KINDS["treeflash"].shape, read_examples((2, 4, 5))
+    model = drafter((2, 4, 5), kind="treeflash", **shape)
     made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     assert made["exact"]
-    assert kind == "dflash" or made["explained"] > 0.2
+    assert made["explained"] > 0.2
     example = examples[0]
     positions = torch.arange(example.length)[None]
     key, value = model.injected(model.input_layer.condition(example.features[None]), positions)[0]
@@ -114,24 +114,18 @@ def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_inje
     torch.testing.assert_close(value, cached.values, atol=1e-4, rtol=1e-4)
 
 
-def test_what_norms_of_queries_and_keys_take_away_they_give_back_on_average() -> None:
-    """In layers of Qwen3 that a Llama has none of."""
+def test_mask_tokens_begin_with_the_targets_embedding_and_head() -> None:
+    """In layers that the target does not have."""
     layers = {**target().config.to_dict(), "model_type": "qwen3", "head_dim": HIDDEN // 2}
     model = drafter((2, 4, 5), target=layers, kind="dflash", **TRAINED_KINDS["dflash"].shape)
-    made = initialise(model, end(), embed, [], positions=1, generator=drawn())
-    assert made == {"exact": True}
+    assert initialise(model, end(), embed, [], positions=1, generator=drawn()) == {}
     assert isinstance(model.input_layer, MaskTokens)
     assert torch.equal(model.input_layer.mask_embedding, table()[7])
-    source = end().layers[-2]
-    norm = source.get_parameter("input_layernorm.weight")
-    own = model.decoder.layers[0]
-    assert torch.equal(own.get_parameter("self_attn.o_proj.weight"), source.get_parameter("self_attn.o_proj.weight"))
-    x = torch.nn.functional.rms_norm(torch.randn(2000, HIDDEN, generator=drawn()), (HIDDEN,), norm)
-    for name in ("q", "k"):
-        put_out = x @ source.get_parameter(f"self_attn.{name}_proj.weight").T
-        gain = own.get_parameter(f"self_attn.{name}_norm.weight").detach()
-        assert gain.unique().numel() == 1
-        assert float(gain[0]) == pytest.approx(float(put_out.square().mean().sqrt()), rel=0.05)
+    assert torch.equal(model.lm_head.weight, end().head[model.d2t])
+    hidden = torch.randn(1, 5, HIDDEN)
+    rotary = model.decoder.shape.rotary(torch.arange(5)[None], torch.float32)
+    for layer in model.decoder.layers:
+        assert torch.equal(layer(hidden, rotary, lambda query, key, value: query), hidden)
 
 
 def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None:
