@@ -247,8 +247,8 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    layers = {**layers_for(text), **({"model_type": "qwen3"} if mask else {})}  # whose layers DFlash is published with
-    model = _model(plan, {"target": layers, **plan.shape, **mask}, manifest.tap_layers, d2t).to(loaded.model.device)
+    shape = {"target": layers_for(text, plan.options.kind), **plan.shape, **mask}
+    model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
     model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
