@@ -3,6 +3,7 @@ without a rank head gets one that repeats the rank classes of the draft distribu
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
 from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
-from drafters.published.form import Described, PublishedForm, Tensors, named
+from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
 from drafters.published.modules import MEDUSA, MTP
 from drafters.published.specblock import SPECBLOCK
 from drafters.specblock import checkpoint
@@ -52,10 +53,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     if form is None:
         _refuse_unknown(folder)
         return checkpoint.load(folder, target, dtype=dtype, device=device)
-    tensors = read_tensors(folder, form)
-    with checkpoint.refusing(folder, f"is no {form.name} drafter for this target", KeyError, ValueError):
-        config = form.config(_described(folder), tensors, target)
-        weights = form.weights(tensors, config, target)
+    config, weights = _converted(folder, form, read_tensors(folder, form), target)
     checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the rank head's first weights
@@ -64,6 +62,64 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     untrained = {name: torch.zeros_like(value) for name, value in own.items() if name.startswith(_LAST_OF_RANKS)}
     checkpoint.write_weights(model, {**own, **untrained, **weights})
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _converted(
+    folder: Path, form: PublishedForm, tensors: Tensors, target: TargetParts
+) -> tuple[SpecBlockConfig, dict[str, Tensor]]:
+    with checkpoint.refusing(folder, f"is no {form.name} drafter for this target", KeyError, ValueError):
+        config = form.config(_described(folder), tensors, target)
+        return config, form.weights(dict(tensors), config, target)
+
+
+def config_of(folder: Path, target: TargetParts) -> SpecBlockConfig:
+    """Return the config of a folder's drafter, checked against the target's sizes; of the target only `config` and
+    `completed` are read. Raises DrafterError."""
+    form = form_of(folder)
+    if form is None:
+        _refuse_unknown(folder)
+        config = checkpoint.describe(folder).config
+    with checkpoint.refusing(folder, "is no drafter for this target", KeyError, ValueError):
+        if form is not None:
+            return form.config(_described(folder), read_tensors(folder, form), target)
+        layers_of(config.target, target)
+        taps_of(config.tap_layers, target, first=0)
+        return config
+
+
+def stored_names(folder: Path, target: TargetParts) -> dict[str, str]:
+    """Return the names in a folder's files of what the network has as it is stored there, by the names of
+    `weights_of`. The rest is computed, the target's or not in that form. Raises DrafterError."""
+    form = form_of(folder)
+    if form is None:
+        stored = checkpoint.read_weights(folder, checkpoint.describe(folder).config)
+        return {name: name for name in stored if name != checkpoint.VOCABULARY}
+    tensors = read_tensors(folder, form)
+    _, weights = _converted(folder, form, tensors, target)
+    names = {_place(value): name for name, value in tensors.items()}
+    found = {ours: names[_place(value)] for ours, value in weights.items() if _place(value) in names}
+    return {ours: name for ours, name in found.items() if list(found.values()).count(name) == 1}
+
+
+def _place(tensor: Tensor) -> tuple[int, int, bool]:
+    """What is equal for tensors that are the same values in the same order in memory. # tensor [...]"""
+    return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous()
+
+
+def write_like(folder: Path, out: Path, target: TargetParts) -> None:
+    """Give `out`, which holds a folder's drafter in our own form after training, the form of that folder; what was not
+    trained is as it was there. Raises DrafterError."""
+    form = form_of(folder)
+    if form is None:
+        return
+    tensors, weights = read_tensors(folder, form), checkpoint.read_weights(out, checkpoint.describe(out).config)
+    for ours, name in stored_names(folder, target).items():
+        tensors[name] = weights[ours].to(tensors[name].dtype).reshape(tensors[name].shape)
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(tensors, out / checkpoint.WEIGHTS_FILE, {"format": "pt"})  # transformers refuses files without it
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", checkpoint.CARD_FILE)):
+            shutil.copyfile(file, out / file.name)
 
 
 def weights_bytes(folder: Path) -> bytes:

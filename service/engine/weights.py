@@ -118,6 +118,15 @@ def load_model(
     return _made_ready(model, tokenizer, device, begin_drafter)
 
 
+def target_config(name: str, *, revision: str | None, cache_dir: Path) -> dict[str, Any]:
+    """The configuration of a model's decoder, without loading the model. Raises StartupError."""
+    try:
+        source = resolve(name, cache_dir=cache_dir, with_weights=False)
+        return _read_config(source, revision=revision or "main").get_text_config().to_dict()
+    except (OSError, ValueError) as error:
+        raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
+
+
 def _read_config(source: str, **options: Any) -> PreTrainedConfig:
     """The model's configuration, read as another family where transformers does not know its own."""
     described, _ = PreTrainedConfig.get_config_dict(source, **options)

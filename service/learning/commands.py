@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from adaptation.config import AdaptationConfig
 from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
+from service.training.commands import adapt_drafter
 
 if TYPE_CHECKING:
     from service.learning.moving import Learnt
@@ -38,12 +39,13 @@ _MOST_ROWS = 8  # of one table among the facts; the rest is for --json
 def drafter_app(with_settings: WithSettings) -> typer.Typer:
     """The commands, each with every setting as an option."""
     app = typer.Typer(
-        help="Look at drafters, and move them between servers: export what one has learnt, import it on another.",
+        help="Look at drafters, move them between servers, and adapt them to texts of other engines.",
         no_args_is_help=True,
     )
     app.command("inspect")(with_settings(_inspect))
     app.command("export")(with_settings(_export))
     app.command("import")(with_settings(_import))
+    app.command("adapt")(adapt_drafter)
     return app
 
 

@@ -37,12 +37,18 @@ class Exported:
     lines: Mapping[str, object]  # of the card, beside those that every drafter has
 
 
-def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None, form: str = OWN_FORM) -> str:
-    """Write the served version, or the given one, as a drafter folder. `source`: path or name of the learning folder,
-    or a drafter folder; None: the only learning folder with a version. # -> what was written; raises StartupError"""
+def new_folder(out: Path) -> Path:
+    """The absolute path of a folder to be written. Raises StartupError if something is there."""
     out = out.expanduser().resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+    return out
+
+
+def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None, form: str = OWN_FORM) -> str:
+    """Write the served version, or the given one, as a drafter folder. `source`: path or name of the learning folder,
+    or a drafter folder; None: the only learning folder with a version. # -> what was written; raises StartupError"""
+    out = new_folder(out)
     if source is not None and (source / CONFIG_FILE).is_file():
         name, drafter = source.name, _of_folder(source)
     else:

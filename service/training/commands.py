@@ -23,10 +23,13 @@ ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 _KINDS = tuple(name for name, kind in TRAINED_KINDS.items() if not kind.with_target)
 
 _ANSWER_SHARE = 0.4
-_FEATURE_SHARE = 0.3
+FEATURE_SHARE = 0.3
 """Largest shares of the time of a run of all stages; training gets the rest."""
 
 _TREE_BRANCHES = 2
+
+KEPT_EXIT_CODE = 3
+"""Of `adapt` where the new drafter has not won."""
 
 _Target = Annotated[
     str,
@@ -162,7 +165,7 @@ def _drafter(
             responses = [out / "work" / "responses.jsonl"]
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
-        deadline = _deadline(_FEATURE_SHARE * minutes)
+        deadline = _deadline(FEATURE_SHARE * minutes)
         make_features(config, responses, features, branches=options.branches, deadline=deadline)
     ranks.wait()
     length = kept_length(out)  # a resumed run keeps its length
@@ -243,6 +246,32 @@ def _fit(
     ranks = processes(config)
     fit_drafter(config, ranks, features, out, length, options)
     ranks.leave()
+
+
+def adapt_drafter(
+    drafter: Annotated[Path, typer.Option(metavar="FOLDER", help="The drafter in any form: a folder or hub id.")],
+    model: Annotated[str, typer.Option(help="Its target, or a fine-tune of it: as for serve.")],
+    texts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL of chats that end in the target's answers.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the drafter, if it wins.")],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for features and training.")] = 20.0,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    seed: _Seed = 0,
+) -> None:
+    """Train a drafter on a log of texts, and write it in the same form if it beats the old one on texts held back.
+
+    If it does not, nothing is written, and the exit code is 3. The same command goes on with an interrupted run.
+
+    A line of the log has `messages`, the answer last, or `request` and `response`, or `prompt` (messages) and
+    `completion` (text).
+
+    adaptree drafter adapt --drafter eagle3 --model Qwen/Qwen3-8B --texts log.jsonl --out adapted
+    """
+    config = _config(model, device, threads)
+    from service.training import adapt
+
+    if not adapt.adapt(config, drafter, texts, out, minutes=minutes, seed=seed):
+        raise typer.Exit(KEPT_EXIT_CODE)
 
 
 def _config(target: str, device: str, threads: int | None, concurrency: int | None = None) -> ServiceConfig:

@@ -28,6 +28,7 @@ from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_weights import tap_layers_for
 from service.engine.modules import FeatureTaps, decoder_layers
+from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar
 from service.prompts import source_of
@@ -292,16 +293,24 @@ def make_folder(folder: Path) -> None:
 
 
 def make_features(
-    config: ServiceConfig, responses: Sequence[Path], out: Path, *, branches: int = 0, deadline: float | None
+    config: ServiceConfig,
+    responses: Sequence[Path],
+    out: Path,
+    *,
+    branches: int = 0,
+    deadline: float | None,
+    loaded: LoadedModel | None = None,
+    taps: Sequence[int] = (),
 ) -> None:
-    """Run stage 2. After the deadline (time.monotonic()) no further shard is begun. Raises StartupError."""
+    """Run stage 2. After the deadline (time.monotonic()) no further shard is begun. `loaded`: the target, if it is
+    there already; `taps`: of the drafter; empty: those of a new one. Raises StartupError."""
     wanted = read_responses(responses)
     device = device_of(config.device)
-    loaded = load_target(config, device)
+    loaded = loaded or load_target(config, device)
     size = sum(weight.numel() for weight in loaded.model.parameters()) * torch.float32.itemsize
     if size < psutil.virtual_memory().available and not bf16_is_faster(device):
         loaded.model.float()  # the same weights
-    taps = tap_layers_for(loaded.model)
+    taps = taps or tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
     reader = FeatureReader(loaded.model, taps, batch_tokens=most, branches=branches)
     before = time.monotonic()

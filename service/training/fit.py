@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adaptation.timing import bf16_is_faster
+from drafters.published import folders as published
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
@@ -42,14 +44,13 @@ from service.training.report import Curve, CurvePoint, facts_of, write_card
 STATE_FILE = "fit.pt"
 
 _INITIAL_POSITIONS = 100_000
-_HELD_OUT_SHARE = 0.02
 _HELD_OUT_PROMPTS = 64
 _MAX_LENGTH = 512
 _OPTIONAL = ("target_identity", "tap_layers")
 """Settings that states of earlier releases lack."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FitPlan:
     """Inputs, output, length and options of a run."""
 
@@ -58,6 +59,8 @@ class FitPlan:
     length: Length
     options: FitOptions
     autocast: bool
+    adapts: Path | None = None  # folder of a drafter, in any form, that is trained further in its own shape
+    held_out_share: float = 0.02  # of the prompts
 
     @property
     def settings(self) -> FitSettings:
@@ -80,6 +83,11 @@ class FitPlan:
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
         return {**TRAINED_KINDS[self.options.kind].shape, **given, **left_out}
 
+    def examples(self) -> tuple[list[Example], list[Example]]:
+        """Texts to train on, and those held out. Raises StartupError."""
+        paths = Manifest.read(self.features).shard_paths(self.features)
+        return held_out(load_examples(paths, max_length=_MAX_LENGTH), share=self.held_out_share, most=_HELD_OUT_PROMPTS)
+
     def describe(self, manifest: Manifest) -> dict[str, Any]:
         """All settings that the weights depend on, except texts and length of the run, as plain values."""
         options, settings = self.options, self.settings
@@ -98,6 +106,7 @@ class FitPlan:
             "without": sorted(self.options.without),
             "max_length": _MAX_LENGTH,
             "start_from": None if start_from is None else sha256_of(start_from / checkpoint.WEIGHTS_FILE),
+            **({} if self.adapts is None else {"adapts": sha256(published.weights_bytes(self.adapts)).hexdigest()}),
         }
 
 
@@ -127,34 +136,41 @@ def _kept_notes(out: Path) -> Mapping[str, Any]:
         raise StartupError(str(error)) from error
 
 
+def autocasts(out: Path, device: torch.device) -> bool:
+    """Whether products are in bf16: a resumed run keeps its type, whichever is faster now. Raises StartupError."""
+    kept = _kept_notes(out).get("autocast")
+    return bf16_is_faster(device) if kept is None else bool(kept)
+
+
+def target_dtype(device: torch.device) -> torch.dtype:
+    """The type of the target's weights in training: packed bf16 layers of a CPU could not be copied."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def fit_drafter(
     config: ServiceConfig, ranks: Ranks, features: Path, out: Path, length: Length, options: FitOptions
 ) -> None:
     """Run stage 3: train to the end and write the drafter. Raises StartupError."""
     device = local_device(device_of(config.device))
-    # A resumed run keeps its type of products, whichever is faster now.
-    autocast = _kept_notes(out).get("autocast")
-    autocast = bf16_is_faster(device) if autocast is None else bool(autocast)
-    plan = FitPlan(features=features, out=out, length=length, options=options, autocast=autocast)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # packed bf16 layers could not be copied
+    plan = FitPlan(features, out, length, options, autocasts(out, device))
     if ranks.rank:
         ranks.wait()  # the first process may have to unpack the target's file before the others find it
-    loaded = load_target(config, device, dtype)
+    loaded = load_target(config, device, target_dtype(device))
     if not ranks.rank:
         ranks.wait()
     try:
-        _fit(loaded, plan, ranks)
+        fit(loaded, plan, ranks)
     except TrainingError as error:
         raise StartupError(str(error)) from error
     if ranks.rank == 0:
         say(f"done; serve with it: adaptree serve --model {config.model} --drafter-path {out}")
 
 
-def _fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
+def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
+    """Train as planned and write the drafter. Raises StartupError and TrainingError."""
     manifest, settings = Manifest.read(plan.features), plan.settings
     _refuse_other_target(manifest, loaded, plan.features)
-    examples = load_examples(manifest.shard_paths(plan.features), max_length=_MAX_LENGTH)
-    trained, apart = held_out(examples, share=_HELD_OUT_SHARE, most=_HELD_OUT_PROMPTS)
+    trained, apart = plan.examples()
     _refuse_too_few(trained, plan, ranks)
     if plan.options.branches and not trained[0].num_branches:
         raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
@@ -232,13 +248,17 @@ def _watched(
 
 def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: list[Example]) -> _Start:
     start_from = plan.options.start_from
-    begun = None if start_from is None else _begun(start_from, loaded)
+    adapted = None if plan.adapts is None else _adapted(plan.adapts, loaded)
+    begun = adapted if start_from is None else _begun(start_from, loaded)
     text = loaded.model.config.get_text_config()
     mask = {}
     if plan.shape.get("silent_first"):
         known = None if begun is None else begun.config.mask_token
         mask = {"mask_token": rarest_token(examples, vocab_size=text.vocab_size) if known is None else known}
     described = {**plan.describe(manifest), **mask}
+    if adapted is not None:
+        shape = adapted.config.described
+        described |= {name: shape[name] for name in described.keys() & shape.keys() - {"tap_layers"}}
     saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
     if saved is not None:
         saved.refuse_others(described, may_lack=_OPTIONAL)
@@ -247,15 +267,20 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         d2t = begun.d2t
     else:
         d2t = frequent_tokens(examples, vocab_size=text.vocab_size, size=plan.options.draft_vocab)
-    shape = {"target": layers_for(text, plan.options.kind), **plan.shape, **mask}
-    model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
-    model.lm_head.weight.requires_grad_(loaded.parts.head is None)
+    if adapted is not None:
+        model = adapted
+    else:
+        shape = {"target": layers_for(text, plan.options.kind), **plan.shape, **mask}
+        model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
+        model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
     if saved is not None:
         position = saved.take_up(model, optimizer)
         say(f"{saved.path}: going on from step {position.step}")
         return _Start(model, embed, optimizer, position, described, saved.notes)
+    if adapted is not None:
+        return _Start(model, embed, optimizer, Position(), described, {})
     if begun is not None:
         say(f"starting from the drafter in {start_from}")
         _take_over(model, begun)
@@ -264,6 +289,17 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     drawn = torch.Generator().manual_seed(plan.settings.seed)
     made = initialise(model, target_end(loaded.model), embed, examples, positions=_INITIAL_POSITIONS, generator=drawn)
     return _Start(model, embed, optimizer, Position(), described, {"initialisation": made})
+
+
+def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
+    """A folder's drafter, of which that is trained which its files have a place for."""
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
+    names = published.stored_names(folder, loaded.parts)
+    if not names:
+        raise TrainingError(f"drafter {folder}: its form stores all tensors rearranged: it cannot be trained")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    return model
 
 
 def _begun(folder: Path, loaded: LoadedModel) -> SpecBlock:
