@@ -292,13 +292,9 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
 
 
 def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """A folder's drafter, of which that is trained which its files have a place for."""
-    model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
-    names = published.stored_names(folder, loaded.parts)
-    if not names:
-        raise TrainingError(f"drafter {folder}: its form stores all tensors rearranged: it cannot be trained")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in names)
+    """A folder's drafter; its head is trained if it is not the target's."""
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device).requires_grad_(True)
+    model.lm_head.requires_grad_(published.stores_head(folder))
     return model
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from drafters.published import folders as published
-from drafters.published.dflash import SPECULATORS
+from drafters.published.dflash import SPECULATORS_DFLASH
 from drafters.specblock import checkpoint
 from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
@@ -127,8 +127,8 @@ def test_what_is_trained_as_dflash_leaves_in_its_form(target: Path, trained: Any
     assert model.config.mask_token == VOCAB_SIZE - 1
     mask = model.get_parameter("input_layer.mask_embedding")
     assert torch.equal(mask, parts.embedding[VOCAB_SIZE - 1].bfloat16().float())
-    assert SPECULATORS.write is not None
-    described, tensors = SPECULATORS.write(model.config, checkpoint.weights_of(model), str(target))
+    assert SPECULATORS_DFLASH.write is not None
+    described, tensors = SPECULATORS_DFLASH.write(model.config, checkpoint.weights_of(model), str(target))
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(described))
     again = published.load(tmp_path, parts, dtype=torch.float32, device="cpu")
