@@ -223,9 +223,8 @@ class Bandit(Policy):
 
         s * value * horizon - cost
 
-    over the queries within which it has to pay for itself. The value is a posterior, because replays are noisy and
-    their error is known. Trials are paid for from a ledger of its own, so that the loss is bounded and takes no trials
-    from drafting.
+    over the queries within which it has to pay for itself. The value is a posterior: replays are noisy, with a known
+    error. Trials are paid for from a ledger of its own, so that the loss is bounded, and drafting is tried as often.
     """
 
     name = "bandit"

@@ -74,21 +74,26 @@ def _tensors(config: SpecBlockConfig, weights: Tensors) -> dict[str, Tensor]:
     if config.target["model_type"] != "qwen3":
         raise ValueError(f"its layers are of model_type {config.target['model_type']}, and DFlash's are of qwen3")
     names = {ours: theirs for theirs, ours in _NAMES.items()}
-    return form.renamed({name: weights[name] for name in weights if name.startswith(tuple(names))}, names)
+    tensors = form.renamed({name: weights[name] for name in weights if name.startswith(tuple(names))}, names)
+    if config.draft_vocab_size == config.target_vocab_size:
+        return tensors
+    if HEAD not in weights:
+        raise ValueError("its lm_head is some rows of the target's, and not stored: these forms store it")
+    return {**tensors, **form.written_vocabulary(weights, config)}
 
 
 def _write_dflash(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As z-lab and SpecForge write it. Only vLLM reads a head and a vocabulary in it."""
     tensors = _tensors(config, weights)
-    whole = config.draft_vocab_size == config.target_vocab_size
-    fits = {"lm_head": HEAD not in weights, "draft_vocab_size": whole, "silent_first": config.silent_first}
-    for name in (name for name, fit in fits.items() if not fit):
-        raise ValueError(f"its {name} has no place in this form, which has the target's head: write speculators")
+    if not config.silent_first:
+        raise ValueError("its silent_first is not this form's: write speculators")
     own: dict[str, Any] = {"mask_token_id": config.mask_token, "target_layer_ids": list(config.tap_layers)}
     own |= {"causal": True} if config.kind == "jetspec" else {}
     described = {
         "architectures": ["DFlashDraftModel"],
         **form.written_layers(config),
         "block_size": config.forward_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "num_target_layers": config.target["num_hidden_layers"],
         "dflash_config": own,
         form.TRAINED_LENGTH: config.trained_length,
@@ -102,10 +107,6 @@ def _write_speculators(
     tensors = _tensors(config, weights)
     if config.kind != "dflash":
         raise ValueError(f"its kind is {config.kind}, and this form has no causal attention: write {DFLASH.name}")
-    if config.draft_vocab_size != config.target_vocab_size:
-        if HEAD not in weights:
-            raise ValueError("its lm_head is not stored: it is some rows of the target's, and this form has its own")
-        tensors |= form.written_vocabulary(weights, config)
     described = {
         "architectures": ["DFlashDraftModel"],
         **form.speculators_config("dflash", config, target),

@@ -207,7 +207,8 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         device=loaded.model.device,
         num_processes=ranks.size,
     )
-    own_head = start.model.lm_head.weight.requires_grad
+    # Other engines read the head of a kind in its published shape from its file.
+    own_head = start.model.lm_head.weight.requires_grad or start.model.config.traits.family is not None
     checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
     write_card(plan.out, facts)
 
