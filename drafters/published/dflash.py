@@ -22,7 +22,7 @@ _NAMES = {
 _NESTED = "transformer_layer_config"
 _READ = {"mask_token_id", "target_layer_ids", "causal", "block_size"}
 """Keys of `dflash_config`. Those of later designs stand beside them, and change the result."""
-_UNREAD = ("target_hidden_size", "is_causal", "add_swa_attention_sink_bias", "sliding_window_non_causal")
+_UNREAD = ("target_hidden_size", "is_causal", "add_swa_attention_sink_bias")
 
 
 def _kind(described: Described) -> str:
@@ -114,6 +114,7 @@ def _write_speculators(
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.tap_layers],
         "mask_token_id": config.mask_token,
         "sample_from_anchor": not config.silent_first,
+        "sliding_window_non_causal": True,  # vLLM: of all layers; without it they are causal
     }
     return described, tensors
 

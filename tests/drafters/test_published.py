@@ -281,7 +281,6 @@ def test_what_changes_dflash_is_refused_by_name(tmp_path: Path) -> None:
     refused("it taps layers 1, 8, and the target has 8", target_layer_ids=[1, 8])
     refused("it taps layers 0, 3, and the target has 8", nested=True, aux_hidden_state_layer_ids=[0, 3])
     refused("its config sets is_causal, which is not read", top={"is_causal": True})
-    refused("its config sets sliding_window_non_causal", nested=True, sliding_window_non_causal=True)
     refused("its hidden_size is 64, the target's is 48", top={"hidden_size": 64})
     gemma = replace(parts, config={**parts.config, "model_type": "gemma2"})
     with pytest.raises(DrafterError, match="its target multiplies embeddings"):
