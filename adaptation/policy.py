@@ -167,8 +167,7 @@ LEARNING = "learning"
 _PRIOR_GAIN = 0.05
 """Prior standard deviation of the gain of an update on a typical batch: one in three changes tau by more."""
 _MIN_ERROR = 0.01  # of a gain: few texts are no more certain, even if they are all alike
-_RECORDING_SHARE = 0.08
-"""Of a query's seconds, for recording it: 0.8 ms of steps of 6 to 15 ms on a CPU, and less of longer ones."""
+_RECORDING_SHARE = 0.08  # of a query's seconds, for recording it: 0.8 ms of steps of 6 to 15 ms on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +223,8 @@ class Bandit(Policy):
 
         s * value * horizon - cost
 
-    over the queries within which it has to pay for itself. The value is a posterior, because replays are noisy and
-    their error is known. Trials are paid for from a ledger, so that the loss is bounded where nothing is gained; one of
-    its own, because drafting and asking must not be tried less where training takes time.
+    over the queries within which it has to pay for itself. The value is a posterior: replays are noisy, with a known
+    error. Trials are paid for from a ledger of its own, so that the loss is bounded, and drafting is tried as often.
     """
 
     name = "bandit"

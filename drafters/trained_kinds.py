@@ -23,6 +23,7 @@ class TrainedKind(NamedTuple):
     two_way: bool = False  # entries of a block attend to all of the block, not only to those before; `injected` only
     paths: int = 1  # likeliest paths that go on at each position of a block; above 1 only where a tree has one block
     glancing: float = 0.0  # training: share of entries after a wrong guess that see the true token
+    family: str | None = None  # of its layers as the kind is published, of `FUSED_FAMILIES`; None: the target's
     with_target: bool = False  # published together with the target, and never trained from the beginning
 
     @property
@@ -41,6 +42,7 @@ class TrainedKind(NamedTuple):
 _PLAIN = {"shift": False}  # no layer-wise shift
 _PUBLISHED = {"token_beside": True, "normalise_features": False}  # as EAGLE-3's files have it
 _QUERIES = {"shift": False, "broadcast": False}  # and only a block's first entry sees condition and token
+_MASKS = {**_QUERIES, "normalise_features": False, "silent_first": True}  # as DFlash is published; with a mask token
 
 TRAINED_KINDS: dict[str, TrainedKind] = {
     # SpecBlock (arXiv 2605.07243)
@@ -49,13 +51,15 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "parallel": TrainedKind(1, {"block_size": 6, "num_layers": 1, **_QUERIES}),
     # EAGLE-3 (arXiv 2503.01840): one layer, one position per forward, each on the drafter's own state before it; in the
     # published shape, so that other engines read what is trained here
-    "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN, **_PUBLISHED}),
+    "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN, **_PUBLISHED}, family="llama"),
     # Medusa (arXiv 2401.10774): one residual head per position on the target's own state, no layers
     "medusa": TrainedKind(1, {"block_size": 4, "num_layers": 0, **_PLAIN}),
     # DFlash (arXiv 2602.06036): a block in one forward, two-way, on the target's features as keys and values
-    "dflash": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_QUERIES}, "injected", two_way=True, paths=4),
+    "dflash": TrainedKind(
+        1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", two_way=True, paths=4, family="qwen3"
+    ),
     # JetSpec (arXiv 2606.18394): as DFlash, causal within the block
-    "jetspec": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_QUERIES}, "injected", paths=4),
+    "jetspec": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", paths=4, family="qwen3"),
     # TreeFlash (arXiv 2606.03819): one forward of the layers, then one position at a time, given the token before it
     "treeflash": TrainedKind(8, {"block_size": 1, "num_layers": 2, **_QUERIES}, "conditioned"),
     # A multi-token prediction module that the target was trained with, as MiMo's (arXiv 2505.07608)

@@ -257,6 +257,96 @@ def attention(read: Tensor, layer: dict[str, Tensor]) -> Tensor:
     return mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T
 
 
+DFLASH_TAPS = (1, 4, 6)
+DFLASH_BLOCK = 5
+
+
+def dflash_target(folder: Path, *, tied: bool = True) -> Path:
+    """A Qwen3 of eight layers, the small ones of which have one table for embedding and head."""
+    return tiny_model("qwen3", folder, num_hidden_layers=8, tie_word_embeddings=tied)
+
+
+def dflash(folder: Path, *, nested: bool = False, layers: int = 2, own: bool = False, **changes: object) -> Path:
+    """A drafter of that form, or as speculators writes it; `own`: with an output layer and a vocabulary of its own;
+    changes: of `dflash_config`, or of speculators' config."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    for number in range(layers):
+        prefix = f"layers.{number}."
+        wide = {
+            f"{prefix}self_attn.{name}_proj.weight": (width, HIDDEN)
+            for name, width in zip("qkv", (64, 32, 32), strict=True)
+        }
+        norms = {f"{prefix}self_attn.{name}_norm.weight": (16,) for name in "qk"}
+        shapes |= layer_shapes(prefix, reads=HIDDEN, biases=False) | wide | norms
+        shapes |= {f"{prefix}self_attn.o_proj.weight": (HIDDEN, 64)}
+    shapes |= {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)} if own else {}
+    tensors = drawn(shapes, seed=15)
+    if own:
+        tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:DRAFT_VOCAB].sort().values
+        tensors |= {"d2t": tokens - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
+    sizes: dict[str, object] = {
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": 1_000_000.0,
+    }
+    config: dict[str, object]
+    if nested:
+        config = {"speculators_model_type": "dflash", "mask_token_id": MASK_TOKEN}
+        config |= {"transformer_layer_config": sizes, "draft_vocab_size": DRAFT_VOCAB if own else VOCAB}
+        config |= {"aux_hidden_state_layer_ids": [tap + 1 for tap in DFLASH_TAPS], **changes}
+    else:
+        inside = {"mask_token_id": MASK_TOKEN, "target_layer_ids": list(DFLASH_TAPS), **changes}
+        config = {"architectures": ["DFlashDraftModel"], **sizes, "num_target_layers": 8, "dflash_config": inside}
+    return written(folder, tensors, {**config, "block_size": DFLASH_BLOCK})
+
+
+@torch.no_grad()
+def dflash_says(folder: Path, features: Tensor, rows: Tensor, head: Tensor, *, causal: bool) -> Tensor:
+    """Logits of all rows of a block behind a text. # features [length, 3 * hidden], rows [block, hidden]: embeddings of
+    the token after the text and of mask tokens; head [vocab, hidden] -> [block, vocab]"""
+    own, length, block = load_file(folder / "model.safetensors"), len(features), len(rows)
+    context = normed(features @ own["fc.weight"].T, own["hidden_norm.weight"])
+    angles = torch.arange(length + block)[:, None] * 1_000_000.0 ** (-torch.arange(0, 16, 2) / 16)
+    cos, sin = (torch.cat([wave, wave], dim=-1)[:, None] for wave in (angles.cos(), angles.sin()))
+
+    def heads(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
+        split = (x @ layer[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, 16)
+        if name == "v":
+            return split
+        split, at = normed(split, layer[f"self_attn.{name}_norm.weight"]), slice(length + block - len(x), None)
+        return split * cos[at] + torch.cat([-split[..., 8:], split[..., :8]], dim=-1) * sin[at]
+
+    hidden = rows
+    for number in range(9):
+        prefix = f"layers.{number}."
+        layer = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        if not layer:
+            break
+        x = normed(hidden, layer["input_layernorm.weight"])
+        query = heads(x, layer, "q")
+        key, value = (heads(torch.cat([context, x]), layer, name).repeat_interleave(2, dim=1) for name in "kv")
+        scores = torch.einsum("qhd,khd->hqk", query, key) / 4.0
+        hidden_from = torch.ones(block, length + block).triu(length + 1).bool() & causal
+        mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden_from, float("-inf")).softmax(-1), value)
+        hidden = hidden + mixed.flatten(1) @ layer["self_attn.o_proj.weight"].T
+        x = normed(hidden, layer["post_attention_layernorm.weight"])
+        gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        hidden = hidden + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    return normed(hidden, own["norm.weight"]) @ head.T
+
+
 def medusa(folder: Path, heads: int = 3) -> Path:
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(heads):

@@ -70,8 +70,8 @@ def _config(described: Described, tensors: Tensors, target: TargetParts, **kind:
     unread = {key: value for key, value in described.items() if value != layers["hidden_size"]}
     refuse_set(unread, _UNREAD)
     return SpecBlockConfig(
-        layers,
-        tap_layers=_taps(described.get(_TAPS) or own.get(_TAPS), target),
+        {**layers, "num_hidden_layers": target.config["num_hidden_layers"]},
+        tap_layers=_taps(described.get(_TAPS) or [layer + 1 for layer in own.get(_TAPS) or ()], target),
         draft_vocab_size=described.get("draft_vocab_size") or layers["vocab_size"],
         num_layers=layers["num_hidden_layers"],
         trained_length=described.get(TRAINED_LENGTH) or layers["max_position_embeddings"],
@@ -105,7 +105,8 @@ def _mask_token(described: Described) -> int | None:
 
 
 def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]:
-    """Return the tapped layers; number k of a file is the output of layer k - 1. Unset: 2, L / 2 and L - 3."""
+    """Return the tapped layers; number k is the output of layer k - 1 (in an `eagle_config`, of layer k). Unset: 2,
+    L / 2 and L - 3."""
     depth = target.config["num_hidden_layers"]
     if not counted and depth < 4:
         raise ValueError(f"it taps the fourth layer from the end, and the target has {depth}")
@@ -165,12 +166,12 @@ def _write_eagle3(config: SpecBlockConfig, weights: Tensors, target: str) -> tup
     flags = {key: True for key, is_set in _flags(config).items() if is_set}
     if config.num_layers > 1:
         raise ValueError(f"it has {config.num_layers} layers, and the form has one: write the speculators form")
-    taps = [tap + 1 for tap in config.tap_layers]
     described = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **written_layers(config),
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_config": {_TAPS: taps, "use_aux_hidden_state": True},
+        _TAPS: [tap + 1 for tap in config.tap_layers],  # as vLLM counts; beside it as SGLang and SpecForge do
+        "eagle_config": {_TAPS: list(config.tap_layers), "use_aux_hidden_state": True},
         TRAINED_LENGTH: config.trained_length,
         **flags,
     }

@@ -12,15 +12,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
 from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
 from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
 from drafters.published.modules import MEDUSA, MTP
+from drafters.published.specblock import SPECBLOCK
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.model import SpecBlock
 
-FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA)
+FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")
@@ -85,36 +87,32 @@ def config_of(folder: Path, target: TargetParts) -> SpecBlockConfig:
         return config
 
 
-def stored_names(folder: Path, target: TargetParts) -> dict[str, str]:
-    """Return the names in a folder's files of what the network has as it is stored there, by the names of
-    `weights_of`. The rest is computed, the target's or not in that form. Raises DrafterError."""
+def stores_head(folder: Path) -> bool:
+    """Return whether a folder's drafter has a head of its own, which can be trained. Raises DrafterError, also for a
+    form that cannot be written."""
     form = form_of(folder)
     if form is None:
-        stored = checkpoint.read_weights(folder, checkpoint.describe(folder).config)
-        return {name: name for name in stored if name != checkpoint.VOCABULARY}
-    tensors = read_tensors(folder, form)
-    _, weights = _converted(folder, form, tensors, target)
-    names = {_place(value): name for name, value in tensors.items()}
-    found = {ours: names[_place(value)] for ours, value in weights.items() if _place(value) in names}
-    return {ours: name for ours, name in found.items() if list(found.values()).count(name) == 1}
+        return checkpoint.HEAD in checkpoint.read_weights(folder, checkpoint.describe(folder).config)
+    if form.write is None:
+        raise DrafterError(f"drafter {folder}: a drafter of the form {form.name} can be served, but not written")
+    return checkpoint.HEAD in read_tensors(folder, form)
 
 
-def _place(tensor: Tensor) -> tuple[int, int, bool]:
-    """What is equal for tensors that are the same values in the same order in memory. # tensor [...]"""
-    return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous()
-
-
-def write_like(folder: Path, out: Path, target: TargetParts) -> None:
+def write_like(folder: Path, out: Path) -> None:
     """Give `out`, which holds a folder's drafter in our own form after training, the form of that folder; what was not
     trained is as it was there. Raises DrafterError."""
     form = form_of(folder)
     if form is None:
         return
-    tensors, weights = read_tensors(folder, form), checkpoint.read_weights(out, checkpoint.describe(out).config)
-    for ours, name in stored_names(folder, target).items():
-        tensors[name] = weights[ours].to(tensors[name].dtype).reshape(tensors[name].shape)
-    tensors = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(tensors, out / checkpoint.WEIGHTS_FILE, {"format": "pt"})  # transformers refuses files without it
+    assert form.write is not None, "its form was checked"
+    tensors, config = read_tensors(folder, form), checkpoint.describe(out).config
+    weights = checkpoint.read_weights(out, config)
+    if checkpoint.HEAD not in tensors:
+        weights.pop(checkpoint.HEAD, None)
+    for name, value in form.write(config, weights, "")[1].items():
+        if name in tensors:
+            tensors[name] = value.to(tensors[name].dtype).reshape(tensors[name].shape)
+    _save(out, tensors)
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", checkpoint.CARD_FILE)):
             shutil.copyfile(file, out / file.name)
@@ -180,8 +178,16 @@ def write(folder: Path, form: PublishedForm, config: SpecBlockConfig, weights: T
     described, tensors = form.write(config, weights, target)
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
-        name: (value.bfloat16() if value.is_floating_point() else value).contiguous().cpu()
+        name: (value.bfloat16() if value.is_floating_point() else value)
+        .contiguous()
+        .cpu()  # planned transfer: a command
         for name, value in tensors.items()
     }
     save_file(stored, folder / checkpoint.WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+
+
+def _save(folder: Path, tensors: Tensors) -> None:
+    """Write a folder's tensors. # [...] each"""
+    stored = {name: value.contiguous().cpu() for name, value in tensors.items()}  # planned transfer: on a command
+    save_file(stored, folder / checkpoint.WEIGHTS_FILE, {"format": "pt"})  # transformers refuses files without it

@@ -12,6 +12,13 @@ from drafters.specblock.config import SpecBlockConfig
 
 EMBEDDING = "embed_tokens.weight"
 
+_LAYER_KEYS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias"),
+    *("rope_parameters", "num_hidden_layers"),
+)
+"""What a drafter's layers need of a transformers config."""
+
 Described = Mapping[str, Any]
 """The content of a `config.json`."""
 Tensors = Mapping[str, Tensor]
@@ -57,14 +64,11 @@ def layers_of(described: Described, target: TargetParts) -> dict[str, Any]:
     for name in ("hidden_size", "vocab_size"):
         if found[name] != target.config[name]:
             raise ValueError(f"its {name} is {found[name]}, the target's is {target.config[name]}")
-    return found
+    if set(found.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("its config sets layer_types other than full_attention, which are not read")
+    return {key: found[key] for key in _LAYER_KEYS if found.get(key) is not None}
 
 
-_LAYER_KEYS = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-)
 TRAINED_LENGTH = "trained_length"
 """Our key for the longest context seen in training, which files of others do not state."""
 
@@ -76,7 +80,7 @@ def written_layers(config: SpecBlockConfig) -> dict[str, Any]:
     rope = dict(own.get("rope_parameters") or own.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", own.get("rope_theta", 10_000.0))
     return {
-        **{key: own[key] for key in _LAYER_KEYS if own.get(key) is not None},
+        **{key: own[key] for key in _LAYER_KEYS if own.get(key) is not None and key != "rope_parameters"},
         "head_dim": own.get("head_dim") or config.hidden_size // own["num_attention_heads"],
         "num_hidden_layers": config.num_layers,
         "rope_theta": theta,
@@ -95,7 +99,7 @@ def speculators_config(algorithm: str, config: SpecBlockConfig, target: str) -> 
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
-            "verifier": {"name_or_path": target, "architectures": config.target.get("architectures") or []},
+            "verifier": {"name_or_path": target, "architectures": []},
         },
         "transformer_layer_config": written_layers(config),
         "draft_vocab_size": config.draft_vocab_size,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
 from kernels.families import FUSED_FAMILIES
+from kernels.rank_features import TOP
 
 PrefixEntries = Literal["first", "all"]
 States = Literal["normed", "raw"]
@@ -41,6 +42,10 @@ class SpecBlockConfig:
     joined_norm: bool = False  # one norm of all tapped features together instead of one for each
     normed_residual: bool = False  # of `token_beside`: the first layer adds to the normed state
     mask_token: int | None = None  # entries without a token of their own read this one's embedding
+    restarts: bool = False  # further blocks stand at the positions of the first
+    rank_scores: int = 0  # likeliest scores from which the rank head's features are computed; 0: all
+    rank_biases: bool = True  # of the rank head's layers
+    silent_first: bool = False  # a row before a block's entries, the newest token's, predicts nothing
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
@@ -58,8 +63,13 @@ class SpecBlockConfig:
             )
         if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
             raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
+        masked = self.mask_token is not None and not self.token_beside
+        if (masked or self.silent_first) and not (masked and self.traits.forward == "injected"):
+            raise ValueError("drafter config: mask_token, with silent_first, is for kinds dflash and jetspec")
         if self.own_heads and self.num_layers:
             raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
+        if self.rank_scores and not TOP <= self.rank_scores <= self.draft_vocab_size:
+            raise ValueError(f"drafter config: rank_scores must be 0, or from {TOP} to the draft vocabulary's size")
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
         if self.prefix_entries == "all" and not self.runs_context:
@@ -116,7 +126,7 @@ class SpecBlockConfig:
     @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers computes states for."""
-        return self.reach if self.traits.conditioned else self.block_size
+        return self.reach if self.traits.conditioned else self.block_size + self.silent_first
 
     @property
     def cached_entries(self) -> int:

@@ -47,16 +47,24 @@ class Proposal:
 def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
     """Rank tokens at each position. # states [batch, starts, block, hidden]; depths [batch, starts, block] of the
     proposed tokens, from 1"""
-    logits = network.head(states)
-    features, ids = rank_features(noise.scores(logits, depths))
-    chances = BlockChances(features, network.rank_logits(states, features))
+    logits, likeliest = network.head(states), network.config.rank_scores
+    scores = noise.scores(logits, depths)
+    features, ids = rank_features(scores)
+    read = rank_features(scores, likeliest)[0] if likeliest else features
+    chances = BlockChances(features, network.rank_logits(states, read))
     return Proposal(network.d2t[ids], chances, logits)
 
 
-def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
+def rank_features(scores: Tensor, likeliest: int = 0) -> tuple[Tensor, Tensor]:
     """Return 15 features (top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the
-    entropy) and the draft ids of ranks 1..10. # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
-    return ops.on(scores.device).rank_features(scores)
+    entropy) and the draft ids of ranks 1..10; `likeliest`: of the distribution over so many tokens alone, 0: over all.
+    # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
+    compute = ops.on(scores.device).rank_features
+    if not likeliest:
+        return compute(scores)
+    kept = scores.topk(likeliest, dim=-1)
+    features, ranks = compute(kept.values)
+    return features, kept.indices.gather(-1, ranks)
 
 
 def rank_class(ids: Tensor, token: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from drafters.specblock.conditioning import ConditionedStructure
 from drafters.specblock.config import SpecBlockConfig as SpecBlockConfig
 from drafters.specblock.layers import Attend, DrafterLayer, KeysValues
 from drafters.specblock.layers import Embed as Embed
+from drafters.specblock.mask_tokens import MaskTokenStructure
 from drafters.specblock.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.specblock.structure import Structure
 from kernels.rank_features import NUM_FEATURES, TOP
@@ -35,6 +36,8 @@ def structure_of(config: SpecBlockConfig) -> Structure:
     """Return what makes the parts of this config's network."""
     if config.token_beside:
         return AutoregressiveStructure(config)
+    if config.mask_token is not None:
+        return MaskTokenStructure(config)
     if not config.num_layers:
         return OwnHeadsStructure(config) if config.own_heads else HeadsStructure(config)
     return ConditionedStructure(config) if config.traits.conditioned else Structure(config)
@@ -68,7 +71,9 @@ class SpecBlock(nn.Module):
         )
         self.lm_head = structure.head()
         self.rank_head = nn.Sequential(
-            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden), nn.SiLU(), nn.Linear(config.rank_hidden, RANK_CLASSES)
+            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=config.rank_biases),
+            nn.SiLU(),
+            nn.Linear(config.rank_hidden, RANK_CLASSES, bias=config.rank_biases),
         )
         self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
         self.path_head = structure.path_head()
@@ -108,8 +113,10 @@ class SpecBlock(nn.Module):
         """Return each layer's keys and values of committed positions, made of their condition without running them.
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
-        layers = (layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer))
-        return [layer.self_attn.keys_values(layer.norms.attention_input(context), rotary) for layer in layers]
+        layers = [layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer)]
+        shared = None if self.config.mask_token is None else self.input_layer.get_submodule("condition_norm")
+        normed = [(shared or layer.norms.attention_input)(context) for layer in layers]
+        return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, normed, strict=True)]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]

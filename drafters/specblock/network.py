@@ -25,8 +25,8 @@ class _RankHead:
         weights = planner.weights
         self._corrects_draft = config.ranks_from_draft
         self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.normalise_rank_inputs else None
-        self._hidden = planner.product(weights["rank_head.0.weight"], weights["rank_head.0.bias"])
-        self._classes = planner.product(weights["rank_head.2.weight"], weights["rank_head.2.bias"])
+        self._hidden = planner.product(weights["rank_head.0.weight"], weights.get("rank_head.0.bias"))
+        self._classes = planner.product(weights["rank_head.2.weight"], weights.get("rank_head.2.bias"))
 
     def __call__(self, states: Tensor, features: Tensor) -> Tensor:
         """# states [..., hidden], features [..., 15] -> [..., 4] float32"""
@@ -47,9 +47,9 @@ class _Planned:
         self.condition = planner.product(weights["input_layer.condition_proj.weight"])
         self.blocks = structure.served_input(planner)
         self.layers = structure.served_layers(planner)
+        self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
-        self._runs: list[RunLayers] = []
-        self._planned_for: Tensor | None = None  # pool
+        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # of a pool
         shifts = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [planner.product(weights[f"shift_proj.{number}.weight"]) for number in shifts]
         self.output = structure.served_output(planner)
@@ -59,10 +59,10 @@ class _Planned:
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
         """Return the layers, one call each. # pool as `EntryPool.storage`"""
-        if self._planned_for is not pool:
-            self._runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
-            self._planned_for = pool
-        return self._runs
+        if self._runs[0] is not pool:
+            runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
+            self._runs = pool, runs
+        return self._runs[1]
 
 
 class ServingNetwork:
@@ -150,7 +150,7 @@ class ServingNetwork:
     def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """Write each layer's keys and values of committed positions, made of their conditions, to the pool.
         # context [rows, hidden]"""
-        for layer, own in zip(self._planned.layers, pool, strict=True):
+        for layer, own in zip(self._planned.injected, pool, strict=True):
             layer.store(context, None, places, own)
 
     def conditioned(self, states: Tensor, embedded: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ class BlockForward:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
         self._size, self._cached = network.config.forward_size, network.config.cached_entries
+        self._advance = int(not network.config.restarts)  # positions that a block stands further by depth
+        self._silent = int(network.config.silent_first)
         rotary = partial(network.shape.rotary, dtype=network.dtype)
         # Blocks continue after the deepest node.
         self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
@@ -113,7 +115,8 @@ class BlockForward:
         begun = index + known - states.shape[1] * size  # among all nodes
         above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
         path = Path(above, nodes.depths.gather(1, begun))
-        return self._begin(context, picked.tokens, path, roots[:, None] + picked.origin.depth, nodes)
+        positions = roots[:, None] + picked.origin.depth * self._advance
+        return self._begin(context, picked.tokens, path, positions, nodes)
 
     def _begin(
         self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: BlockNodes
@@ -137,7 +140,7 @@ class BlockForward:
         rotary = (positions[:, :, None] + layout.ahead).flatten(1)
         row_places = self._row_places(layout, grown, before + layout.reach, rotary, slots)
         states = self._network.states(inputs.flatten(0, 1), layout.previous, row_places, self._pool.storage)
-        return states.view(batch, number, size, -1), grown
+        return states.view(batch, number, size, -1)[:, :, self._silent :], grown
 
     def _inputs(self, waiting: Waiting) -> Tensor:
         """Return the inputs of all entries of waiting positions' blocks. # -> [batch, count, block, width]"""

@@ -169,6 +169,10 @@ class Structure:
         window = self.config.trained_length * self.config.entries
         return [planner.layer(number, self.shape, window) for number in range(self.config.num_layers)]
 
+    def injected_into(self, layers: Sequence[ServedLayer], planner: WeightPlanner) -> Sequence[ServedLayer]:
+        """Plan how layers store keys and values of conditions."""
+        return layers
+
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
         """Return what makes one call of layers and their keys and values, pools [2, places, kv_heads, dim] each."""
         return ops.plan_layers

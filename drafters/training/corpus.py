@@ -248,6 +248,12 @@ def batches(examples: list[Example], *, tokens: int, generator: torch.Generator)
         yield groups[place]
 
 
+def rarest_token(examples: Sequence[Example], *, vocab_size: int) -> int:
+    """Return the last of the target's tokens that texts hold least, most often not at all."""
+    counts = torch.cat([example.tokens for example in examples]).long().bincount(minlength=vocab_size)
+    return int((counts == counts.min()).nonzero()[-1])
+
+
 def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) -> Tensor:
     """Return the `size` tokens with the largest expected frequency in responses and labels, ascending. # -> [size]
     int64"""

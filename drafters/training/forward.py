@@ -63,6 +63,7 @@ class TrainedBlocks:
     onward: Tensor  # [batch, anchors, block, hidden], the context of blocks that start at each entry
     seen: Tensor  # [batch, anchors, block, rows] bool, rows of all forwards so far that each entry attends to
     held: Sequence[KeysValues]  # of these rows, by layer
+    places: Tensor  # [batch, anchors] int64, positions at which the blocks stand, less one
     ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], states of one forward for all blocks
 
 
@@ -114,7 +115,8 @@ class TrainingForward:
         states_of, onward_of, seen_of = (
             at(values, of_blocks).unflatten(1, (number, self._size)) for values in (states, onward, seen)
         )
-        return states[:, :num_stream:entries], TrainedBlocks(anchors, states_of, onward_of, seen_of, attention.layers)
+        blocks = TrainedBlocks(anchors, states_of, onward_of, seen_of, attention.layers, anchors)
+        return states[:, :num_stream:entries], blocks
 
     def _truth(self, batch: Batch, anchors: Tensor) -> Tensor:
         """Return what the true tokens add to the inputs of entries after an anchor's first.
@@ -148,7 +150,8 @@ class TrainingForward:
         place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         anchors = before.anchors + cuts
-        return self._begin(context, _after(batch, anchors), anchors, path, before.held)
+        places = before.places if self._model.config.restarts else anchors
+        return replace(self._begin(context, _after(batch, anchors), places, path, before.held), anchors=anchors)
 
     def _begin(
         self, context: Tensor, tokens: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
@@ -168,8 +171,9 @@ class TrainingForward:
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         found = *self._model.heads_and_context(self._model(rows, attention)), seen
-        states, onward, seen = (values.unflatten(1, (number, self._size)) for values in found)
-        return TrainedBlocks(anchors, states, onward, seen, attention.layers)
+        silent = int(self._model.config.silent_first)
+        states, onward, seen = (values.unflatten(1, (number, self._size))[:, :, silent:] for values in found)
+        return TrainedBlocks(anchors, states, onward, seen, attention.layers, anchors)
 
 
 class InjectedTraining(TrainingForward):

@@ -6,7 +6,8 @@ next token to the top tapped feature of that *next* position. With taps (2, L/2,
 what the copied layers received. The regression needs only sums over positions, so sequences may come one by one. With
 injected context a position's condition is its own top tapped feature, of which the copied layers make the keys and
 values they made in the target, and the regression is from that feature. If the target's layers are not standard ones,
-the drafter's layers start as the identity."""
+the drafter's layers start as the identity; and behind mask tokens, where there is nothing to solve, and where copies
+learn worse (docs/training.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from drafters.specblock.autoregressive import TokenAndState
 from drafters.specblock.config import SpecBlockConfig
 from drafters.specblock.layers import Embed, Input, LayerShape
+from drafters.specblock.mask_tokens import MaskTokens
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.residual_heads import ResidualHeads
 from drafters.specblock.structure import InputLayer
@@ -60,6 +62,9 @@ def initialise(
     if isinstance(model.input_layer, ResidualHeads):
         model.input_layer.start_from(model.config.tap_layers.index(top))
         return {"exact": top == len(target.layers) - 1}  # else the last layer's output is approximated by another one's
+    if isinstance(model.input_layer, MaskTokens):
+        model.input_layer.start_from(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
+        return {}
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
         if sums.positions >= positions:
@@ -222,18 +227,27 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
 
 
 @torch.no_grad()
+def _copy_layer(layer: nn.Module, source: Mapping[str, Tensor]) -> None:
+    """Copy a layer; weights for a token that only the copy reads, before the state (EAGLE-3), are 0.
+    # source [...] each"""
+    for name, value in layer.state_dict().items():
+        value.zero_()
+        value[..., -source[name].shape[-1] :] = source[name]
+
+
+@torch.no_grad()
 def copy_end(model: SpecBlock, target: TargetEnd) -> None:
-    """Copy layers, output norm and head from the target to a model with its vocabulary set. Raises TrainingError if the
-    target has too few layers."""
+    """Copy layers (or make them the identity), output norm and head from the target to a model with its vocabulary set.
+    Raises TrainingError if the target has too few layers."""
     own = list(model.decoder.layers)
     if len(own) > len(target.layers):
         raise TrainingError(
             f"the target has {len(target.layers)} layers, so a drafter of {len(own)} cannot copy its end"
         )
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
-        copied = _widened(source.state_dict(), layer.state_dict())
-        if target.standard and copied.keys() == layer.state_dict().keys():
-            layer.load_state_dict(copied)
+        same = layer.state_dict().keys() == source.state_dict().keys()
+        if target.standard and same and model.config.mask_token is None:
+            _copy_layer(layer, source.state_dict())
         else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
@@ -246,14 +260,3 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         weight = shift.get_parameter("weight")
         weight.zero_()
         weight[:, :hidden] = torch.eye(hidden)  # the identity; what the previous entry adds is learned
-
-
-def _widened(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's weights for one whose attention also reads the token before the state: 0 for the token.
-    # source [out, hidden] -> [out, hidden or 2 * hidden] as wanted"""
-    return {
-        name: value
-        if name not in wanted or value.shape == wanted[name].shape
-        else torch.cat([torch.zeros_like(value), value], dim=1)
-        for name, value in source.items()
-    }

@@ -81,7 +81,8 @@ def _rank_loss(model: SpecBlock, labels: DraftLabels, noise: TreeNoise) -> Tenso
     """Cross-entropy, with a gradient by the rank head's last layer only."""
     states, last = labels.states.float(), model.get_parameter(OUTPUT_LAYERS[1])
     with torch.no_grad():
-        features, ids = rank_features(noise.along(linear(states, model.lm_head.weight)[:, None])[:, 0])
+        scores = noise.along(linear(states, model.lm_head.weight)[:, None])[:, 0]
+        features, ids = rank_features(scores, model.config.rank_scores)
         inputs = model.rank_inputs(states, features)
         others = model.rank_logits(states, features) - linear(inputs, last).float()
     return cross_entropy(others + newton_logits(inputs, last), rank_class(ids, model.t2d[labels.tokens]))

@@ -165,27 +165,21 @@ def drafter_config(
     size = min(text.vocab_size, draft_tokens)
     # Training is faster where only a block's first entry sees token and condition: docs/training.md.
     shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
-    published = bool(shape.get("token_beside"))
-    layers, taps = (llama_layers(text), eagle3_taps(text)) if published else (layers_for(text), tap_layers_for(model))
-    return SpecBlockConfig(layers, taps, draft_vocab_size=size, kind=kind, **shape)
+    return SpecBlockConfig(layers_for(text, kind), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
 
 
-def layers_for(text: PreTrainedConfig) -> dict[str, Any]:
-    """The config of a drafter's layers: the target's own without its path, or Llama's in the target's sizes where the
-    target's layers are not among `FUSED_FAMILIES`."""
+def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any]:
+    """The config of a drafter's layers: the target's own without its path, as layers of the family that the kind is
+    published with, if any; or Llama's in the target's sizes where the target's layers are not among `FUSED_FAMILIES`.
+    """
+    family = TRAINED_KINDS[kind].family
     if text.model_type in FUSED_FAMILIES:
-        return {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
-    return llama_layers(text)
-
-
-def llama_layers(text: PreTrainedConfig) -> dict[str, Any]:
-    """The config of Llama's layers in the target's sizes."""
+        own = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
+        return {**own, "model_type": family, "attention_bias": False, "mlp_bias": False} if family else own
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "architectures")
+    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
     known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
-    rope = getattr(text, "rope_parameters", None) or {}
-    plain = {"rope_parameters": dict(rope)} if "rope_theta" in rope else {}  # others are by type of layer
-    return LlamaConfig(**known, **plain).to_dict()
+    return {**LlamaConfig(**known).to_dict(), **({"model_type": family} if family else {})}
 
 
 def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
@@ -193,12 +187,6 @@ def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
     copied last layers, or is the last layer where none are copied."""
     num_layers, copied = model.config.get_text_config().num_hidden_layers, 2 if has_standard_layers(model) else 0
     return min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0)
-
-
-def eagle3_taps(text: PreTrainedConfig) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads where its file does not say, as far as a shallow target has them."""
-    depth = text.num_hidden_layers
-    return min(1, depth - 1), max(depth // 2 - 1, 0), max(depth - 4, 0)
 
 
 def target_end(model: PreTrainedModel) -> TargetEnd:
@@ -235,12 +223,14 @@ def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | No
 
 
 def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, and layers to copy."""
+    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, layers to copy, and an input
+    that can be solved."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    return same and config.num_layers > 0 and max(config.tap_layers) < text.num_hidden_layers
+    solved = config.num_layers > 0 and not config.token_beside and config.mask_token is None
+    return same and solved and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()

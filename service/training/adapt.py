@@ -44,7 +44,7 @@ _GATE = Tuning()
 _NEEDED = round(_GATE.gate_texts / _GATE.validation_share)
 
 
-class Exchange(ChatTemplateFields):
+class LoggedChat(ChatTemplateFields):
     """A line of a log: a conversation that ends in the target's answer. `request` and `response` are those of
     /v1/chat/completions."""
 
@@ -59,7 +59,7 @@ class Exchange(ChatTemplateFields):
         return {**line, **request} if isinstance(request, dict) else line
 
     @model_validator(mode="after")
-    def _has_an_answer(self) -> "Exchange":
+    def _has_an_answer(self) -> "LoggedChat":
         if len(self.turns) < 2 or self.turns[-1].role != "assistant":
             raise ValueError("no answer: `messages` must end in one of the assistant, or give `response`")
         return self
@@ -88,7 +88,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
     began, out, drafter = time.monotonic(), new_folder(out), local_folder(drafter)
     try:
         shape = _shape(config, drafter)
-        exchanges = list(read_lines(texts, Exchange, "log"))
+        chats = list(read_lines(texts, LoggedChat, "log"))
         ranks, device = processes(config), device_of(config.device)
         loaded = load_target(config, device, target_dtype(device))
         old = _load(drafter, loaded)  # refused before anything is computed
@@ -96,10 +96,12 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
         length, features, trained = kept_length(work / "drafter"), work / "features", work / "drafter"
         if length is None:
             responses = work / f"{texts.stem}.jsonl"
-            responses.write_text(_responses(exchanges, loaded, config.max_model_len or loaded.max_positions))
+            responses.write_text(_responses(chats, loaded, config.max_model_len or loaded.max_positions))
             deadline = began + FEATURE_SHARE * minutes * 60
             make_features(config, [responses], features, deadline=deadline, loaded=loaded, taps=shape.tap_layers)
             length = Length(seconds=minutes * 60 - (time.monotonic() - began))
+            if (length.seconds or 0) <= 0:
+                raise StartupError("reading the texts took all the time: run again, it is kept, or give more --minutes")
         without = {"rank": published.form_of(drafter) is not None, "coupling": not shape.coupled}
         options = FitOptions(
             kind=shape.kind, ablate=",".join(name for name, is_so in without.items() if is_so), seed=seed
@@ -109,7 +111,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
         if len(apart) < _GATE.gate_texts:
             raise StartupError(f"{texts}: too few texts of different prompts, or too little time: {_NEEDED} are needed")
         fit(loaded, plan, ranks)
-        published.write_like(drafter, trained, loaded.parts)
+        published.write_like(drafter, trained)
         decision = _judge(old, _load(trained, loaded), apart, loaded)
     except (DrafterError, TrainingError) as error:
         raise StartupError(str(error)) from error
@@ -117,12 +119,12 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
         f"{decision.serving_mean:.3f} tokens per verify before, {decision.candidate_mean:.3f} after, replayed on "
         f"{decision.num_texts} texts held back; a gain above {decision.needed:.3f} counts"
     )
-    say(f"the new drafter is in {out}: {found}" if decision.publish else f"keeps the old drafter: {found}")
     if decision.publish:
         (trained / STATE_FILE).unlink()
         _add_to_card(trained / CARD_FILE, found, drafter / CARD_FILE)
         trained.rename(out)
     shutil.rmtree(work)
+    say(f"the new drafter is in {out}: {found}" if decision.publish else f"keeps the old drafter: {found}")
     return decision.publish
 
 
@@ -150,18 +152,18 @@ def _work_folder(drafter: Path, texts: Path, out: Path, others: str) -> Path:
     return folder
 
 
-def _responses(exchanges: Sequence[tuple[str, Exchange]], loaded: LoadedModel, most: int) -> str:
+def _responses(chats: Sequence[tuple[str, LoggedChat]], loaded: LoadedModel, most: int) -> str:
     """All texts of at most so many tokens, as lines of JSON."""
     tokenizer, lines = ChatTokenizer(loaded.tokenizer), list[str]()
-    for number, (where, exchange) in enumerate(exchanges):
+    for number, (where, chat) in enumerate(chats):
         try:
-            prompt, answer = exchange.tokens(tokenizer, loaded.eos_token_ids)
+            prompt, answer = chat.tokens(tokenizer, loaded.eos_token_ids)
         except RequestError as error:
             raise StartupError(f"{where}: {error.message}") from error
         response = Response(id=f"text-{number}", temperature=0.0, prompt=prompt, response=answer)
         lines += [response.model_dump_json() + "\n"] if response.num_tokens <= most else []
-    if len(lines) < len(exchanges):
-        say(f"left out {len(exchanges) - len(lines)} texts of more than {most} tokens")
+    if len(lines) < len(chats):
+        say(f"left out {len(chats) - len(lines)} texts of more than {most} tokens")
     return "".join(lines)
 
 

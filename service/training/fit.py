@@ -16,7 +16,7 @@ from drafters.published import folders as published
 from drafters.specblock import checkpoint
 from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples
+from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples, rarest_token
 from drafters.training.fit import (
     FitLoop,
     FitReport,
@@ -207,7 +207,8 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         device=loaded.model.device,
         num_processes=ranks.size,
     )
-    own_head = start.model.lm_head.weight.requires_grad
+    # Other engines read the head of a kind in its published shape from its file.
+    own_head = start.model.lm_head.weight.requires_grad or start.model.config.traits.family is not None
     checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
     write_card(plan.out, facts)
 
@@ -250,7 +251,12 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     start_from = plan.options.start_from
     adapted = None if plan.adapts is None else _adapted(plan.adapts, loaded)
     begun = adapted if start_from is None else _begun(start_from, loaded)
-    described, text = plan.describe(manifest), loaded.model.config.get_text_config()
+    text = loaded.model.config.get_text_config()
+    mask = {}
+    if plan.shape.get("silent_first"):
+        known = None if begun is None else begun.config.mask_token
+        mask = {"mask_token": rarest_token(examples, vocab_size=text.vocab_size) if known is None else known}
+    described = {**plan.describe(manifest), **mask}
     if adapted is not None:
         shape = adapted.config.described
         described |= {name: shape[name] for name in described.keys() & shape.keys() - {"tap_layers"}}
@@ -265,7 +271,8 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     if adapted is not None:
         model = adapted
     else:
-        model = _model(plan, layers_for(text), manifest.tap_layers, d2t).to(loaded.model.device)
+        shape = {"target": layers_for(text, plan.options.kind), **plan.shape, **mask}
+        model = _model(plan, shape, manifest.tap_layers, d2t).to(loaded.model.device)
         model.lm_head.weight.requires_grad_(loaded.parts.head is None)
     optimizer = make_optimizer(model, plan.settings)
     embed = embed_with(loaded.parts.embedding)
@@ -286,13 +293,9 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
 
 
 def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """A folder's drafter, of which that is trained which its files have a place for."""
-    model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device)
-    names = published.stored_names(folder, loaded.parts)
-    if not names:
-        raise TrainingError(f"drafter {folder}: its form stores all tensors rearranged: it cannot be trained")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in names)
+    """A folder's drafter; its head is trained if it is not the target's."""
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device).requires_grad_(True)
+    model.lm_head.requires_grad_(published.stores_head(folder))
     return model
 
 
@@ -314,18 +317,17 @@ def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
     checkpoint.write_weights(model, known)
 
 
-def _model(plan: FitPlan, target: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
+def _model(plan: FitPlan, shape: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
     torch.manual_seed(plan.settings.seed)  # the rank head starts from random weights
     try:
         config = SpecBlockConfig(
-            target=target,
             tap_layers=taps,
             draft_vocab_size=d2t.shape[0],
             prefix_entries=plan.options.prefix_entries,
             coupled="coupling" not in plan.options.without,
             trained_length=_MAX_LENGTH,
             kind=plan.options.kind,
-            **plan.shape,
+            **shape,
         )
     except ValueError as error:
         raise StartupError(str(error)) from error

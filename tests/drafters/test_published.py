@@ -1,6 +1,7 @@
 """Published forms: their drafters say here what plain torch says of the same weights, and what is none is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,24 @@ from torch import Tensor
 from drafters.calibration import class_logits
 from drafters.protocol import DraftingSizes
 from drafters.published import folders as published
-from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.checkpoint import DrafterError, TargetParts, weights_of
 from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import LayerShape
 from drafters.specblock.model import SpecBlock
 from drafters.specblock.network import ServingNetwork
 from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import BlockForward
+from drafters.specblock.serving import forward_of
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import (
+    DFLASH_BLOCK,
+    DFLASH_TAPS,
+    DRAFT_VOCAB,
     MASK_TOKEN,
+    VOCAB,
     deep_target,
+    dflash,
+    dflash_says,
+    dflash_target,
     eagle3,
     eagle3_says,
     medusa,
@@ -56,7 +63,7 @@ def said(
     rows, counts = torch.tensor([0]), torch.tensor([count])
     state.wait(rows, torch.tensor([0]), counts, slots, features[None, :count], tokens[None, 1 : count + 1])
     table = loaded.parts.embedding
-    forward = BlockForward(network, lambda ids: table[ids], pool, state)
+    forward = forward_of(network, lambda ids: table[ids], pool, state)
     states, nodes = forward.first(rows, state.take(rows, count))
     logits = [network.head(model.heads_and_context(states)[0].contiguous())]
     for depth, token in enumerate([] if more is None else more, start=1):
@@ -160,10 +167,8 @@ def test_what_is_written_is_what_was_read(tmp_path: Path, form: str) -> None:
         assert published.form_of(copy) is writer
         kept = {name: value for name, value in weights_of(again).items() if not name.startswith("rank")}
         assert all(torch.equal(value, weights_of(model)[name]) for name, value in kept.items())
-        assert again.config.traits == model.config.traits
-        assert LayerShape.of(again.config.target).biases == LayerShape.of(model.config.target).biases
-        switches = ("tap_layers", "joined_norm", "normed_residual", "continues_raw", "mask_token", "trained_length")
-        assert [getattr(again.config, name) for name in switches] == [getattr(model.config, name) for name in switches]
+        assert replace(again.config, continues_from=model.config.continues_from) == model.config
+        assert again.config.continues_raw == model.config.continues_raw
 
 
 def test_what_a_form_cannot_hold_is_not_written(tmp_path: Path) -> None:
@@ -173,6 +178,115 @@ def test_what_a_form_cannot_hold_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="reads a fused input"):
             published.write(tmp_path / "out", writer, model.config, weights_of(model), "ORG/target")
     assert not (tmp_path / "out").exists()
+
+
+DFLASH_NAMES = ("dflash", "speculators")
+DFLASH_FORMS: dict[str, dict[str, Any]] = {
+    "DFlash": {},
+    "JetSpec": {"causal": True, "layers": 3},
+    "speculators": {"nested": True},
+    "speculators with an own head": {"nested": True, "own": True, "sample_from_anchor": True},
+}
+
+
+@pytest.mark.parametrize("form", DFLASH_FORMS)
+def test_a_dflash_drafter_says_what_its_authors_layers_say(tmp_path: Path, form: str) -> None:
+    flags = DFLASH_FORMS[form]
+    target, folder = dflash_target(tmp_path / "target"), dflash(tmp_path / "drafter", **flags)
+    loaded, oracle, causal = load(target), stock(target), "causal" in flags
+    assert published.kind_of(folder) == ("jetspec" if causal else "dflash")
+    model = published.load(folder, loaded.parts, dtype=torch.float32, device="cpu")
+    assert model.config.tap_layers == DFLASH_TAPS
+    silent = 0 if "sample_from_anchor" in flags else 1
+    assert model.config.block_size == DFLASH_BLOCK - silent
+    received = oracle(TEXT[None], output_hidden_states=True).hidden_states  # of layer n it is the n-th
+    features = torch.cat([received[tap + 1][0] for tap in DFLASH_TAPS], dim=-1)
+    table = loaded.parts.embedding
+    head = load_file(folder / "model.safetensors")["lm_head.weight"] if flags.get("own") else table
+    for count in (1, 4, len(TEXT) - 1):
+        rows = torch.cat([table[TEXT[count]][None], table[MASK_TOKEN].expand(DFLASH_BLOCK - 1, -1)])
+        expected = dflash_says(folder, features[:count], rows, head, causal=causal)[silent:]
+        found = said(model, loaded, features, TEXT, count)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def rewritten(model: SpecBlock, place: Path, parts: TargetParts, *, form: str, own: bool) -> SpecBlock:
+    """The drafter after it was written in a form and read again."""
+    write = next(one.write for one in published.FORMS if one.name == form and "dflash" in one.writes)
+    assert write is not None
+    kept = {name: value for name, value in weights_of(model).items() if own or name != "lm_head.weight"}
+    described, tensors = write(model.config, kept, "somewhere/target")
+    place.mkdir()
+    save_file({name: value.contiguous() for name, value in tensors.items()}, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps(described))
+    return published.load(place, parts, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("form", DFLASH_FORMS)
+def test_what_is_written_as_dflash_is_read_again(tmp_path: Path, form: str) -> None:
+    flags = DFLASH_FORMS[form]
+    parts, folder = load(dflash_target(tmp_path / "target")).parts, dflash(tmp_path / "drafter", **flags)
+    model = published.load(folder, parts, dtype=torch.float32, device="cpu")
+    forms = ("speculators",) if flags.get("own") else ("dflash",) if flags.get("causal") else DFLASH_NAMES
+    for written in forms:
+        again = rewritten(model, tmp_path / written, parts, form=written, own=flags.get("own", False))
+        assert again.config == model.config
+        expected, found = weights_of(model), weights_of(again)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+        theirs = load_file(folder / "model.safetensors")
+        stored = load_file(tmp_path / written / "model.safetensors")
+        assert theirs.keys() == stored.keys()
+        assert all(torch.equal(value, stored[name]) for name, value in theirs.items())
+
+
+def test_what_a_form_of_dflash_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    parts = load(dflash_target(tmp_path / "target")).parts
+
+    def refused(form: str, message: str, *, size: int = VOCAB, **flags: Any) -> None:
+        folder = dflash(tmp_path / "drafter", **flags)
+        model = published.load(folder, parts, dtype=torch.float32, device="cpu")
+        model.config = replace(model.config, draft_vocab_size=size)
+        with pytest.raises(ValueError, match=message):
+            rewritten(model, tmp_path / "none", parts, form=form, own=False)
+
+    refused("dflash", "its lm_head is some rows of the target's", nested=True, size=DRAFT_VOCAB)
+    refused("dflash", "its silent_first is not this form's: write speculators", nested=True, sample_from_anchor=True)
+    refused("speculators", "its kind is jetspec.*: write dflash", causal=True)
+    refused("speculators", "its lm_head is some rows", nested=True, own=True, size=DRAFT_VOCAB)
+    other = SpecBlockConfig(parts.config, (1,), 64)
+    for form in published.FORMS:
+        if form.write is not None and "dflash" in form.writes:
+            with pytest.raises(ValueError, match="kind specblock"):
+                form.write(other, {}, "somewhere/target")
+
+
+def test_what_changes_dflash_is_refused_by_name(tmp_path: Path) -> None:
+    parts = load(dflash_target(tmp_path / "target")).parts
+
+    def refused(message: str, **flags: Any) -> None:
+        top = flags.pop("top", {})
+        folder = dflash(tmp_path / "drafter", **flags)
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | top))
+        with pytest.raises(DrafterError, match=message):
+            published.load(folder, parts, dtype=torch.float32, device="cpu")
+
+    for key in ("projector_type", "selector_heads", "conv_kernel", "pure_draft_prefix_len", "shift_label", "use_swa"):
+        refused(f"its config sets {key}, which is not read", **{key: 1})
+    sliding = ["sliding_attention", "full_attention"]
+    refused("its config sets layer_types other than full", top={"layer_types": sliding, "sliding_window": 9})
+    refused("its config has no mask_token_id", mask_token_id=None)
+    refused("mask_token 320 is no token of the target", mask_token_id=VOCAB)
+    refused("it taps layers 1, 8, and the target has 8", target_layer_ids=[1, 8])
+    refused("it taps layers 0, 3, and the target has 8", nested=True, aux_hidden_state_layer_ids=[0, 3])
+    refused("its config sets is_causal, which is not read", top={"is_causal": True})
+    refused("its hidden_size is 64, the target's is 48", top={"hidden_size": 64})
+    gemma = replace(parts, config={**parts.config, "model_type": "gemma2"})
+    with pytest.raises(DrafterError, match="its target multiplies embeddings"):
+        published.load(dflash(tmp_path / "drafter"), gemma, dtype=torch.float32, device="cpu")
+    parts = load(dflash_target(tmp_path / "untied", tied=False)).parts
+    refused("it has no head of its own, and the target's is not held unpacked")
 
 
 def test_medusas_heads_say_what_its_authors_heads_say(tmp_path: Path) -> None:
@@ -197,8 +311,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "it taps layers 2, 5, 9, and the target has 8"),
         ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not read"),
-        ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is none of eagle3, medusa, mtp"),
-        ({"speculators_model_type": "dspark"}, "names dspark, which is none of eagle3, medusa, mtp"),
+        ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is none of dflash, eagle3, medusa"),
+        ({"speculators_model_type": "dspark"}, "names dspark, which is none of dflash, eagle3, medusa"),
         ({"model_type": "mixtral"}, "cannot have layers of kind 'mixtral'"),
     ):
         (folder / "config.json").write_text(json.dumps(described | changes))

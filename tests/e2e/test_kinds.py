@@ -2,14 +2,18 @@
 memory and alone, never changes a token, and goes on learning."""
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from drafters.published import folders as published
+from drafters.published.dflash import SPECULATORS_DFLASH
 from drafters.specblock import checkpoint
 from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
@@ -18,9 +22,12 @@ from service.errors import StartupError
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, requests, texts
 from tests.taught import speech, taught_model
+from tests.tiny_models import VOCAB_SIZE, load
 
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
 STEPS, PROMPT, TOKENS = 30, 12, 32
+LONGER = {"dflash": 150, "jetspec": 150}
+"""Steps of kinds that do not start from the target's layers."""
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
 
 
@@ -63,7 +70,8 @@ def trained(target: Path, features: Path, tmp_path_factory: pytest.TempPathFacto
     @cache
     def of_kind(kind: str) -> Path:
         out = tmp_path_factory.mktemp(kind)
-        train("fit", "--kind", kind, "--features", features, "--out", out, "--target", target, "--steps", STEPS, *FIT)
+        steps = LONGER.get(kind, STEPS)
+        train("fit", "--kind", kind, "--features", features, "--out", out, "--target", target, "--steps", steps, *FIT)
         return out
 
     return of_kind
@@ -109,6 +117,27 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
     prompts = speech(16, PROMPT, torch.Generator().manual_seed(4)).tolist()
     asked = requests(prompts, temperature=0.9, tokens=TOKENS)
     assert_learns(assembly, tmp_path, asked)
+
+
+def test_what_is_trained_as_dflash_leaves_in_its_form(target: Path, trained: Any, tmp_path: Path) -> None:
+    """With layers of Qwen3, although the target is a Llama, and a mask token that no text holds."""
+    parts = load(target).parts
+    model = checkpoint.load(trained("dflash"), parts, dtype=torch.float32, device="cpu")
+    assert model.config.target["model_type"] == "qwen3"
+    assert model.config.mask_token == VOCAB_SIZE - 1
+    mask = model.get_parameter("input_layer.mask_embedding")
+    assert torch.equal(mask, parts.embedding[VOCAB_SIZE - 1].bfloat16().float())
+    assert SPECULATORS_DFLASH.write is not None
+    described, tensors = SPECULATORS_DFLASH.write(model.config, checkpoint.weights_of(model), str(target))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    again = published.load(tmp_path, parts, dtype=torch.float32, device="cpu")
+    changed = {"target": {}, "ranks_from_draft": True, "rank_hidden": 1}
+    assert asdict(again.config) | changed == asdict(model.config) | changed
+    found = checkpoint.weights_of(again)
+    for name, value in checkpoint.weights_of(model).items():
+        if not name.startswith("rank_"):  # which the form has no place for
+            torch.testing.assert_close(found[name], value, atol=1e-2 if "mask" in name else 0.0, rtol=0.0)
 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.moving import described
-from tests.published_forms import deep_target, eagle3, medusa, mimo
+from tests.published_forms import deep_target, dflash, dflash_target, eagle3, medusa, mimo
+from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
 from tests.service.learning_parts import assert_learns, learning, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
@@ -23,11 +24,14 @@ Folders = Mapping[str, tuple[Path, Path | None]]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     place = tmp_path_factory.mktemp("forms")
-    llama = deep_target(place / "llama")
+    llama, qwen = deep_target(place / "llama"), dflash_target(place / "qwen")
     return {
         "mtp": (mimo(place / "mimo"), None),
+        "dflash": (qwen, dflash(place / "dflash")),
+        "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
         "medusa": (llama, medusa(place / "medusa")),
+        "specblock": (llama, specblock(place / "specblock")),
     }
 
 
@@ -62,7 +66,7 @@ def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
-    for kind in ("eagle3", "medusa"):
+    for kind in ("dflash", "jetspec", "eagle3", "medusa", "specblock"):
         target, folder = folders[kind]
         assembly = assembled(target, "auto", drafter_path=folder)
         assert assembly.drafter_name == f"memory+{kind}"
@@ -87,7 +91,7 @@ def test_heads_that_cannot_learn_say_so(folders: Folders, tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash", "specblock"])
 def test_it_learns_while_it_serves(folders: Folders, kind: str, tmp_path: Path) -> None:
     target, folder = folders[kind]
     assembly = assembled(target, "auto", drafter_path=folder)

@@ -23,6 +23,7 @@ from service.engine.drafter_weights import layers_for
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
 DRAFT_VOCAB = 64
+MASK_TOKEN = 3
 TAPS = (0, 1, 2)
 
 
@@ -34,7 +35,8 @@ def target_config(family: str) -> Mapping[str, Any]:
 
 def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBlock:
     """Random weights, spread wide enough that a wrong key or position changes every state."""
-    config = SpecBlockConfig(target_config(family), TAPS, DRAFT_VOCAB, rank_hidden=16, **changes)
+    mask: dict[str, Any] = {"mask_token": MASK_TOKEN} if changes.get("silent_first") else {}
+    config = SpecBlockConfig(target_config(family), TAPS, DRAFT_VOCAB, rank_hidden=16, **mask, **changes)
     torch.manual_seed(seed)  # behind what draws random numbers in its first call only
     model = SpecBlock(config)
     with torch.no_grad():

@@ -30,10 +30,13 @@ def noise(temperature: float, batch: int = 2) -> Noise:
     )
 
 
-def test_features_are_what_the_paper_lists() -> None:
+@pytest.mark.parametrize("likeliest", [0, 20, TOP])
+def test_features_are_what_the_paper_lists(likeliest: int) -> None:
+    """Of all tokens, or of the likeliest as if there were no others."""
     scores = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-    features, ids = rank_features(scores)
-    logs = scores.log_softmax(-1)
+    features, ids = rank_features(scores, likeliest)
+    least = scores.sort(-1, descending=True).values[:, likeliest - 1 :][:, :1]
+    logs = scores.masked_fill(scores < least, -1e9).log_softmax(-1)
     ordered = logs.sort(-1, descending=True)
     assert ids.tolist() == ordered.indices[:, :TOP].tolist()
     expected = torch.cat(
@@ -47,6 +50,23 @@ def test_features_are_what_the_paper_lists() -> None:
     )
     assert features.shape == (3, 15)
     assert (features - expected).abs().max() < 1e-5
+
+
+def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft() -> None:
+    states, depths = torch.randn(2, 1, 4, 48), torch.arange(1, 5).expand(2, 1, 4)
+    every, few = (serving(tiny_drafter(rank_scores=scores)) for scores in (0, TOP))
+    silent = TreeNoise.of(noise(0.0), 4, every.d2t)
+    whole, part = propose(every, states, depths, silent), propose(few, states, depths, silent)
+    assert torch.equal(whole.chances.features, part.chances.features)
+    features, _ = rank_features(whole.logits, TOP)
+    assert torch.equal(part.chances.classes, every.rank_logits(states, features))
+    assert (part.chances.classes - whole.chances.classes).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scores", [1, TOP - 1, DRAFT_VOCAB + 1])
+def test_a_rank_head_reads_ten_ranks_at_least(scores: int) -> None:
+    with pytest.raises(ValueError, match="rank_scores must be 0, or from 10 to the draft vocabulary's size"):
+        tiny_drafter(rank_scores=scores)
 
 
 def test_classes_of_ranks() -> None:

@@ -65,8 +65,9 @@ class Serving:
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
+    """By the size of states, which those before the output norm have of their own."""
     assert got.shape == expected.shape
-    assert (got - expected).abs().max() < 1e-4
+    assert (got - expected).abs().max() < 1e-4 * expected.std().clamp(min=1.0)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -77,13 +78,16 @@ VARIANTS: list[dict[str, Any]] = [
     {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
+    {"prefix_entries": "all", "continues_from": "raw", "restarts": True, "rank_biases": False},
     *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
-    {"continues_from": "raw", "prefix_entries": "all", "normalise_features": False},
     {"joined_norm": True},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": False},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normalise_features": True, "continues_from": "normed"},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 3, "normed_residual": True},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normed_residual": True},
+    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 2, "continues_from": "normed"},
     {"kind": "parallel", **TRAINED_KINDS["parallel"].shape, "token_beside": True, "mask_token": 9, "num_layers": 2},
+    {"kind": "jetspec", **TRAINED_KINDS["treeflash"].shape, "block_size": 3},  # of an older release
+    {"kind": "dflash", **TRAINED_KINDS["dflash"].shape, "silent_first": False, "mask_token": 5},
 ]
 DEPTH = 4
 
@@ -151,10 +155,20 @@ def test_what_stands_further_back_than_was_trained_is_not_seen() -> None:
     assert not torch.equal(outcomes[0][:, :, 0], outcomes[2][:, :, 0])
 
 
-@pytest.mark.parametrize(("kind", "sees"), [("dflash", True), ("jetspec", False), ("treeflash", False)])
+@pytest.mark.parametrize(("kind", "sees"), [("dflash", True), ("jetspec", False)])
 def test_who_sees_later_entries_of_a_block(kind: str, sees: bool) -> None:
-    """Other queries behind the first entry change its state where attention is two-way, and only there."""
-    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    """With fewer mask tokens behind it an entry's state is another where attention is two-way, and only there."""
+    outcomes = []
+    for size in (8, 5):
+        model = tiny_drafter(kind=kind, **{**TRAINED_KINDS[kind].shape, "block_size": size})
+        feed = Serving(model, Text(model))
+        feed.commit([6, 4])
+        outcomes.append(feed.first()[0][:, :, :5])
+    assert (float((outcomes[0] - outcomes[1]).abs().max()) > 1e-2) is sees
+
+
+def test_queries_behind_an_entry_do_not_change_it_where_attention_is_causal() -> None:
+    model = tiny_drafter(kind="treeflash", **TRAINED_KINDS["treeflash"].shape)
     outcomes = []
     for _ in range(2):
         feed = Serving(model, Text(model))
@@ -162,7 +176,7 @@ def test_who_sees_later_entries_of_a_block(kind: str, sees: bool) -> None:
         outcomes.append(feed.first()[0][:, :, 0])
         assert isinstance(model.input_layer, InputLayer)
         model.input_layer.position_queries[1:] += torch.randn(7, model.config.hidden_size)
-    assert torch.equal(*outcomes) is not sees
+    assert torch.equal(*outcomes)
 
 
 def test_blocks_begun_together_do_not_see_each_other() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from drafters.specblock.mask_tokens import MaskTokens
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import TOP, Example, TrainingError
@@ -75,7 +76,9 @@ def read_examples(taps: tuple[int, ...], count: int = 60) -> list[Example]:
 
 def drafter(taps: tuple[int, ...], **changes: Any) -> SpecBlock:
     torch.manual_seed(0)
-    config = SpecBlockConfig(target().config.to_dict(), taps, 64, rank_hidden=16, **changes)
+    mask: dict[str, Any] = {"mask_token": 7} if changes.get("silent_first") else {}
+    layers = changes.pop("target", target().config.to_dict())
+    config = SpecBlockConfig(layers, taps, 64, rank_hidden=16, **mask, **changes)
     model = SpecBlock(config)
     model.set_vocabulary(torch.arange(0, VOCAB_SIZE, 5))
     return model
@@ -97,9 +100,9 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
     assert torch.equal(model.lm_head.weight, end().head[model.d2t])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "treeflash"])
-def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected(kind: str) -> None:
-    model, examples = drafter((2, 4, 5), kind=kind, **TRAINED_KINDS[kind].shape), read_examples((2, 4, 5))
+def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected() -> None:
+    shape, examples = TRAINED_KINDS["treeflash"].shape, read_examples((2, 4, 5))
+    model = drafter((2, 4, 5), kind="treeflash", **shape)
     made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     assert made["exact"]
     assert made["explained"] > 0.2
@@ -109,6 +112,20 @@ def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_inje
     cached = target()(input_ids=example.tokens[None], use_cache=True).past_key_values.layers[LAYERS - 2]
     torch.testing.assert_close(key, cached.keys, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(value, cached.values, atol=1e-4, rtol=1e-4)
+
+
+def test_mask_tokens_begin_with_the_targets_embedding_and_head() -> None:
+    """In layers that the target does not have."""
+    layers = {**target().config.to_dict(), "model_type": "qwen3", "head_dim": HIDDEN // 2}
+    model = drafter((2, 4, 5), target=layers, kind="dflash", **TRAINED_KINDS["dflash"].shape)
+    assert initialise(model, end(), embed, [], positions=1, generator=drawn()) == {}
+    assert isinstance(model.input_layer, MaskTokens)
+    assert torch.equal(model.input_layer.mask_embedding, table()[7])
+    assert torch.equal(model.lm_head.weight, end().head[model.d2t])
+    hidden = torch.randn(1, 5, HIDDEN)
+    rotary = model.decoder.shape.rotary(torch.arange(5)[None], torch.float32)
+    for layer in model.decoder.layers:
+        assert torch.equal(layer(hidden, rotary, lambda query, key, value: query), hidden)
 
 
 def test_layers_unlike_the_targets_begin_by_passing_everything_through() -> None:

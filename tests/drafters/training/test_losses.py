@@ -7,10 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.coupling import TreeNoise
+from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.forward import TrainingForward
 from drafters.training.objective import LOSSES, Objective, ObjectiveSettings
+from drafters.training.output_layers import head_loss
+from tests.adaptation.samples import sampled
 from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
@@ -61,6 +65,28 @@ def test_a_first_entry_on_another_token_is_that_of_a_text_which_has_it(text: Exa
         changed[0, anchor + 1] = other
         stream, _ = forward.first(replace(batch, tokens=changed), torch.tensor([[9]]))
         assert torch.allclose(beside[0, number], stream[0, anchor], atol=1e-5)
+
+
+def test_the_rank_head_learns_from_the_scores_that_it_serves_with(
+    text: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the ten likeliest alone their probabilities add up to one."""
+    read: list[Tensor] = []
+    compute = SpecBlock.rank_inputs
+
+    def noting(model: SpecBlock, states: Tensor, features: Tensor) -> Tensor:
+        read.append(features[:, :10].exp().sum(-1))
+        return compute(model, states, features)
+
+    monkeypatch.setattr(SpecBlock, "rank_inputs", noting)
+    for scores in (0, 10):
+        model = tiny_drafter(seed=1, block_size=BLOCK, rank_scores=scores).requires_grad_(True)
+        Objective(model, EMBED, of_all_positions("tree"))(Batch.of([text], 8, "cpu"), drawn())
+        labels = sampled(0).draft_labels
+        noise = TreeNoise(torch.zeros(labels.count), torch.zeros(labels.count, 0, len(model.d2t)))
+        head_loss(model, model.lm_head.weight, labels, labels, noise, anchor_weight=0.0)
+    whole, whole_online, _, part, part_online, _ = read
+    assert min(part.min(), part_online.min()) > 1 - 1e-5 > max(whole.max(), whole_online.max())
 
 
 def of_all_positions(loss: str) -> ObjectiveSettings:

@@ -78,7 +78,8 @@ def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: 
     torch.manual_seed(seed)
     loaded = assembly.loaded
     described = layers_for(loaded.model.config.get_text_config())
-    model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **changes))
+    mask: dict[str, Any] = {"mask_token": 3} if changes.get("silent_first") else {}
+    model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **mask, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

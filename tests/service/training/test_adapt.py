@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from service.assembly import assemble
 from service.engine.drafter_weights import embed_with
 from service.errors import StartupError
 from service.tokenizer import ChatTokenizer
-from service.training.adapt import Exchange
+from service.training.adapt import LoggedChat
 from service.training.commands import KEPT_EXIT_CODE, FitOptions
 from tests.published_forms import DRAFT_VOCAB, eagle3, mimo
 from tests.service.bench.parts import run_command, save_drafter, settings_for
@@ -117,7 +118,7 @@ def _quick(target: Path) -> Iterator[None]:
         yield
 
 
-def learns(patch: pytest.MonkeyPatch, rate: float, **options: float) -> None:
+def learns(patch: pytest.MonkeyPatch, rate: float, **options: Any) -> None:
     made = partial(FitOptions, learning_rate=rate, batch_tokens=500, warm_up=2, **{"evaluate_minutes": 60, **options})
     patch.setattr("service.training.adapt.FitOptions", made)
 
@@ -189,7 +190,7 @@ def test_what_was_not_trained_stays_as_others_wrote_it(drafters: Path, adapted: 
     with safe_open(new / WEIGHTS_FILE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     card = (new / CARD_FILE).read_text()
-    assert said_of(adapted, "eagle3").strip().rpartition("eagle3: ")[2] in card
+    assert said_of(adapted, "eagle3").strip().splitlines()[-1].partition(": ")[2] in card
     assert "What its authors say." in card
 
 
@@ -258,7 +259,7 @@ def test_lines_of_other_servers_are_read_as_the_same_conversation() -> None:
         {"input": asked, "output": "and the cat"},
     ]
     tokenizer = ChatTokenizer(tiny_tokenizer())
-    found = [Exchange.model_validate_json(json.dumps(line)).tokens(tokenizer, {EOS_ID}) for line in lines]
+    found = [LoggedChat.model_validate_json(json.dumps(line)).tokens(tokenizer, {EOS_ID}) for line in lines]
     assert found == [(tokenizer.render_chat(asked), [*tokenizer.encode("and the cat"), EOS_ID])] * 4
 
 

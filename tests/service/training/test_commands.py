@@ -192,7 +192,7 @@ def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp
     other = (
         *common,
         "--kind",
-        "eagle3",
+        "falcon",
         "--layers",
         2,
         "--start-from",
@@ -202,7 +202,7 @@ def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp
     )
     run(*other, "--minutes", 0)
     of_other_kind = load_file(tmp_path / "other" / "model.safetensors")
-    assert first.keys() > of_other_kind.keys()
+    assert first.keys() >= of_other_kind.keys()
     assert all(torch.equal(first[name][: len(value)], value) for name, value in of_other_kind.items())
     unlike = (*common, "--steps", 1, "--layers", 1, "--start-from", tmp_path / "first", "--out", tmp_path / "no")
     assert "other layers or sizes" in refused(*unlike)

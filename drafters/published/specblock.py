@@ -1,0 +1,119 @@
+"""SpecBlock as its authors publish it, read and written: our network with `_SWITCHES`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.published import form
+from drafters.published.form import Described, PublishedForm, Tensors
+from drafters.specblock.checkpoint import VOCABULARY, TargetParts
+from drafters.specblock.config import SpecBlockConfig
+from drafters.specblock.layers import LayerShape
+from drafters.specblock.model import RANK_CLASSES
+from kernels.families import FUSED_FAMILIES
+
+_TRAINED, _SERVED = "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"
+"""Names of one network, the first in their training, the second in their fork of SGLang."""
+_NAMES = {
+    "input_layer.position_queries.weight": "input_layer.position_queries",
+    "layers.": "decoder.layers.",
+    "norm.": "decoder.norm.",
+}
+_SWITCHES: dict[str, Any] = {
+    "kind": "specblock",
+    "shift": True,
+    "broadcast": True,
+    "prefix_entries": "all",
+    "continues_from": "raw",
+    "restarts": True,
+    "normalise_features": False,
+    "normalise_rank_inputs": False,
+    "rank_hidden": 256,
+    "rank_scores": 20,
+    "rank_biases": False,
+    "ranks_from_draft": False,
+}
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def _config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
+    layers, depth = form.layers_of(described, target), target.config["num_hidden_layers"]
+    form.refuse_set(described, ("target_hidden_size", "eagle_config"))
+    if described["rank_classes"] != RANK_CLASSES:
+        raise ValueError(f"its rank_classes is {described['rank_classes']}, and {RANK_CLASSES} are read")
+    _rotary(layers)
+    head_dim = layers["hidden_size"] // layers["num_attention_heads"]  # in their code, whatever a config says
+    return SpecBlockConfig(
+        {**layers, "head_dim": head_dim, "num_hidden_layers": depth},
+        form.taps_of(_taps(depth), target, first=0),
+        described["draft_vocab_size"],
+        num_layers=layers["num_hidden_layers"],
+        block_size=described["diffspec_draft_token_num"],
+        trained_length=layers["max_position_embeddings"],
+        coupled=False,
+        **_SWITCHES,
+    )
+
+
+def _taps(depth: int) -> tuple[int, int, int]:
+    """Return the target layers whose outputs their code reads."""
+    return 1, depth // 2 - 1, depth - 4
+
+
+def _rotary(layers: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Return a config's `rope_theta` and `rope_scaling`. Raises ValueError for a scaling that they do not compute."""
+    rope = dict(layers.get("rope_scaling") or layers.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", layers.get("rope_theta", 10_000.0))
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling not in ("default", "llama3"):
+        raise ValueError(f"its rope_scaling is {scaling!r}, and only 'llama3' is in this form")
+    return theta, None if scaling == "default" else rope
+
+
+def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
+    form.drop_embedding(tensors, target, "input_layer.embed_tokens.weight")
+    ranks = {name: tensors[name] for name in ("rank_head.0.weight", "rank_head.2.weight")}  # other forms may lack them
+    return {**form.vocabulary(tensors, config), **form.renamed(tensors, _NAMES), **ranks}
+
+
+def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the content of `config.json`, where the target has no place, and the tensors by name. Raises ValueError
+    for another network."""
+    shape, depth = LayerShape.of(config.target), config.target["num_hidden_layers"]
+    for name, value in {**_SWITCHES, "tap_layers": _taps(depth)}.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"its {name} is {getattr(config, name)!r}, and must be {value!r} in this form")
+    plain = shape.family == FUSED_FAMILIES["llama"] and not any(shape.biases)
+    if not plain or shape.query_heads * shape.head_dim != shape.hidden:
+        raise ValueError("its layers have a head_dim, norms or biases that are not in this form")
+    theta, scaling = _rotary(config.target)
+    described = {
+        **{name: config.target[name] for name in _SIZES},
+        "architectures": [_SERVED],
+        "model_type": "llama",
+        "num_hidden_layers": config.num_layers,
+        "rms_norm_eps": shape.epsilon,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": config.trained_length,
+        "draft_vocab_size": config.draft_vocab_size,
+        "diffspec_draft_token_num": config.block_size,
+        "rank_classes": RANK_CLASSES,
+    }
+    tensors = form.renamed(weights, {ours: theirs for theirs, ours in _NAMES.items()})
+    d2t = tensors.pop(VOCABULARY)
+    tokens = torch.arange(config.target_vocab_size, device=d2t.device)
+    return described, {**tensors, "t2d": torch.isin(tokens, d2t), "d2t": d2t - tokens[: len(d2t)]}
+
+
+SPECBLOCK = PublishedForm(
+    "specblock",
+    lambda described: form.named(described) in ((_TRAINED,), (_SERVED,)),
+    lambda _: "specblock",
+    _config,
+    _weights,
+    write=_write,
+    writes=("specblock",),
+)
