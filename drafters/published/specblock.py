@@ -35,14 +35,7 @@ _SWITCHES: dict[str, Any] = {
     "rank_biases": False,
     "ranks_from_draft": False,
 }
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "rms_norm_eps",
-)
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
@@ -101,6 +94,7 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
         "architectures": list(_ARCHITECTURES[1]),
         "model_type": "llama",
         "num_hidden_layers": config.num_layers,
+        "rms_norm_eps": shape.epsilon,
         "max_position_embeddings": config.trained_length,
         "draft_vocab_size": config.draft_vocab_size,
         "diffspec_draft_token_num": config.block_size,
