@@ -14,7 +14,7 @@ from drafters.specblock.layers import LayerShape
 from drafters.specblock.model import RANK_CLASSES
 from kernels.families import FUSED_FAMILIES
 
-_TRAINED, _SERVED = "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"
+_ARCHITECTURES = ("LlamaForCausalLMSpecBlock",), ("LlamaForCausalLMSpecBlockShift",)
 """Names of one network, the first in their training, the second in their fork of SGLang."""
 _NAMES = {
     "input_layer.position_queries.weight": "input_layer.position_queries",
@@ -44,9 +44,9 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Spec
     if described["rank_classes"] != RANK_CLASSES:
         raise ValueError(f"its rank_classes is {described['rank_classes']}, and {RANK_CLASSES} are read")
     _rotary(layers)
-    head_dim = layers["hidden_size"] // layers["num_attention_heads"]  # in their code, whatever a config says
     return SpecBlockConfig(
-        {**layers, "head_dim": head_dim, "num_hidden_layers": depth},
+        # Their code divides, whatever head_dim a config has.
+        {**layers, "head_dim": layers["hidden_size"] // layers["num_attention_heads"], "num_hidden_layers": depth},
         form.taps_of(_taps(depth), target, first=0),
         described["draft_vocab_size"],
         num_layers=layers["num_hidden_layers"],
@@ -62,14 +62,14 @@ def _taps(depth: int) -> tuple[int, int, int]:
     return 1, depth // 2 - 1, depth - 4
 
 
-def _rotary(layers: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rotary(layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's `rope_theta` and `rope_scaling`. Raises ValueError for a scaling that they do not compute."""
     rope = dict(layers.get("rope_scaling") or layers.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", layers.get("rope_theta", 10_000.0))
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in ("default", "llama3"):
         raise ValueError(f"its rope_scaling is {scaling!r}, and only 'llama3' is in this form")
-    return theta, None if scaling == "default" else rope
+    return {"rope_theta": theta, "rope_scaling": None if scaling == "default" else rope}
 
 
 def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
@@ -85,18 +85,16 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
     for name, value in {**_SWITCHES, "tap_layers": _taps(depth)}.items():
         if getattr(config, name) != value:
             raise ValueError(f"its {name} is {getattr(config, name)!r}, and must be {value!r} in this form")
-    plain = shape.family == FUSED_FAMILIES["llama"] and not any(shape.biases)
-    if not plain or shape.query_heads * shape.head_dim != shape.hidden:
+    kinds = shape.family, any(shape.biases), shape.query_heads * shape.head_dim
+    if kinds != (FUSED_FAMILIES["llama"], False, shape.hidden):
         raise ValueError("its layers have a head_dim, norms or biases that are not in this form")
-    theta, scaling = _rotary(config.target)
     described = {
         **{name: config.target[name] for name in _SIZES},
-        "architectures": [_SERVED],
+        **_rotary(config.target),
+        "architectures": list(_ARCHITECTURES[1]),
         "model_type": "llama",
         "num_hidden_layers": config.num_layers,
         "rms_norm_eps": shape.epsilon,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "max_position_embeddings": config.trained_length,
         "draft_vocab_size": config.draft_vocab_size,
         "diffspec_draft_token_num": config.block_size,
@@ -110,7 +108,7 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
 
 SPECBLOCK = PublishedForm(
     "specblock",
-    lambda described: form.named(described) in ((_TRAINED,), (_SERVED,)),
+    lambda described: form.named(described) in _ARCHITECTURES,
     lambda _: "specblock",
     _config,
     _weights,

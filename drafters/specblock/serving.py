@@ -77,7 +77,6 @@ class BlockForward:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
         self._size, self._cached = network.config.forward_size, network.config.cached_entries
-        self._advance = int(not network.config.restarts)  # positions that a block stands further by depth
         self._silent = int(network.config.silent_first)
         rotary = partial(network.shape.rotary, dtype=network.dtype)
         # Blocks continue after the deepest node.
@@ -115,7 +114,7 @@ class BlockForward:
         begun = index + known - states.shape[1] * size  # among all nodes
         above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
         path = Path(above, nodes.depths.gather(1, begun))
-        positions = roots[:, None] + picked.origin.depth * self._advance
+        positions = roots[:, None] + picked.origin.depth * int(not self._network.config.restarts)
         return self._begin(context, picked.tokens, path, positions, nodes)
 
     def _begin(
