@@ -66,7 +66,7 @@ def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
-    for kind in ("eagle3", "specblock", "medusa"):
+    for kind in ("dflash", "jetspec", "eagle3", "specblock", "medusa"):
         target, folder = folders[kind]
         assembly = assembled(target, "auto", drafter_path=folder)
         assert assembly.drafter_name == f"memory+{kind}"
