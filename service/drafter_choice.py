@@ -64,13 +64,17 @@ def _folder(config: ServiceConfig) -> Path | None:
     if config.drafter_path is not None:
         return local_folder(config.drafter_path) if trained else config.drafter_path
     found = imported_folder(config) or shipped_folder(config.model_source) or shipped_by_target(config)
-    public = PUBLIC_DRAFTERS.get(config.model_source) if config.drafter == "auto" else None
-    if found is not None or public is None:
-        return found
+    return found or (_public_folder(config.model_source) if config.drafter == "auto" else None)
+
+
+@lru_cache
+def _public_folder(model: str) -> Path | None:
+    """The folder of the drafter that is known to be published for a model, if it can be had."""
+    public = PUBLIC_DRAFTERS.get(model)
     try:
-        return local_folder(Path(public))
+        return None if public is None else local_folder(Path(public))
     except StartupError as error:
-        logger.warning("the drafter that is published for %s is not used: %s", config.model, error)
+        logger.warning("the drafter that is published for %s is not used: %s", model, error)
         return None
 
 

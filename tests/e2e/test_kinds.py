@@ -26,7 +26,7 @@ from tests.tiny_models import VOCAB_SIZE, load
 
 OTHERS = tuple(kind for kind in TRAINED_KINDS if kind not in ("specblock", "mtp"))  # that one comes with targets
 STEPS, PROMPT, TOKENS = 30, 12, 32
-LONGER = {"dflash": 150, "jetspec": 150}
+LONGER = {"eagle3": 150, "dflash": 150, "jetspec": 150}
 """Steps of kinds that do not start from the target's layers."""
 FIT = ["--threads", "1", "--draft-vocab", "256", "--batch-tokens", "400", "--warm-up", "4", "--learning-rate", "0.003"]
 
