@@ -1,11 +1,12 @@
 """Tiny targets that were taught a language: each token is followed by one of a few, mostly the same one. What such a
 target says can be predicted, as a real one's can, and not by copying alone."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny_models import _COMMON, _MODEL_TYPES, _SPECIAL, tiny_tokenizer
 
@@ -38,9 +39,13 @@ def taught_model(family: str, folder: Path) -> Path:
     )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
+    return saved_taught(model, (speech(_BATCH, _LENGTH, generator) for _ in range(_STEPS)), folder)
+
+
+def saved_taught(model: PreTrainedModel, batches: Iterable[Tensor], folder: Path) -> Path:
+    """Teach a model a batch of texts per step, and save it with the tiny tokenizer. # batches [batch, length] int64"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(_STEPS):
-        texts = speech(_BATCH, _LENGTH, generator)
+    for texts in batches:
         model(input_ids=texts, labels=texts).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

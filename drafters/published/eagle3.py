@@ -91,17 +91,12 @@ def _eagle3_config(described: Described, tensors: Tensors, target: TargetParts) 
 
 
 def _peagle_config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
-    if _mask_token(described) is None:
+    if described.get("mask_token_id") is None:
         raise ValueError("its config has no mask_token_id")
     methods = (described.get("speculators_config") or {}).get("proposal_methods") or [{}]
     shape = {**TRAINED_KINDS["parallel"].shape, "block_size": methods[0].get("speculative_tokens") or _DEPTHS}
     del shape["num_layers"]
-    return _config(described, tensors, target, kind="parallel", mask_token=_mask_token(described), **shape)
-
-
-def _mask_token(described: Described) -> int | None:
-    token = described.get("mask_token_id")
-    return None if token is None else int(token)
+    return _config(described, tensors, target, kind="parallel", mask_token=described["mask_token_id"], **shape)
 
 
 def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]:

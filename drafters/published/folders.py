@@ -177,13 +177,7 @@ def write(folder: Path, form: PublishedForm, config: SpecBlockConfig, weights: T
     assert form.write is not None, f"nothing is written as {form.name}"
     described, tensors = form.write(config, weights, target)
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {
-        name: (value.bfloat16() if value.is_floating_point() else value)
-        .contiguous()
-        .cpu()  # planned transfer: a command
-        for name, value in tensors.items()
-    }
-    save_file(stored, folder / checkpoint.WEIGHTS_FILE, metadata={"format": "pt"})
+    _save(folder, {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()})
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 

@@ -73,18 +73,23 @@ TRAINED_LENGTH = "trained_length"
 """Our key for the longest context seen in training, which files of others do not state."""
 
 
+def written_rope(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how layers turn, as all versions of transformers read it: `rope_theta` and `rope_scaling` instead of
+    `rope_parameters`."""
+    rope = dict(layers.get("rope_scaling") or layers.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", layers.get("rope_theta", 10_000.0))
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return {"rope_theta": theta, "rope_scaling": None if is_plain else rope}
+
+
 def written_layers(config: SpecBlockConfig) -> dict[str, Any]:
-    """Return the config of a drafter's layers as all versions of transformers read it: `rope_theta` and `rope_scaling`
-    instead of `rope_parameters`."""
+    """Return the config of a drafter's layers as all versions of transformers read it."""
     own = config.target
-    rope = dict(own.get("rope_parameters") or own.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", own.get("rope_theta", 10_000.0))
     return {
         **{key: own[key] for key in _LAYER_KEYS if own.get(key) is not None and key != "rope_parameters"},
         "head_dim": own.get("head_dim") or config.hidden_size // own["num_attention_heads"],
         "num_hidden_layers": config.num_layers,
-        "rope_theta": theta,
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        **written_rope(own),
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }

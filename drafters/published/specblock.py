@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drafters.published import form
@@ -64,12 +63,12 @@ def _taps(depth: int) -> tuple[int, int, int]:
 
 def _rotary(layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's `rope_theta` and `rope_scaling`. Raises ValueError for a scaling that they do not compute."""
-    rope = dict(layers.get("rope_scaling") or layers.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", layers.get("rope_theta", 10_000.0))
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling not in ("default", "llama3"):
-        raise ValueError(f"its rope_scaling is {scaling!r}, and only 'llama3' is in this form")
-    return {"rope_theta": theta, "rope_scaling": None if scaling == "default" else rope}
+    rope = form.written_rope(layers)
+    scaling = rope["rope_scaling"] or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in (None, "llama3"):
+        raise ValueError(f"its rope_scaling is {kind!r}, and only 'llama3' is in this form")
+    return rope
 
 
 def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
@@ -101,9 +100,8 @@ def _write(config: SpecBlockConfig, weights: Tensors, target: str) -> tuple[dict
         "rank_classes": RANK_CLASSES,
     }
     tensors = form.renamed(weights, {ours: theirs for theirs, ours in _NAMES.items()})
-    d2t = tensors.pop(VOCABULARY)
-    tokens = torch.arange(config.target_vocab_size, device=d2t.device)
-    return described, {**tensors, "t2d": torch.isin(tokens, d2t), "d2t": d2t - tokens[: len(d2t)]}
+    del tensors[VOCABULARY]
+    return described, {**tensors, **form.written_vocabulary(weights, config)}
 
 
 SPECBLOCK = PublishedForm(

@@ -30,6 +30,7 @@ from service.training.adapt import LoggedChat
 from service.training.commands import KEPT_EXIT_CODE, FitOptions
 from tests.published_forms import DRAFT_VOCAB, eagle3, mimo
 from tests.service.bench.parts import run_command, save_drafter, settings_for
+from tests.taught import saved_taught
 from tests.tiny_models import _COMMON, EOS_ID, load, stock, tiny_model, tiny_tokenizer
 
 WORDS = "0123456789ABCDEF"
@@ -73,15 +74,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(_COMMON | {"num_hidden_layers": 8})))
     tokenizer = ChatTokenizer(tiny_tokenizer())
     texts = torch.tensor([tokenizer.encode(speech(seed)) for seed in range(1000, 1000 + 64)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for step in range(80):
-        batch = texts[torch.arange(step * 16, step * 16 + 16) % len(texts)]
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    batches = (texts[torch.arange(step * 16, step * 16 + 16) % len(texts)] for step in range(80))
+    return saved_taught(model, batches, folder)
 
 
 @pytest.fixture(scope="module")
