@@ -88,14 +88,21 @@ class Screen:
             reason = f" ({moment['budget_reason']})" if name == "budget" and moment["budget_reason"] else ""
             curve = self._curve(name, floor=1 if name == "tau" else 0)
             table.add_row(name.replace("_per_second", "/s"), _number(moment[name], digits) + reason, curve)
-        table.add_row("slots used", f"{moment['slots_used_share']:.0%}", "")
+        table.add_row("KV cache used", f"{moment['slots_used_share']:.0%}", "")
         if (drafting := moment["drafting"]) is not None:
             gain = f"{_number(drafting['gain'], 2)} ± {_number(drafting['gain_sd'], 2)} plain steps"
-            table.add_row("drafting gains", gain, f"may still lose {_number(drafting['balance_seconds'], 2)} s")
+            speed = self._against_plain() or f"may still lose {_number(drafting['balance_seconds'], 2)} s"
+            table.add_row("drafting gains", gain, speed)
         if (memory := moment["memory"]) is not None:
-            stored = f"{memory['remembered_tokens']:,} tokens remembered, {memory['used_share']:.0%} full"
+            stored = f"{memory['remembered_tokens']:,} tokens stored, {memory['used_share']:.0%} full"
             table.add_row("past answers", stored, self._from_memory())
         return table
+
+    def _against_plain(self) -> str:
+        """Speed relative to plain decoding in the last minute."""
+        known = [one for point in self._points if (one := point.get("against_plain")) is not None]
+        seconds, plain = (sum(one[name] for one in known) for name in ("seconds", "plain_seconds"))
+        return f"{plain / seconds:.2f} times as fast as plain decoding" if seconds else ""
 
     def _from_memory(self) -> str:
         """The memory's share of accepted tokens in the last minute."""
