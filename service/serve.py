@@ -131,7 +131,8 @@ async def _announce(
         raise
     logger.info("ready: %s/v1 (base URL for OpenAI clients)", url)
     key = " -H 'authorization: Bearer YOUR_KEY'" if config.api_keys else ""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name three rivers."}]})
+    question = {"role": "user", "content": "Name three rivers."}
+    body = json.dumps({"model": model, "messages": [question], "max_tokens": 60})
     logger.info("try it: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d '%s'", url, key, body)
     logger.info("chat and live charts: %s/ (in a terminal: adaptree top --url %s)", url, url)
 

@@ -321,14 +321,20 @@ def test_what_drafting_gains_and_past_answers_bring_is_said(page: Browser) -> No
         live.observe_step(replace(STEP, drafting=OUTLOOK))
         page.until("document.getElementById('drafting').textContent")
         assert page.text("#drafting") == (
-            "Expected now: drafting gains 0.25 ± 0.05 plain steps per step of 2 requests or more; "
-            "at most 0.75 s may still be lost, 0.13 s were."
+            "Expected now: drafting gains 0.25 ± 0.05 plain steps per step of 2 requests or more "
+            "(0.13 s lost so far, 0.75 s more allowed)."
         )
         page.until("!document.getElementById('memory').hidden")
         held = "Past answers: 1,234 tokens stored, 13 % of their memory full; "
-        assert page.text("#memory") == held + "60 % of the tokens accepted lately come from them."
-        live.observe_step(replace(STEP, accepted_by_source={"specblock": 5}))
+        assert (
+            page.text("#memory")
+            == held + "60 % of the tokens accepted lately were copied from them or from their own text."
+        )
+        assert page.value("document.getElementById('gain').hidden && document.getElementById('chart-gain').hidden")
+        live.observe_step(replace(STEP, accepted_by_source={"specblock": 5}, saved_seconds=STEP.seconds))
         page.until("document.getElementById('memory').textContent.includes('30 %')")
+        assert page.text("#gain").startswith("Since start: 2.00 times as fast as plain decoding over 6 tokens. ")
+        assert page.value("document.querySelectorAll('#chart-gain .line').length") == 2
         page.open("about:blank")
 
 

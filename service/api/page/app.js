@@ -34,8 +34,8 @@ function showGain() {
   byId("gain").hidden = !seconds;
   if (!seconds) return;
   const speed = `${number(plain / seconds, 2)} times as fast as plain decoding over ${tokens.toLocaleString("en")} tokens`;
-  byId("gain").textContent = `Since start: ${speed}. The dashed curve is what plain decoding would have reached on the same ` +
-    "requests, by the measured time of its steps; the gap is what past answers and the drafter gained. Idle time is left out.";
+  byId("gain").textContent = `Since start: ${speed}. Dashed below: what plain decoding would have reached on the same requests, ` +
+    "estimated from the measured time of its steps; the gap is what past answers and the drafter gained. Idle time is left out.";
 }
 
 // What is believed stays while nothing runs.
@@ -43,8 +43,8 @@ function showDrafting(now) {
   if (!now) return;
   const batch = now.sequences === 1 ? "one request" : `${now.sequences} requests or more`;
   const gain = `${number(now.gain, 2)} ± ${number(now.gain_sd, 2)} plain steps per step of ${batch}`;
-  const ledger = `at most ${number(now.balance_seconds, 2)} s may still be lost, ${number(now.lost_seconds, 2)} s were`;
-  byId("drafting").textContent = `Expected now: drafting gains ${gain}; ${ledger}.`;
+  const ledger = `${number(now.lost_seconds, 2)} s lost so far, ${number(now.balance_seconds, 2)} s more allowed`;
+  byId("drafting").textContent = `Expected now: drafting gains ${gain} (${ledger}).`;
 }
 
 // Of accepted tokens those of the last minutes, of which the charts keep the points.
@@ -54,7 +54,7 @@ function showMemory(memory) {
   const accepted = charts.points.map((point) => point.accepted_by_source);
   const total = accepted.flatMap(Object.values).reduce((sum, count) => sum + count, 0);
   const own = accepted.reduce((sum, counts) => sum + (counts.memory ?? 0), 0);
-  const share = total ? `${number((100 * own) / total, 0)} % of the tokens accepted lately come from them` : "no token was accepted lately";
+  const share = total ? `${number((100 * own) / total, 0)} % of the tokens accepted lately were copied from them or from their own text` : "no token was accepted lately";
   const held = `${memory.remembered_tokens.toLocaleString("en")} tokens stored`;
   byId("memory").textContent = `Past answers: ${held}, ${number(100 * memory.used_share, 0)} % of their memory full; ${share}.`;
 }

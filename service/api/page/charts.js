@@ -6,15 +6,16 @@ const SECONDS = 300;
 const WIDTH = 300;
 const HEIGHT = 60;
 const RECENT_SECONDS = 10;
-const BINS = 60;
+const MOST_BINS = 60;
+const BIN_SECONDS = 2;
 
 const CHARTS = [
   {
-    id: "gain", title: "Tokens per second since start", digits: 1, floor: 0, marks: true, from: "start", sinceStart: true,
-    series: [{ name: "with drafts", of: (point) => point.speed }, { name: "plain decoding", of: (point) => point.plain }],
+    id: "gain", title: "Tokens/s since start", digits: 1, floor: 0, marks: true, from: "start", sinceStart: true,
+    series: [{ name: "with drafts", of: (point) => point.speed }, { name: "plain", of: (point) => point.plain }],
   },
   { id: "tau", title: "Mean acceptance length (tau)", digits: 2, floor: 1, marks: true, series: [{ of: (point) => point.tau }] },
-  { id: "speed", title: "Tokens per second, all requests", digits: 1, floor: 0, series: [{ of: (point) => point.tokens_per_second }] },
+  { id: "speed", title: "Tokens per second", digits: 1, floor: 0, series: [{ of: (point) => point.tokens_per_second }] },
   { id: "budget", title: "Draft tokens per step", digits: 1, floor: 0, series: [{ of: (point) => point.budget }] },
   {
     id: "load", title: "Requests", digits: 0, floor: 0,
@@ -112,14 +113,15 @@ function latest(points, column, end) {
 // Spans of computing time, put together to as many points of equal width as a chart shows.
 function binned(spans, end) {
   const total = spans.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const bins = Array.from({ length: BINS }, () => ({ tokens: 0, seconds: 0, plain: 0, version: null }));
+  const count = Math.min(MOST_BINS, Math.ceil(total / BIN_SECONDS));
+  const bins = Array.from({ length: count }, () => ({ tokens: 0, seconds: 0, plain: 0, version: null }));
   let before = 0;
   for (const [tokens, seconds, plain, version] of spans) {
-    const bin = bins[Math.min(BINS - 1, Math.floor((BINS * (before + seconds / 2)) / total))];
+    const bin = bins[Math.min(count - 1, Math.floor((count * (before + seconds / 2)) / total))];
     before += seconds;
     Object.assign(bin, { tokens: bin.tokens + tokens, seconds: bin.seconds + seconds, plain: bin.plain + plain, version });
   }
-  const place = (index) => end - SECONDS * (1 - (index + 0.5) / BINS);
+  const place = (index) => end - (count > 1 ? SECONDS * (1 - index / (count - 1)) : 0);
   return bins
     .map(({ tokens, seconds, plain, version }, index) => ({
       unix_seconds: place(index), speed: tokens / seconds, plain: tokens / plain, version, seconds,
