@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from adaptation.records import AdaptationStatus, Event
 from drafters.memory.counts import MemoryCounts
@@ -14,6 +14,7 @@ from service.observability.learning_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
+_KEPT_SPANS: Final = 240  # of the time since start
 _MAX_PENDING: Final = 65_536  # records that were not summed yet; beyond, the oldest are lost
 
 Record = TypeVar("Record")
@@ -37,6 +38,8 @@ class Live:
         self._ticked = clock()
         self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
         self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
+        self._spans: list[Span] = []
+        self._span_seconds = 1.0
 
     def observe_load(self, load: LoadStats) -> None:
         """Record the present load."""
@@ -74,6 +77,7 @@ class Live:
             "tokens_per_second": _rate(sum(step.emitted_tokens for step in steps), seconds),
             "prompt_tokens_per_second": _rate(sum(step.prompt_tokens for step in steps), seconds),
             "tau": _tau(steps),
+            "against_plain": compared(steps),
             "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean of the steps
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
             "drafting": steps[-1].drafting if steps else None,  # None: no step, or a fixed budget
@@ -95,12 +99,51 @@ class Live:
         learning = self._learning
         point |= {"version": learning and learning.version, "values": learning.values if learning else {}}
         self._points.append(point)
+        self._keep(moment["against_plain"], point["version"])
         self._events += events
         return moment
 
     def past(self) -> Json:
-        """The data of charts over the last minutes, oldest first."""
-        return {"points": list(self._points), "events": list(self._events)}
+        """The data of charts over the last minutes and since start, oldest first."""
+        return {"points": list(self._points), "events": list(self._events), "since_start": list(self._spans)}
+
+    def _keep(self, now: Json | None, version: int | None) -> None:
+        """Add a moment to the spans since start, which become fewer and longer where they are too many."""
+        if now is not None:
+            _extend(self._spans, Span(**now, version=version), self._span_seconds)
+        if len(self._spans) > _KEPT_SPANS:
+            self._span_seconds *= 2
+            old, self._spans = self._spans, []
+            for span in old:
+                _extend(self._spans, span, self._span_seconds)
+
+
+class Span(NamedTuple):
+    """Generated tokens, what their steps took, and what plain decoding would have taken for as many."""
+
+    tokens: int
+    seconds: float
+    plain_seconds: float
+    version: int | None  # of the drafter at the end; None: learning is off
+
+
+def compared(steps: Sequence[StepStats]) -> Json | None:
+    """Steps against plain decoding at the measured cost of its steps; None: that was not measured in any of them."""
+    timed = [
+        (step.emitted_tokens, step.seconds, step.saved_seconds) for step in steps if step.saved_seconds is not None
+    ]
+    if not timed:
+        return None
+    tokens, seconds, saved = map(sum, zip(*timed, strict=True))
+    return {"tokens": tokens, "seconds": seconds, "plain_seconds": seconds + saved}
+
+
+def _extend(spans: list[Span], new: Span, longest: float) -> None:
+    """Append a span, or add it to the last one where both take no longer than `longest` seconds together."""
+    if spans and spans[-1].seconds + new.seconds <= longest:
+        tokens, seconds, plain_seconds, _ = spans.pop()
+        new = Span(tokens + new.tokens, seconds + new.seconds, plain_seconds + new.plain_seconds, new.version)
+    spans.append(new)
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:
