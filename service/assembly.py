@@ -7,6 +7,7 @@ import logging
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -39,6 +40,8 @@ from service.logging import bar
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
+
+NO_KERNELS = "none compiled for this processor: install g++ and run `make install`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     """Load the model, check its numerics and measure its costs. `graphs`: whether decoding is captured in CUDA graphs,
     which changes no text; None: on a GPU. Raises StartupError naming the setting to change."""
     torch.set_num_threads(config.num_threads)
+    check_writable(config.state_dir)
     device = device_of(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors are
@@ -198,6 +202,8 @@ def _target(
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
         logger.info("device memory set aside beside keys and values: %s", plan.described())
+    else:
+        memory_planner.check_free_memory(0, pool_bytes)
     num_slots = slots_for(
         loaded.kv_shape,
         pool_bytes,
@@ -259,7 +265,7 @@ def start_up_line(assembly: Assembly) -> str:
     target = assembly.target
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
-        kernels += " (none compiled for this processor: install g++ and run `make install`)"
+        kernels += f" ({NO_KERNELS})"
     steps = "captured" if target.capture is not None else "not captured"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, "
@@ -267,6 +273,18 @@ def start_up_line(assembly: Assembly) -> str:
         f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}"
     )
+
+
+def check_writable(state_dir: Path) -> None:
+    """Make the folder if it is missing. Raises StartupError if nothing can be written to it."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=state_dir):
+            pass
+    except OSError as error:
+        raise StartupError(
+            f"state_dir {state_dir} cannot be written: {error.strerror}; make it a folder of this user, or name another"
+        ) from error
 
 
 def device_of(name: str) -> torch.device:

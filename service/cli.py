@@ -127,6 +127,18 @@ def _serve(loaded: LoadedConfig) -> None:
     serve(loaded.config)
 
 
+@app.command("doctor")
+@with_settings
+def _doctor(loaded: LoadedConfig) -> None:
+    """Say what serve would find on this machine, and what to do about each problem. Exit code 1 if there is one."""
+    from service.doctor import show
+    from service.logging import configure_logging
+
+    configure_logging("warning", as_json=False)
+    if not show(loaded.config):
+        raise typer.Exit(1)
+
+
 @config_app.command("show")
 @with_settings
 def _show(

@@ -20,7 +20,7 @@ from drafters.protocol import Drafter
 from drafters.registry import memory_of
 from drafters.tree import MAX_DEPTH
 from service.api.app import create_app
-from service.api.connections import server_config, started, url_of
+from service.api.connections import listen, server_config, started, url_of
 from service.api.settings import ApiSettings, naming_key
 from service.api.tenants import Tenants
 from service.api_keys import digest_in
@@ -57,6 +57,7 @@ def serve(config: ServiceConfig) -> None:
 
 
 async def _serve(config: ServiceConfig) -> None:
+    listening = listen(config.host, config.port)
     app, runtime = application(config)
     settings = server_config(
         app,
@@ -66,7 +67,7 @@ async def _serve(config: ServiceConfig) -> None:
         max_connections=config.max_sequences + config.max_waiting + _SPARE_CONNECTIONS,
     )
     server = _DrainingServer(settings, runtime, config.drain_seconds)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve([listening]))
     seeding: asyncio.Task[None] | None = None
     try:
         await _announce(server, runtime, serving)

@@ -34,7 +34,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Spec
     nested, kind = _NESTED in described, _kind(described)
     own = described if nested else described["dflash_config"]
     layers = form.layers_of({"model_type": "qwen3", **described.get(_NESTED, described)}, target)
-    form.refuse_set({key: value for key, value in described.items() if value != layers["hidden_size"]}, _UNREAD)
+    form.refuse_set(described, _UNREAD, layers["hidden_size"])
     form.refuse_set(own, () if nested else sorted(own.keys() - _READ))
     if own.get("mask_token_id") is None:
         raise ValueError("its config has no mask_token_id")

@@ -67,8 +67,7 @@ def _is_peagle(described: Described) -> bool:
 def _config(described: Described, tensors: Tensors, target: TargetParts, **kind: Any) -> SpecBlockConfig:
     layers = layers_of(described.get(_NESTED, described), target)
     own = described.get("eagle_config") or {}
-    unread = {key: value for key, value in described.items() if value != layers["hidden_size"]}
-    refuse_set(unread, _UNREAD)
+    refuse_set(described, _UNREAD, layers["hidden_size"])
     return SpecBlockConfig(
         {**layers, "num_hidden_layers": target.config["num_hidden_layers"]},
         tap_layers=_taps(described.get(_TAPS) or [layer + 1 for layer in own.get(_TAPS) or ()], target),

@@ -121,10 +121,10 @@ def written_vocabulary(weights: Tensors, config: SpecBlockConfig) -> dict[str, T
     return {"d2t": d2t - torch.arange(len(d2t)), "t2d": t2d}
 
 
-def refuse_set(described: Described, keys: Sequence[str]) -> None:
-    """Raise ValueError for the first of these keys whose value is neither false nor missing."""
+def refuse_set(described: Described, keys: Sequence[str], hidden_size: int | None = None) -> None:
+    """Raise ValueError for the first of these keys whose value is not false, missing or the target's hidden size."""
     for key in keys:
-        if described.get(key):
+        if described.get(key) and described[key] != hidden_size:
             raise ValueError(f"its config sets {key}, which is not read")
 
 

@@ -39,7 +39,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
     layers, depth = form.layers_of(described, target), target.config["num_hidden_layers"]
-    form.refuse_set(described, ("target_hidden_size", "eagle_config"))
+    form.refuse_set(described, ("target_hidden_size", "eagle_config"), layers["hidden_size"])
     if described["rank_classes"] != RANK_CLASSES:
         raise ValueError(f"its rank_classes is {described['rank_classes']}, and {RANK_CLASSES} are read")
     _rotary(layers)

@@ -8,7 +8,6 @@ import os
 import struct
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def variant() -> str | None:
     for name, needs in VARIANTS.items():
         built = _path(name)
         is_best = name == named or (named is None and _MAKERS.get(name, "") in str(capabilities.get("cpu_name")))
-        if built is not None and is_best and all(capabilities.get(need, False) for need in needs):
+        if built.is_file() and is_best and all(capabilities.get(need, False) for need in needs):
             _check_fresh(built)
             return name
     if named is not None:
@@ -135,10 +134,9 @@ def _load(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(_path(name)))
 
 
-def _path(name: str) -> Path | None:
-    """The file of that build; None where it was not built."""
-    spec = find_spec(f"{__package__}.{name}")
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+def _path(name: str) -> Path:
+    """The file of that build, which setup.py names so."""
+    return Path(__file__).with_name(f"{name}.so")
 
 
 def _check_fresh(built: Path) -> None:

@@ -3,6 +3,7 @@ connections, half-closed connections, and answers to bytes that are no HTTP."""
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
@@ -13,11 +14,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.errors import error_body
-from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestError, RequestTimeout
+from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestError, RequestTimeout, StartupError
 
 HEADER_SECONDS = 10.0
 READ_SECONDS = 30.0
 PROBE_SECONDS = 1.0
+_BACKLOG = 2048  # connections that may wait to be accepted, as uvicorn has it
 
 
 def server_config(
@@ -35,6 +37,19 @@ def server_config(
         limit_concurrency=max_connections,
         timeout_graceful_shutdown=shutdown_seconds,
     )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there; port 0 takes a free one. Raises StartupError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise StartupError(
+            f"port {port} of {host} cannot be listened on: {why}; stop what uses it, or choose another with --port "
+            "(0 takes a free one) and --host"
+        ) from error
 
 
 async def started(server: uvicorn.Server, serving: "asyncio.Task[None]") -> bool:

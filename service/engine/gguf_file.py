@@ -49,7 +49,9 @@ def open_gguf(file: Path) -> GGUFReader | None:
     try:
         reader = _GGUFReader(file)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise StartupError(f"{file}: this GGUF file is damaged or ends early: {error}") from error
+        raise StartupError(
+            f"{file}: this GGUF file is damaged or ends early, copy or download it again: {error}"
+        ) from error
     return reader if _architecture(reader) in _BY_ROWS else None
 
 

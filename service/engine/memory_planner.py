@@ -1,11 +1,12 @@
 """Plans device memory before serving: everything else is reserved first, keys and values get a share of the rest.
-Nothing grows while serving. On a CPU nothing is measured: the pool's size is a setting.
+Nothing grows while serving. On a CPU the pool's size is a setting, and must be free.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from drafters.memory.drafter import text_buckets
@@ -86,6 +87,19 @@ def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: i
             "or lower max_model_len"
         )
     return num_slots
+
+
+def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
+    """Return how much of this machine's free memory weights (0: they are loaded) and keys and values take. Raises
+    StartupError where they take more."""
+    free = psutil.virtual_memory().available
+    weights = f"{_gib(weight_bytes)} for weights and " if weight_bytes else ""
+    if weight_bytes + pool_bytes > free:
+        raise StartupError(
+            f"{weights}{_gib(pool_bytes)} for keys and values are more than the {_gib(free)} of memory that are free: "
+            f"lower kv_cache{', or choose a smaller model' if weight_bytes else ''}"
+        )
+    return f"{weights}{_gib(pool_bytes)} for keys and values of {_gib(free)} that are free"
 
 
 @contextmanager

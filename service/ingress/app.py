@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.connections import server_config, started, url_of
+from service.api.connections import listen, server_config, started, url_of
 from service.api.errors import install_error_handlers
 from service.api.middleware import AccessMiddleware, BodyMiddleware
 from service.api.settings import MAX_REQUEST_BYTES
@@ -104,8 +104,9 @@ def serve(urls: Sequence[str], host: str, port: int) -> None:
 
 async def _serve(urls: Sequence[str], host: str, port: int) -> None:
     app = create_ingress(HttpReplicas(urls, stall_seconds=STALL_SECONDS))
+    listening = listen(host, port)
     server = uvicorn.Server(server_config(app, host, port, shutdown_seconds=round(PATIENCE_SECONDS)))
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve([listening]))
     if await started(server, serving):
         logger.info("ready: %s/v1 in front of %s", url_of(server), ", ".join(urls))
     await serving

@@ -32,9 +32,7 @@ def test_every_result_is_listed() -> None:
     assert not {name for name in stored if f"results/{name})" not in listed}
 
 
-OLDER = "†"
-"""Stands after the link of a result that was measured with weights shipped earlier."""
-SHIPPED = re.compile(r"weights shipped now \(`model.safetensors`, sha256 `(\w+)`, since (\S+)\)")
+SHIPPED = re.compile(r"drafter weights \(`model.safetensors`, sha256\s+`(\w+)`, since (\S+)\)")
 
 
 def used_shipped_weights(conditions: Mapping[str, str]) -> bool:
@@ -47,20 +45,15 @@ def used_shipped_weights(conditions: Mapping[str, str]) -> bool:
     return "specblock" in drafter or "specblock=smollm2-135m" in command
 
 
-def test_results_of_weights_shipped_earlier_are_marked() -> None:
-    page = (ROOT / "docs/results.md").read_text()
-    found = SHIPPED.search(page)
-    assert found, "the page names the weights that its marks refer to"
+def test_no_result_is_of_weights_shipped_earlier() -> None:
+    found = SHIPPED.search((ROOT / "docs/results.md").read_text())
+    assert found, "the page names the weights that its results were measured with"
     digest, since = found.groups()
     weights = ROOT / "drafters/shipped/smollm2-135m/model.safetensors"
-    assert sha256(weights.read_bytes()).hexdigest().startswith(digest), (
-        "other weights are shipped: mark the older results"
-    )
-    for path in sorted((ROOT / "docs/results").glob("*.json")):
-        conditions = json.loads(path.read_text())["conditions"]
-        is_older = used_shipped_weights(conditions) and conditions["date"] < since
-        marks = re.findall(rf"results/{re.escape(path.name)}\)({OLDER}?)", page)
-        assert set(marks) == {OLDER if is_older else ""}, path.name
+    assert sha256(weights.read_bytes()).hexdigest().startswith(digest), "other weights are shipped: measure again"
+    described = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs/results").glob("*.json")}
+    used = {name: result["conditions"] for name, result in described.items()}
+    assert not [name for name, one in used.items() if used_shipped_weights(one) and one["date"] < since]
 
 
 def test_every_picture_is_on_a_page() -> None:

@@ -58,6 +58,7 @@ ALLOWED = {
     "service.past": PACKAGES,
     "service.observability.top": LEAVES,
     "service.serve": PACKAGES,
+    "service.doctor": PACKAGES,
     "service.cli": PACKAGES,
     "service.__main__": ("service.cli",),
     "service.bench": PACKAGES,

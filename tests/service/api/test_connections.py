@@ -179,10 +179,11 @@ async def test_whoever_has_said_all_is_answered_whole(stream: bool) -> None:
     """The first answer of two that were asked for at once takes longer than the client's half of the connection."""
     engine = Held("he", "llo")
     async with listening(engine=engine) as port:
-        answer = asyncio.create_task(half_closing(port, asking(stream=stream) * 2))
-        await asyncio.sleep(0.2)
+        reader, writer = connection = await open_to(port, asking(stream=stream) * 2)
+        writer.write_eof()
+        first = await asyncio.wait_for(reader.readuntil(b'"he"' if stream else b"100 Continue"), 3)
         engine.go_on.set()
-        found = await answer
+        found = first + await told(connection)
     assert found.count(b"HTTP/1.1 200 OK") == 2
     assert (b"100 Continue" in found) is not stream
     assert found.count(b"data: [DONE]" if stream else b'"content":"hello"') == 2

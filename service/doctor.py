@@ -1,0 +1,129 @@
+"""`adaptree doctor`: what `serve` would find on this machine, and what to do about each problem.
+
+It makes the checks of a start, with its messages, and loads no weights."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kernels import ops
+from service import __version__
+from service.api.connections import listen
+from service.assembly import NO_KERNELS, check_writable, device_of
+from service.config import GIB, ServiceConfig
+from service.drafter_choice import choose_drafter
+from service.engine.gguf_file import open_gguf
+from service.engine.measuring import processor_name
+from service.engine.memory_planner import check_free_memory
+from service.engine.weights import gguf_file, target_config
+from service.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line of the page: what was looked at, and what was found or what to do."""
+
+    subject: str
+    text: str
+    is_problem: bool = False
+
+
+def findings(config: ServiceConfig) -> Iterator[Finding]:
+    """Yield what each check finds for this configuration; a problem that two meet, once."""
+    problems = set[str]()
+    for subject, check in _CHECKS.items():
+        try:
+            yield Finding(subject, check(config))
+        except StartupError as error:
+            if str(error) not in problems:
+                problems.add(str(error))
+                yield Finding(subject, str(error), is_problem=True)
+
+
+def show(config: ServiceConfig) -> bool:
+    """Print the page. # -> whether a server can start as configured"""
+    found = list(findings(config))
+    problems = sum(one.is_problem for one in found)
+    table = Table(show_header=False, box=None, title=f"adaptree {__version__}", title_justify="left")
+    for one in found:
+        mark = "[red]problem[/]" if one.is_problem else "[green]ok[/]"
+        table.add_row(mark, one.subject, one.text)
+    console = Console()
+    console.print(table)
+    console.print(f"{problems} to mend" if problems else "nothing to mend: start it with `adaptree serve`")
+    return not problems
+
+
+def _processor(config: ServiceConfig) -> str:
+    device = device_of(config.device)
+    kernels = ops.kernel_set(device)
+    if kernels == "torch":
+        raise StartupError(f"{processor_name()}: kernels {NO_KERNELS}; plain torch serves until then, slower")
+    return f"{processor_name()}, {os.cpu_count()} logical cores; kernels: {kernels}"
+
+
+def _torch(config: ServiceConfig) -> str:
+    return f"{torch.__version__} on Python {platform.python_version()}, {config.num_threads} threads"
+
+
+def _device(config: ServiceConfig) -> str:
+    device = device_of(config.device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: no GPU is used"
+
+
+def _model(config: ServiceConfig) -> str:
+    file = gguf_file(config.model_source)
+    if file is None:
+        described = target_config(config.model_source, revision=config.revision, cache_dir=config.state_dir / "cache")
+        return f"{config.model_source}: {described['model_type']}"
+    open_gguf(file)
+    return str(file)
+
+
+def _drafter(config: ServiceConfig) -> str:
+    name, folder = choose_drafter(config, starts=True)
+    return name if folder is None else f"{name} in {folder}"
+
+
+def _memory(config: ServiceConfig) -> str:
+    device = device_of(config.device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"{free / GIB:.1f} of {total / GIB:.1f} GiB of the GPU are free"
+    return check_free_memory(_weight_bytes(config.model_source), config.kv_cache_bytes("cpu", 0))
+
+
+def _weight_bytes(model: str) -> int:
+    """The size of a model's files; 0 for one on the hub, which is not downloaded for this."""
+    file = gguf_file(model)
+    files = [file] if file is not None else Path(model).expanduser().glob("*.safetensors")
+    return sum(one.stat().st_size for one in files)
+
+
+def _state_dir(config: ServiceConfig) -> str:
+    check_writable(config.state_dir)
+    size = sum(file.stat().st_size for file in config.state_dir.rglob("*") if file.is_file())
+    return f"{config.state_dir}, {size / GIB:.2f} GiB"
+
+
+def _port(config: ServiceConfig) -> str:
+    listen(config.host, config.port).close()
+    return f"{config.host}:{config.port} is free"
+
+
+_CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {
+    "processor": _processor,
+    "torch": _torch,
+    "device": _device,
+    "state_dir": _state_dir,
+    "model": _model,
+    "drafter": _drafter,
+    "memory": _memory,
+    "port": _port,
+}
