@@ -7,7 +7,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,19 @@ class Containers:
         storage.write_text("\n".join(["[storage]", 'driver = "overlay"', *lines, ""]))
         chosen = {"CONTAINERS_CONF": settings, "CONTAINERS_STORAGE_CONF": storage}
         return {**os.environ, **{name: str(path) for name, path in chosen.items()}}
+
+
+@contextmanager
+def begun() -> Iterator[Containers]:
+    """In a folder that is left out of pytest's: what a run that was killed leaves mounted there cannot be removed."""
+    with tempfile.TemporaryDirectory(prefix="adaptree-containers-") as folder:
+        containers = Containers(Path(folder))
+        try:
+            yield containers
+        finally:
+            containers.podman("rm", "--all", "--force", "--time", "0", "--volumes")
+            containers.podman("rmi", "--all", "--force")
+            subprocess.run(["umount", containers.folder / "images" / "overlay"], check=False)
 
 
 def build(containers: Containers, images: Mapping[str, str]) -> None:

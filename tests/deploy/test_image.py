@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.processes import free_port
 from tests.architecture.rules import ROOT
-from tests.deploy.containers import Containers, build
+from tests.deploy.containers import Containers, begun, build
 from tests.deploy.dashboards import FILES, questions
 from tests.deploy.watching import Prometheus
 
@@ -61,22 +61,23 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    containers = Containers(tmp_path_factory.mktemp("containers"))
+def stack() -> Iterator[Stack]:
+    with begun() as containers:
+        yield from composed(containers)
+
+
+def composed(containers: Containers) -> Iterator[Stack]:
+    """The service ready, beside Redis and Prometheus."""
     text = (ROOT / "docker-compose.yml").read_text()
     build(containers, {name: one["image"] for name, one in yaml.safe_load(text)["services"].items()})
     ports = {inside: free_port() for inside in (8000, 9090)}
     for inside, port in ports.items():
         text = text.replace(f"127.0.0.1:{inside}:{inside}", f"127.0.0.1:{port}:{inside}")
     (containers.folder / "docker-compose.yml").write_text(text.replace("./deploy", str(ROOT / "deploy")))
-    try:
-        containers.compose("up", "-d", "--no-build", *SERVICES)
-        running = Stack(containers, f"http://127.0.0.1:{ports[8000]}", Prometheus(f"http://127.0.0.1:{ports[9090]}"))
-        wait_until(lambda: running.prometheus.numbers("adaptree_ready == 1", seconds=5))
-        yield running
-    finally:
-        containers.podman("rm", "--all", "--force", "--time", "0", "--volumes")
-        containers.podman("rmi", "--all", "--force")
+    containers.compose("up", "-d", "--no-build", *SERVICES)
+    running = Stack(containers, f"http://127.0.0.1:{ports[8000]}", Prometheus(f"http://127.0.0.1:{ports[9090]}"))
+    wait_until(lambda: running.prometheus.numbers("adaptree_ready == 1", seconds=5))
+    yield running
 
 
 def wait_until(condition: Any) -> None:
