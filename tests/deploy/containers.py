@@ -94,9 +94,11 @@ def begun() -> Iterator[Containers]:
         try:
             yield containers
         finally:
-            containers.podman("rm", "--all", "--force", "--time", "0", "--volumes")
+            for container in containers.podman("ps", "--all", "--quiet").split():
+                containers.podman("rm", "--force", "--time", "0", "--volumes", "--depend", "--ignore", container)
             containers.podman("rmi", "--all", "--force")
-            subprocess.run(["umount", containers.folder / "images" / "overlay"], check=False)
+            # Is there or not, by what podman did last.
+            subprocess.run(["umount", folder + "/images/overlay"], check=False, capture_output=True)
 
 
 def build(containers: Containers, images: Mapping[str, str]) -> None:
