@@ -1,3 +1,3 @@
 """The server: configuration, tokenizer, engine, HTTP interface and the wiring between them."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -228,7 +228,7 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
     """Check whether rows depend on other rows of a forward, in forwards as they will run."""
-    logger.info("checking that rows of a batch do not depend on each other")
+    logger.info("checking that requests that run together do not change each other's answers")
     if captures:
         with memory_for("captured forwards", "lower kv_cache"):
             capture_forwards(
@@ -249,7 +249,7 @@ def _costs(assembly: Assembly) -> Costs:
     if drafting is not None:
         drafter += f" {drafting.fingerprint}"
 
-    with bar("measuring what a step costs", 1.0) as advance:
+    with bar("measuring how long steps take (first start only)", 1.0) as advance:
         return costs_at_start(
             assembly.target,
             lambda: assembly.drafter(weights=weights),
@@ -266,10 +266,10 @@ def start_up_line(assembly: Assembly) -> str:
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
         kernels += f" ({NO_KERNELS})"
-    steps = "captured" if target.capture is not None else "not captured"
+    steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, "
-        f"dtype {assembly.loaded.dtype_name}, slots {target.pool.num_slots - 1}, "
+        f"dtype {assembly.loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
         f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}"
     )
@@ -283,7 +283,8 @@ def check_writable(state_dir: Path) -> None:
             pass
     except OSError as error:
         raise StartupError(
-            f"state_dir {state_dir} cannot be written: {error.strerror}; make it a folder of this user, or name another"
+            f"state_dir {state_dir} cannot be written: {error.strerror}; make it a folder that this user may write "
+            "to, or name another with --state-dir"
         ) from error
 
 

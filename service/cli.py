@@ -38,12 +38,12 @@ _CONFIG = Annotated[
 
 app = typer.Typer(
     name="adaptree",
-    help="An OpenAI-compatible language model server that decodes by tree speculation.",
+    help="An OpenAI-compatible server for language models, made faster by tree speculation. Start: adaptree serve",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the settings in force.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 
@@ -119,7 +119,7 @@ def _root(
 @app.command("serve")
 @with_settings
 def _serve(loaded: LoadedConfig) -> None:
-    """Serve the model over HTTP until interrupted."""
+    """Serve a model over HTTP until interrupted."""
     from service.logging import configure_logging
     from service.serve import serve
 
@@ -130,7 +130,7 @@ def _serve(loaded: LoadedConfig) -> None:
 @app.command("doctor")
 @with_settings
 def _doctor(loaded: LoadedConfig) -> None:
-    """Say what serve would find on this machine, and what to do about each problem. Exit code 1 if there is one."""
+    """Check whether serve can start here, and say how to solve each problem. Exit code 1 if there is one."""
     from service.doctor import show
     from service.logging import configure_logging
 
@@ -170,7 +170,7 @@ def _ingress(
     host: Annotated[str, typer.Option(help="Address to listen on. The servers check keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
-    """Provide one address for several servers of the same model; a stream goes on when its server ends."""
+    """Serve several servers of one model under one address; a stream goes on if its server stops."""
     from service.ingress.app import serve
     from service.logging import configure_logging
 

@@ -149,30 +149,30 @@ class ServiceConfig(BaseModel):
         None, "CPU threads for tensor work. Unset: one per physical core this process may use.", ge=1, le=1024
     )
     max_model_len: int | None = _setting(
-        None, "Longest prompt plus answer, in tokens. Unset: the model's own maximum.", ge=16
+        None, "Maximum length of prompt plus answer, in tokens. Unset: the model's own.", ge=16
     )
     kv_cache: Annotated[str | None, AfterValidator(_memory)] = _setting(
         None,
-        "Memory for keys and values: a size (4GiB, 512MiB), or a share of the device memory that is free once the "
+        "Memory for the KV cache: a size (4GiB, 512MiB), or a share of the device memory that is free once the "
         "weights are loaded (80%). Unset: 1GiB on a CPU, 80% on a GPU.",
         panel="Memory and batching",
     )
     max_sequences: int = _setting(
         32,
-        "Most sequences generated at the same time; 8 times as many may wait, further ones are answered 429.",
+        "Maximum number of requests generated at the same time; 8 times as many may wait, more get status 429.",
         ge=1,
         le=1024,
     )
     prefill_chunk: int = _setting(
         256,
-        "Most prompt tokens read in one step. Smaller: smoother streams. Larger: prompts are read sooner.",
+        "Maximum number of prompt tokens per step. Smaller: smoother streams. Larger: prompts are read sooner.",
         ge=1,
         le=8192,
     )
     prefix_cache: Annotated[Literal["shared", "per_client", "off"], BeforeValidator(_word_for_switch)] = _setting(
         "shared",
-        "Keep the keys and values of finished texts for requests with the same beginning; it changes the time to the "
-        "first token, never the text. As that time could reveal what others have sent, API keys never share. shared: "
+        "Keep the KV cache of finished requests for others with the same beginning; it changes the time to the first "
+        "token, never the text. As that time could reveal what others have sent, API keys never share. shared: "
         "the users of a key share. per_client: each user has a cache of its own.",
     )
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
@@ -209,7 +209,7 @@ class ServiceConfig(BaseModel):
     )
     budget_policy: Literal["cost", "fixed"] = _setting(
         "cost",
-        "How many nodes a step verifies. cost: as many as pay off under the present load. fixed: always max_budget, "
+        "How many draft tokens a step verifies. cost: as many as pay off under the present load. fixed: max_budget, "
         "for measurements.",
     )
     stream_release: Annotated[str, AfterValidator(_release)] = _setting(
@@ -218,7 +218,9 @@ class ServiceConfig(BaseModel):
         "SECONDS per token; late tokens count up to four times. constant_rate(SECONDS): the same aim, and tokens are "
         "sent one at a time at this rate, in events of one size, which hide what speculation did.",
     )
-    max_budget: int = _setting(48, "Most nodes verified per sequence and step. 0 decodes plainly.", ge=0, le=256)
+    max_budget: int = _setting(
+        48, "Maximum number of draft tokens verified per request and step. 0: plain decoding.", ge=0, le=256
+    )
     host: str = _setting(
         "127.0.0.1",
         "Address to listen on. 0.0.0.0 serves the whole network: set api_keys first.",
@@ -227,15 +229,15 @@ class ServiceConfig(BaseModel):
     )
     port: int = _setting(8000, "Port to listen on. 0 takes a free one.", ge=0, le=65535)
     served_model_name: str | None = _setting(
-        None, "Name clients use for the model. Unset: the value of model.", min_length=1
+        None, "Name by which clients call the model. Unset: the value of model.", min_length=1
     )
     max_output_tokens: int | None = _setting(
         None,
-        "Longest answer, in tokens, for requests with a higher limit or none. Unset: as the context allows.",
+        "Maximum answer length in tokens, for requests with a higher limit or none. Unset: as the context allows.",
         ge=1,
     )
     drain_seconds: float = _setting(
-        30, "How long running requests may take to finish after SIGTERM.", ge=0, allow_inf_nan=False
+        30, "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", ge=0, allow_inf_nan=False
     )
     allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = _setting(
         (),
@@ -256,16 +258,16 @@ class ServiceConfig(BaseModel):
         "Flags are visible in the process list.",
     )
     admin_key: KeyHash | None = _setting(
-        None, "Key of the administration routes, plain or as sha256:HEX. Unset: they are closed."
+        None, "Key of the operator, who may pause learning and roll it back, plain or as sha256:HEX. Unset: no one may."
     )
-    open_metrics: bool = _setting(True, "Whether /metrics needs no key.")
+    open_metrics: bool = _setting(True, "Serve /metrics and the live feed without a key.")
     state_dir: Path = _setting(
         _default_state_dir,
         "Folder for converted weights, measured costs, imported drafters and what was learnt while serving. Deleting "
         "it loses only these.",
         panel="Operation",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least important messages to log.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Minimum level of messages to log.")
     log_json: bool = _setting(False, "Log one JSON object per line instead of text.")
     adaptation: AdaptationConfig = _setting(AdaptationConfig, "Learning while serving.", panel="Learning while serving")
 

@@ -56,7 +56,9 @@ def show(config: ServiceConfig) -> bool:
         table.add_row(mark, one.subject, one.text)
     console = Console()
     console.print(table)
-    console.print(f"{problems} to mend" if problems else "nothing to mend: start it with `adaptree serve`")
+    console.print(
+        f"{problems} to solve before `adaptree serve`" if problems else "no problem found: start with `adaptree serve`"
+    )
     return not problems
 
 

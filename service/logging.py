@@ -25,8 +25,8 @@ from rich.progress import (
 _TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
-# Libraries that log every request they make or serve at "info".
-_CHATTY = ("httpx", "httpcore", "uvicorn.access", "filelock", "urllib3")
+# Libraries that log at "info" every request they make or serve, or what is logged here in other words.
+_CHATTY = ("httpx", "httpcore", "uvicorn.access", "filelock", "urllib3", "uvicorn.error")
 
 
 class JsonFormatter(logging.Formatter):

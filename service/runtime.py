@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from adaptation.records import AdaptationStatus
 from service.engine.requests import GenerationRequest, SequenceOutput
-from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError
+from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError, StartupError
 from service.grammars import GrammarCompiler
 from service.tokenizer import ChatTokenizer
 
@@ -344,8 +344,9 @@ class Runtime:
                 served.adaptation.start(served.engine.wake)
                 served.engine.wake()  # weights learnt by an earlier process wait for a step
             served.engine.start(self._deliver)
-        except Exception:
-            logger.exception("the model could not be loaded")
+        except Exception as error:
+            if not isinstance(error, StartupError):  # whose message ends the process, without a traceback
+                logger.exception("the model could not be loaded")
             self.state = "failed"
             raise
         self._served = served

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from adaptation.records import Event
 from drafters.protocol import Drafter
 from drafters.registry import memory_of
 from drafters.tree import MAX_DEPTH
+from service import __version__
 from service.api.app import create_app
 from service.api.connections import listen, server_config, started, url_of
 from service.api.settings import ApiSettings, naming_key
@@ -70,7 +72,7 @@ async def _serve(config: ServiceConfig) -> None:
     serving = asyncio.create_task(server.serve([listening]))
     seeding: asyncio.Task[None] | None = None
     try:
-        await _announce(server, runtime, serving)
+        await _announce(server, runtime, serving, config)
         if not serving.done():
             seeding = asyncio.create_task(answer_bootstrap_prompts(runtime))
     finally:
@@ -114,16 +116,25 @@ async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tupl
     return metrics.render()
 
 
-async def _announce(server: "_DrainingServer", runtime: Runtime, serving: asyncio.Task[None]) -> None:
-    """Log when the server is ready; end it if loading fails."""
+async def _announce(
+    server: "_DrainingServer", runtime: Runtime, serving: asyncio.Task[None], config: ServiceConfig
+) -> None:
+    """Log the address, and how to use it once the model is loaded; end the server if loading fails."""
     if not await started(server, serving):
         return
+    url, model = url_of(server), config.public_model_name
+    logger.info("adaptree %s listens on %s and loads the model %s", __version__, url, model)
     try:
         await runtime.wait_until_loaded()
     except BaseException:
         server.should_exit = True
         raise
-    logger.info("ready: %s/v1 (try %s/v1/models)", url_of(server), url_of(server))
+    logger.info("ready: %s/v1 (base URL for OpenAI clients)", url)
+    key = " -H 'authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    question = {"role": "user", "content": "Name three rivers."}
+    body = json.dumps({"model": model, "messages": [question], "max_tokens": 60})
+    logger.info("try it: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d '%s'", url, key, body)
+    logger.info("chat and live charts: %s/ (in a terminal: adaptree top --url %s)", url, url)
 
 
 class _DrainingServer(uvicorn.Server):
@@ -140,7 +151,10 @@ class _DrainingServer(uvicorn.Server):
         if self._draining is not None:
             super().handle_exit(sig, frame)
             return
-        logger.info("draining for at most %g seconds; signal again to stop at once", self._drain_seconds)
+        logger.info(
+            "stopping: running requests have %g seconds to finish; press Ctrl-C or signal again to stop at once",
+            self._drain_seconds,
+        )
         self._draining = asyncio.create_task(self._drain_then_exit(sig, frame))
 
     async def _drain_then_exit(self, sig: int, frame: FrameType | None) -> None:

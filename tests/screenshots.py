@@ -1,8 +1,8 @@
-"""Takes the picture of the live page that the documentation shows, from a server that runs.
+"""Takes the pictures of the live page that the documentation shows, of a server that it starts.
 
-    python -m tests.screenshots http://127.0.0.1:8000 docs/images
+    python -m tests.screenshots docs/images
 
-It asks a few questions first, so that there is something to see.
+It asks some questions first, a few of them again, so that there is something to see.
 """
 
 import sys
@@ -10,8 +10,20 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
+
+from benchmarks.processes import one_server
+from service.config import ServiceConfig
 from tests.browser import Browser, browser
 
+SIMILAR = (
+    "List the months of the year, one per line.",
+    "Explain what a prime number is, and give five examples.",
+    "Write an email that thanks a customer for a delayed order's patience.",
+    "What should one pack for a week in the mountains?",
+    "Write a JSON object with three users, each with name, age and city.",
+)
+TIMES = 4
 QUESTIONS = (
     "List the planets of the solar system in order, one per line.",
     "Write a Python function that returns the sum of a list, and one that returns its mean.",
@@ -24,22 +36,27 @@ _FEWEST_BRANCHES = 4
 _SLIDER = "document.getElementById('step')"
 
 
-PICTURE = "page-light.png"
+SCHEMES = ("light", "dark")
 
 
-def main(url: str, folder: Path) -> None:
+def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as profile, browser(Path(profile)) as page:
+    config = ServiceConfig(max_output_tokens=200)
+    with TemporaryDirectory() as profile, one_server(config) as server, browser(Path(profile)) as page:
         page.resize(1280, 1060)
-        page.open(url)
+        page.open(server.url)
         page.until("document.querySelector('#state').className === 'ready'")
         page.value("document.getElementById('temperature').value = 0.5; document.getElementById('seed').value = 7")
         for question in QUESTIONS:
             ask(page, question)
+        for question in SIMILAR * TIMES:  # not by the page, whose answers are not remembered without a key
+            body = {"model": config.model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=_ANSWER_SECONDS).raise_for_status()
         show_a_branching_step(page)
         time.sleep(_SETTLING_SECONDS)
-        file = picture(page, folder)
-        print(f"{file}: {file.stat().st_size:,} bytes")
+        for scheme in SCHEMES:
+            file = picture(page, folder / f"page-{scheme}.png", scheme)
+            print(f"{file}: {file.stat().st_size:,} bytes")
 
 
 def ask(page: Browser, question: str) -> None:
@@ -69,13 +86,13 @@ def worth(page: Browser, step: int) -> int:
     return int(accepted) if rejected >= _FEWEST_BRANCHES else -1
 
 
-def picture(page: Browser, folder: Path) -> Path:
-    page.prefer("light")
+def picture(page: Browser, file: Path, scheme: str) -> Path:
+    page.prefer(scheme)
     page.value("window.scrollTo(0, 0); document.getElementById('talk').scrollTop = 1e6")
     time.sleep(_SETTLING_SECONDS)
-    page.screenshot(folder / PICTURE)
-    return folder / PICTURE
+    page.screenshot(file)
+    return file
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -162,6 +162,8 @@ class Exchange:
         self.connected = False
         self._replica.served.now()  # for the status: weights may change while the store is lost
         if time.monotonic() - self._answered_at > self._replica.lease.seconds:
+            if self.role != "alone":
+                logger.warning("learning without the other replicas until their Redis server answers: %s", reason)
             self._enter("alone")
             self._sender.hand_over()
 

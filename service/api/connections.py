@@ -47,8 +47,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
         raise StartupError(
-            f"port {port} of {host} cannot be listened on: {why}; stop what uses it, or choose another with --port "
-            "(0 takes a free one) and --host"
+            f"cannot listen on port {port} of {host}: {why}; stop the program that uses it, or choose another with "
+            "--port (0: a free one) and --host"
         ) from error
 
 
@@ -62,7 +62,7 @@ async def started(server: uvicorn.Server, serving: "asyncio.Task[None]") -> bool
 def url_of(server: uvicorn.Server) -> str:
     """The address of a server that has started, with the port in use."""
     host, port = server.config.host, server.servers[0].sockets[0].getsockname()[1]
-    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    return f"http://{f'[{host}]' if ':' in host else '127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
 class GuardedProtocol(H11Protocol):

@@ -56,7 +56,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     """Return the command group `adaptree bench`."""
-    app = typer.Typer(help="Measure the running configuration.", no_args_is_help=True)
+    app = typer.Typer(help="Measure speed with these settings.", no_args_is_help=True)
     for run in (_speed, _load, _gpu):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
@@ -64,7 +64,7 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
 
 def check_app(with_settings: WithSettings) -> typer.Typer:
     """Return the command group `adaptree check`."""
-    app = typer.Typer(help="Check the running configuration.", no_args_is_help=True)
+    app = typer.Typer(help="Check that speculation changes no token.", no_args_is_help=True)
     app.callback()(lambda: None)
     app.command("lossless")(with_settings(command(_lossless)))
     return app

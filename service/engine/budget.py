@@ -156,7 +156,8 @@ class BudgetPolicy(ABC):
         """Forget what holds for the old weights of the drafter alone."""
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
-        """Take in what a step took; return the verify seconds that had been predicted, None without predictions."""
+        """Take in what a step took, and set the seconds saved in its record. Return the verify seconds that had been
+        predicted, None without predictions."""
         return None
 
     def outlook(self, load: StepLoad) -> DraftingOutlook | None:
@@ -235,6 +236,7 @@ class CostBudget(BudgetPolicy):
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
         load = budget.load
+        stats.saved_seconds = 0.0
         if load.num_rows == load.num_decoding:
             self._step_seconds = stats.seconds
         # Learnt first: what a step took must not become what it was expected to take.
@@ -275,6 +277,7 @@ class CostBudget(BudgetPolicy):
         """Correct what a plain step takes, and charge what the drafter took to follow it."""
         load = budget.load
         if budget.followed:  # a drafter that does not follow takes time too, which no decision could save
+            stats.saved_seconds = -stats.follow_seconds
             for one in load.decoding:
                 self.gate.settle(one.traffic, -stats.follow_seconds / load.num_decoding)
         self.gate.skip(load.decoding, load.num_sequences)
@@ -303,6 +306,7 @@ class CostBudget(BudgetPolicy):
         per_node = max(0.0, stats.verify_seconds - without_nodes) / max(1, sum(budget.num_nodes))
         own_extra = [extra] if len(drafting) == 1 else [per_node * count for count in budget.num_nodes[: len(drafting)]]
         gains = [length - extra / len(drafting) / one_step for length in accepted]
+        stats.saved_seconds = sum(gains) * one_step
         for one, gain in zip(drafting, gains, strict=True):
             self.gate.settle(one.traffic, gain * one_step)
         own_gains = [length - own / one_step for length, own in zip(accepted, own_extra, strict=True)]

@@ -50,7 +50,7 @@ def open_gguf(file: Path) -> GGUFReader | None:
         reader = _GGUFReader(file)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
         raise StartupError(
-            f"{file}: this GGUF file is damaged or ends early, copy or download it again: {error}"
+            f"{file}: this GGUF file is damaged or incomplete; copy or download it again ({error})"
         ) from error
     return reader if _architecture(reader) in _BY_ROWS else None
 
@@ -79,7 +79,7 @@ def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dty
     if missing:
         raise StartupError(f"{file.name}: there are no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in kept.most_common())
-    logger.info("%s: weights kept as they are in the file: %s", file.name, shares)
+    logger.info("%s: weights stay quantised as in the file: %s", file.name, shares)
     return model
 
 

@@ -63,7 +63,7 @@ class MemoryPlan:
         """Raise StartupError when keys and values would take more than is left."""
         if pool_bytes > self.left_bytes:
             raise StartupError(
-                f"{_gib(pool_bytes)} for keys and values are more than the {_gib(self.left_bytes)} of device memory "
+                f"{_gib(pool_bytes)} for the KV cache are more than the {_gib(self.left_bytes)} of device memory "
                 f"that are left beside {self.described()}: lower kv_cache"
             )
 
@@ -82,7 +82,7 @@ def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: i
     needed = max_model_len + reserve + 1
     if num_slots < needed:
         raise StartupError(
-            f"the key/value pool holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
+            f"the KV cache holds {num_slots} tokens, but one sequence of max_model_len={max_model_len} needs "
             f"{needed}: set kv_cache to at least {needed * (shape.bytes_per_slot + bytes_beside) / GIB:.2f}GiB "
             "or lower max_model_len"
         )
@@ -96,10 +96,10 @@ def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
     weights = f"{_gib(weight_bytes)} for weights and " if weight_bytes else ""
     if weight_bytes + pool_bytes > free:
         raise StartupError(
-            f"{weights}{_gib(pool_bytes)} for keys and values are more than the {_gib(free)} of memory that are free: "
+            f"{weights}{_gib(pool_bytes)} for the KV cache are more than the {_gib(free)} of memory that are free: "
             f"lower kv_cache{', or choose a smaller model' if weight_bytes else ''}"
         )
-    return f"{weights}{_gib(pool_bytes)} for keys and values of {_gib(free)} that are free"
+    return f"{weights}{_gib(pool_bytes)} for the KV cache, of {_gib(free)} that are free"
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class StepStats:
     itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
     predicted_verify_seconds: float | None = None  # by the corrected cost table; None without one
     drafting: DraftingOutlook | None = None  # None with a fixed budget
+    saved_seconds: float | None = None  # by drafts, against plain decoding; below 0: lost; None: not measured
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
     drafted_blocks: int = 0
     memory: MemoryCounts | None = None  # since the start; None: the drafter keeps no past answers

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -119,6 +120,8 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
+    except SafetensorError as error:
+        raise StartupError(f"model {name!r}: its weights are damaged, copy or download them again: {error}") from error
     return _made_ready(model, tokenizer, device, begin_drafter)
 
 
@@ -215,7 +218,9 @@ def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
     if path.is_dir():
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")):
-        raise StartupError(f"model {name!r}: no such folder; give a hub id, a model folder or a .gguf file")
+        raise StartupError(
+            f"model {name!r}: no such folder; give the path of one, or of a .gguf file, or a Hugging Face id"
+        )
     return name
 
 
@@ -227,7 +232,7 @@ def gguf_file(name: str) -> Path | None:
     if path.suffix != ".gguf":
         return None
     if not path.is_file():
-        raise StartupError(f"model {name!r}: no such file")
+        raise StartupError(f"model {name!r}: no such file; give the path of a .gguf file, as in ./models/NAME.gguf")
     return path
 
 

@@ -39,7 +39,7 @@ _MOST_ROWS = 8  # of one table among the facts; the rest is for --json
 def drafter_app(with_settings: WithSettings) -> typer.Typer:
     """The commands, each with every setting as an option."""
     app = typer.Typer(
-        help="Look at drafters, move them between servers, and adapt them to texts of other engines.",
+        help="Inspect, export, import and adapt drafters.",
         no_args_is_help=True,
     )
     app.command("inspect")(with_settings(_inspect))

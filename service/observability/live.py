@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from adaptation.records import AdaptationStatus, Event
 from drafters.memory.counts import MemoryCounts
@@ -14,6 +14,7 @@ from service.observability.learning_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
+_KEPT_SPANS: Final = 240  # of the time since start
 _MAX_PENDING: Final = 65_536  # records that were not summed yet; beyond, the oldest are lost
 
 Record = TypeVar("Record")
@@ -37,6 +38,7 @@ class Live:
         self._ticked = clock()
         self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
         self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
+        self._since_start = SinceStart()
 
     def observe_load(self, load: LoadStats) -> None:
         """Record the present load."""
@@ -74,6 +76,7 @@ class Live:
             "tokens_per_second": _rate(sum(step.emitted_tokens for step in steps), seconds),
             "prompt_tokens_per_second": _rate(sum(step.prompt_tokens for step in steps), seconds),
             "tau": _tau(steps),
+            "against_plain": compared(steps),
             "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean of the steps
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
             "drafting": steps[-1].drafting if steps else None,  # None: no step, or a fixed budget
@@ -95,12 +98,62 @@ class Live:
         learning = self._learning
         point |= {"version": learning and learning.version, "values": learning.values if learning else {}}
         self._points.append(point)
+        if moment["against_plain"] is not None:
+            self._since_start.add(Decoded(**moment["against_plain"], version=point["version"]))
         self._events += events
         return moment
 
     def past(self) -> Json:
-        """The data of charts over the last minutes, oldest first."""
-        return {"points": list(self._points), "events": list(self._events)}
+        """The data of charts over the last minutes and since start, oldest first."""
+        return {
+            "points": list(self._points),
+            "events": list(self._events),
+            "since_start": list(self._since_start.spans),
+        }
+
+
+class Decoded(NamedTuple):
+    """Generated tokens, what their steps took, and what plain decoding would have taken for as many."""
+
+    tokens: int
+    seconds: float
+    plain_seconds: float
+    version: int | None  # of the drafter at the end; None: learning is off
+
+
+class SinceStart:
+    """All that was generated, in spans of time that become fewer and longer where they are too many."""
+
+    def __init__(self) -> None:
+        self.spans: list[Decoded] = []
+        self._longest = 1.0  # seconds of a span
+
+    def add(self, new: Decoded) -> None:
+        """Append what was generated since the last call."""
+        self._append(new)
+        if len(self.spans) > _KEPT_SPANS:
+            self._longest *= 2
+            old, self.spans = self.spans, []
+            for span in old:
+                self._append(span)
+
+    def _append(self, new: Decoded) -> None:
+        if self.spans and self.spans[-1].seconds + new.seconds <= self._longest:
+            last = self.spans.pop()
+            sums = (last.tokens + new.tokens, last.seconds + new.seconds, last.plain_seconds + new.plain_seconds)
+            new = Decoded(*sums, new.version)
+        self.spans.append(new)
+
+
+def compared(steps: Sequence[StepStats]) -> Json | None:
+    """Steps against plain decoding at the measured cost of its steps; None: that was not measured in any of them."""
+    timed = [
+        (step.emitted_tokens, step.seconds, step.saved_seconds) for step in steps if step.saved_seconds is not None
+    ]
+    if not timed:
+        return None
+    tokens, seconds, saved = map(sum, zip(*timed, strict=True))
+    return {"tokens": tokens, "seconds": seconds, "plain_seconds": seconds + saved}
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:

@@ -16,7 +16,8 @@ _URL: Final = "http://127.0.0.1:8000"
 _FEED: Final = "/adaptree/feed"
 _TIMEOUT: Final = httpx.Timeout(5, read=15)
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_WIDTH: Final = 60
+_WIDTH: Final = 60  # seconds
+_CURVE: Final = 36  # of which are drawn in a terminal of 80 columns
 _SHOWN_EVENTS: Final = 6
 _CURVES: Final = {"tau": 2, "tokens_per_second": 1, "budget": 1, "running": 0, "waiting": 0}  # decimals by name
 _REFUSALS: Final = {
@@ -88,14 +89,22 @@ class Screen:
             reason = f" ({moment['budget_reason']})" if name == "budget" and moment["budget_reason"] else ""
             curve = self._curve(name, floor=1 if name == "tau" else 0)
             table.add_row(name.replace("_per_second", "/s"), _number(moment[name], digits) + reason, curve)
-        table.add_row("slots used", f"{moment['slots_used_share']:.0%}", "")
+        table.add_row("KV cache used", f"{moment['slots_used_share']:.0%}", "")
         if (drafting := moment["drafting"]) is not None:
             gain = f"{_number(drafting['gain'], 2)} ± {_number(drafting['gain_sd'], 2)} plain steps"
             table.add_row("drafting gains", gain, f"may still lose {_number(drafting['balance_seconds'], 2)} s")
+        if speed := self._against_plain():
+            table.add_row("speed-up", speed, "against plain decoding in the last minute")
         if (memory := moment["memory"]) is not None:
-            stored = f"{memory['remembered_tokens']:,} tokens remembered, {memory['used_share']:.0%} full"
+            stored = f"{memory['remembered_tokens']:,} tokens stored, {memory['used_share']:.0%} full"
             table.add_row("past answers", stored, self._from_memory())
         return table
+
+    def _against_plain(self) -> str:
+        """Speed relative to plain decoding in the last minute."""
+        known = [one for point in self._points if (one := point.get("against_plain")) is not None]
+        seconds, plain = (sum(one[name] for one in known) for name in ("seconds", "plain_seconds"))
+        return f"{plain / seconds:.2f}" if seconds else ""
 
     def _from_memory(self) -> str:
         """The memory's share of accepted tokens in the last minute."""
@@ -106,8 +115,8 @@ class Screen:
         return f"{accepted['memory'] / total:.0%} of accepted tokens come from the memory" if total else ""
 
     def _curve(self, name: str, floor: float = 0.0) -> str:
-        """The last minute as a row of block characters; a blank where there is no value."""
-        values = [point[name] for point in self._points[-_WIDTH:]]
+        """The last seconds as a row of block characters; a blank where there is no value."""
+        values = [point[name] for point in self._points[-_CURVE:]]
         span = max([value - floor for value in values if value is not None], default=0.0) or 1.0
         heights = [None if value is None else int((value - floor) / span * len(_BLOCKS)) for value in values]
         return "".join(" " if height is None else _BLOCKS[min(max(height, 0), 7)] for height in heights)

@@ -16,15 +16,15 @@ def dashboard(file: Path) -> dict[str, Any]:
     return content
 
 
-def questions(file: Path) -> Iterator[tuple[str, str]]:
+def questions(file: Path, rate_interval: str = "4s") -> Iterator[tuple[str, str]]:
     """Where each expression stands, and the expression as Grafana would send it for all instances."""
     content = dashboard(file)
     for panel in content["panels"]:
         for target in panel["targets"]:
-            yield f"{content['title']}, {panel['title']}, {target['refId']}", _filled(target["expr"])
+            yield f"{content['title']}, {panel['title']}, {target['refId']}", _filled(target["expr"], rate_interval)
     for note in content["annotations"]["list"]:
-        yield f"{content['title']}, annotation {note['name']}", _filled(note["expr"])
+        yield f"{content['title']}, annotation {note['name']}", _filled(note["expr"], rate_interval)
 
 
-def _filled(expression: str) -> str:
-    return expression.replace("$instance", ".*").replace("$__rate_interval", "4s")
+def _filled(expression: str, rate_interval: str) -> str:
+    return expression.replace("$instance", ".*").replace("$__rate_interval", rate_interval)

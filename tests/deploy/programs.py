@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE_OF = {"prometheus": "prometheus", "promtool": "prometheus"}
+PACKAGE_OF = {
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
+    "debootstrap": "debootstrap",
+    "buildah": "buildah",
+    "podman": "podman runc aardvark-dns",
+}
 
 
 def program(name: str) -> str:

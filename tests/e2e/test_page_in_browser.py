@@ -105,7 +105,7 @@ def test_the_answer_is_the_one_that_every_client_gets(page: Browser, server: Pro
 
 def test_tokens_are_coloured_by_who_came_up_with_them(page: Browser) -> None:
     """Each verify ends in one token of the target's own, and reading the prompt in another one."""
-    verifies = int(re.search(r"over (\d+) verifies", page.text(".figures"))[1])  # type: ignore[index]
+    verifies = int(re.search(r"over (\d+) steps", page.text(".figures"))[1])  # type: ignore[index]
     accepted, own = (len(texts_of(page, kind)) for kind in ("accepted", "bonus"))
     assert (accepted, own) == (TOKENS - verifies - 1, verifies + 1)
     assert accepted > 5
@@ -308,7 +308,7 @@ def test_where_all_is_closed_an_api_key_opens_feed_and_chat(page: Browser) -> No
         page.press("Enter", ENTER, "\r")
         page.until("document.getElementById('state').className === 'ready'")
         page.until("document.getElementById('model').textContent.includes('tiny')")
-        assert page.text("#learning-state") == "This server does not learn while it serves."
+        assert page.text("#learning-state") == "Learning is off; it is turned on by --adaptation.enabled true."
         page.open("about:blank")
 
 
@@ -321,14 +321,20 @@ def test_what_drafting_gains_and_past_answers_bring_is_said(page: Browser) -> No
         live.observe_step(replace(STEP, drafting=OUTLOOK))
         page.until("document.getElementById('drafting').textContent")
         assert page.text("#drafting") == (
-            "Drafting gains 0.25 ± 0.05 plain steps per step of 2 sequences or more; "
-            "it may still lose 0.75 s, and has lost 0.13 s."
+            "Expected now: drafting gains 0.25 ± 0.05 plain steps per step of 2 requests or more "
+            "(0.13 s lost so far, 0.75 s more allowed)."
         )
         page.until("!document.getElementById('memory').hidden")
-        held = "Past answers: 1,234 tokens remembered, their room 13 % full; "
-        assert page.text("#memory") == held + "60 % of accepted tokens come from the memory."
-        live.observe_step(replace(STEP, accepted_by_source={"specblock": 5}))
+        held = "Past answers: 1,234 tokens stored, 13 % of their memory full; "
+        assert (
+            page.text("#memory")
+            == held + "60 % of the tokens accepted lately were copied from them or from their own text."
+        )
+        assert page.value("document.getElementById('gain').hidden && document.getElementById('chart-gain').hidden")
+        live.observe_step(replace(STEP, accepted_by_source={"specblock": 5}, saved_seconds=STEP.seconds))
         page.until("document.getElementById('memory').textContent.includes('30 %')")
+        assert page.text("#gain").startswith("Since start: 2.00 times as fast as plain decoding over 6 tokens. ")
+        assert page.value("document.querySelectorAll('#chart-gain .line').length") == 2
         page.open("about:blank")
 
 

@@ -64,9 +64,13 @@ def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceConfi
 
 TROUBLES: list[tuple[Trouble, str, str]] = [
     (no_compiler, "processor", "install g++ and run `make install`"),
-    (port_taken, "port", "cannot be listened on: Address already in use; stop what uses it, or choose another"),
-    (state_dir_is_a_file, "state_dir", "cannot be written: Not a directory; make it a folder of this user, or name"),
-    (model_cut_off, "model", "cut.gguf: this GGUF file is damaged or ends early, copy or download it again"),
+    (port_taken, "port", "Address already in use; stop the program that uses it, or choose another with --port"),
+    (
+        state_dir_is_a_file,
+        "state_dir",
+        "cannot be written: Not a directory; make it a folder that this user may write to",
+    ),
+    (model_cut_off, "model", "cut.gguf: this GGUF file is damaged or incomplete; copy or download it again"),
     (little_memory, "memory", "GiB of memory that are free: lower kv_cache"),
 ]
 
@@ -92,10 +96,10 @@ def test_a_start_ends_with_the_same_words(
     assert words in str(raised.value)
 
 
-def test_a_sound_machine_has_nothing_to_mend(tmp_path: Path) -> None:
+def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
     sound = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0"])
     assert sound.exit_code == 0, sound.output
-    assert "nothing to mend" in sound.output
+    assert "no problem found" in sound.output
     bad = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0", "--model", "none.gguf"])
     assert bad.exit_code == 1
-    assert "1 to mend" in bad.output
+    assert "1 to solve" in bad.output

@@ -134,6 +134,26 @@ def test_the_past_is_bounded_and_oldest_first() -> None:
     assert times[-1] == 1_000 + clock.seconds
 
 
+def test_speed_is_compared_with_plain_decoding_since_the_start() -> None:
+    live = Live()
+    live.observe_step(STEP)  # not measured
+    assert live.tick()["against_plain"] is None
+    measured = replace(STEP, saved_seconds=0.25)
+    for _ in range(700):
+        live.observe_step(measured)
+        live.observe_step(STEP)
+        now = live.tick()["against_plain"]
+    assert now == {"tokens": 6, "seconds": STEP.seconds, "plain_seconds": STEP.seconds + 0.25}
+    spans = live.past()["since_start"]
+    assert 100 < len(spans) <= 240
+    assert [sum(span[place] for span in spans) for place in range(3)] == pytest.approx(
+        [700 * 6, 700 * STEP.seconds, 700 * (STEP.seconds + 0.25)]
+    )
+    assert {span.seconds for span in spans[:-1]} == {spans[0].seconds}, "equally long, but for the last"
+    terminal = shown(("moment", {**moment(), "against_plain": now}))
+    assert line_of(terminal, "speed-up").split()[1] == f"{1 + 0.25 / STEP.seconds:.2f}"
+
+
 def test_records_nobody_adds_up_do_not_pile_up() -> None:
     live = Live()
     for _ in range(70_000):
@@ -176,7 +196,7 @@ def test_a_moment_is_shown() -> None:
     assert "7.0 (gain)" in line_of(text, "budget")
     assert "may still lose 0.75 s" in line_of(text, "drafting gains")
     assert "0.25 ± 0.05 plain steps" in text
-    assert "1,234 tokens remembered, 12% full" in line_of(text, "past answers")
+    assert "1,234 tokens stored, 12% full" in line_of(text, "past answers")
     assert "60% of accepted tokens come from the memory" in line_of(text, "past answers")
     assert line_of(text, "head").split() == ["head", "0.5000", "3", "3"]
     assert line_of(text, "full").split() == ["full", "inf", "0", "1"]

@@ -82,7 +82,7 @@ async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> N
     await runtime.stop()
 
 
-async def test_a_failed_load_is_told_to_whoever_waits() -> None:
+async def test_a_failed_load_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
     def load() -> ServedModel:
         raise StartupError("no such model")
 
@@ -90,6 +90,7 @@ async def test_a_failed_load_is_told_to_whoever_waits() -> None:
     await runtime.start()
     with pytest.raises(StartupError, match="no such model"):
         await runtime.wait_until_loaded()
+    assert "Traceback" not in caplog.text
     assert runtime.state == "failed"
     with pytest.raises(EngineFailure):
         runtime.generate(ask())

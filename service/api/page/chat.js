@@ -103,7 +103,7 @@ export class Chat {
     const { total_seconds: seconds, first_token_seconds: first } = metrics.timings;
     const tokens = usage.completion_tokens;
     const facts = [`${tokens} tokens`, `${number(tokens / seconds)} per second`, `first after ${number(first, 2)} s`];
-    if (steps) facts.push(`tau ${number(tau, 2)} over ${steps} verifies`, `drafter version ${version}`);
+    if (steps) facts.push(`${number(tau, 2)} tokens per step (tau) over ${steps} steps`, `drafter version ${version}`);
     this.#talk.append(html("p", { class: "figures" }, facts.join(" · ")));
     this.#talk.scrollTop = this.#talk.scrollHeight;
   }

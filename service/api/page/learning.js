@@ -32,7 +32,7 @@ export class Learning {
   }
 
   keysChanged() {
-    byId("learning-answer").textContent = keys.operator ? "" : "Give the operator key under Keys to use these.";
+    byId("learning-answer").textContent = keys.operator ? "" : "Enter the operator key under Keys to use these buttons.";
     this.#enable();
   }
 
@@ -40,7 +40,7 @@ export class Learning {
     const status = this.#status;
     byId("learning-body").hidden = !status;
     if (!status) {
-      const off = serverState === "ready" ? "This server does not learn while it serves." : "Not known yet.";
+      const off = serverState === "ready" ? "Learning is off; it is turned on by --adaptation.enabled true." : "Not known yet";
       byId("learning-state").textContent = off;
       return;
     }
@@ -82,7 +82,7 @@ export class Learning {
 
   async #act(action) {
     const answer = byId("learning-answer");
-    answer.textContent = "Asking; this may wait for an update under way.";
+    answer.textContent = "Waiting for the server; an update may have to end first.";
     for (const name of ACTIONS) byId(name).disabled = true;
     try {
       const response = await ask("POST", `/v1/adaptation/${action}`, { key: keys.operator });
@@ -107,14 +107,14 @@ function facts(status) {
     ...(status.wanted_positions
       ? { "Collected for a drafter": `${status.collected_positions} of ${status.wanted_positions} positions` }
       : {}),
-    "Queries observed": status.queries_observed,
-    "Validation texts": status.validation_texts,
+    "Requests seen": status.queries_observed,
+    "Requests kept for validation": status.validation_texts,
     "Published": status.publishes,
     "Refused by the gate": status.refusals,
     "Rolled back": status.rollbacks,
-    ...(status.balance_seconds === null ? {} : { "May still lose": `${number(status.balance_seconds)} s` }),
-    "Training": `${number(status.training_seconds)} s`,
-    "KL to the anchor": number(status.kl_to_anchor, 4),
+    ...(status.balance_seconds === null ? {} : { "Time it may still lose": `${number(status.balance_seconds)} s` }),
+    "Time in training": `${number(status.training_seconds)} s`,
+    "KL divergence from the start": number(status.kl_to_anchor, 4),
   };
   return Object.entries(values).flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, String(value))]);
 }

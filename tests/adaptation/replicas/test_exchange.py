@@ -232,6 +232,17 @@ def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path)
         assert (one.status.connected, one.status.connections_lost) == (False, 1)
 
 
+def test_a_server_that_refuses_from_the_start_is_named_once(
+    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.client.config_set("requirepass", "another")
+    with caplog.at_level("WARNING"), member(tmp_path / "a", server.url, lease_seconds=0.5) as one:
+        until([one], lambda: one.status.role == "alone")
+        one.exchange.attempt()
+    (warning,) = [record.getMessage() for record in caplog.records if "other replicas" in record.getMessage()]
+    assert "Authentication required" in warning
+
+
 def test_what_was_learnt_alone_gives_way_to_what_is_announced(
     server: RedisServer, leader: Member, follower: Member
 ) -> None:

@@ -64,6 +64,7 @@ class World:
         self.batch, self.claims, self.noise = batch, claims, noise
         self.follow_seconds, self.reads_every, self.prompt_rows = follow_seconds, reads_every, prompt_rows
         self.tokens, self.seconds, self.drafted_steps = 0, 0.0, 0
+        self.saved_seconds = 0.0  # by the records of the steps
         self.texts: list[SequenceGain] = []
         self.followed: list[bool] = []  # step by step
         self.drafted: list[bool] = []
@@ -113,18 +114,17 @@ class World:
         self.drafted_steps += drafted
         self.drafted.append(drafted)
         self.followed.append(followed)
-        self.policy.learn(
-            budget_of(load, keep, drafted=drafted, followed=followed),
-            step_stats(
-                sum(keep),
-                accepted,
-                accepted_per_sequence=tuple(length for length, nodes in zip(lengths, keep, strict=True) if nodes),
-                draft_seconds=draft,
-                verify_seconds=verify,
-                follow_seconds=follow,
-                other_seconds=OTHER_SECONDS + follow,
-            ),
+        stats = step_stats(
+            sum(keep),
+            accepted,
+            accepted_per_sequence=tuple(length for length, nodes in zip(lengths, keep, strict=True) if nodes),
+            draft_seconds=draft,
+            verify_seconds=verify,
+            follow_seconds=follow,
+            other_seconds=OTHER_SECONDS + follow,
         )
+        self.policy.learn(budget_of(load, keep, drafted=drafted, followed=followed), stats)
+        self.saved_seconds += stats.saved_seconds or 0.0
 
     def _draft(self, lines: int, truth: float, load: StepLoad) -> tuple[list[int], list[int]]:
         places = torch.arange(DEPTH).expand(lines, -1)
@@ -199,6 +199,15 @@ def test_texts_are_not_followed_where_drafts_do_not_pay(batch: int) -> None:
     assert world.speed(10_000, lambda: 0.0) >= 0.98 * world.plain_speed
     assert any(world.drafted[3_000:]), "it is tried again"
     assert sum(world.followed[3_000:]) < 0.05 * 10_000
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_seconds_saved_are_those_that_plain_decoding_would_take_more(truth: float, batch: int) -> None:
+    world = World(batch, 0.7, noise=0.1, follow_seconds=0.05)
+    world.speed(500, lambda: truth)
+    plain_seconds = world.seconds - world.lost_seconds
+    assert world.seconds + world.saved_seconds == pytest.approx(plain_seconds, rel=0.06)
 
 
 def test_a_perfect_drafter_is_worth_four_times_plain() -> None:

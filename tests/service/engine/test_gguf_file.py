@@ -113,7 +113,7 @@ def test_heads_of_a_llama_are_put_back_in_order(tmp_path: Path) -> None:
 def test_a_file_that_ends_early_is_refused(left: int, tmp_path: Path) -> None:
     file = written(tmp_path / "a.gguf")
     file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(StartupError, match="damaged or ends early"):
+    with pytest.raises(StartupError, match="damaged or incomplete"):
         loaded(file)
 
 

@@ -148,6 +148,14 @@ def test_a_hub_id_is_left_to_transformers(tmp_path: Path) -> None:
     assert resolve("someone/some-model", cache_dir=tmp_path) == "someone/some-model"
 
 
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    folder = tiny_model("llama", tmp_path)
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(StartupError, match="its weights are damaged, copy or download them again"):
+        load(folder)
+
+
 def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be loaded"):
         load(tmp_path)
