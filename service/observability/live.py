@@ -38,8 +38,7 @@ class Live:
         self._ticked = clock()
         self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
         self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
-        self._spans: list[Span] = []
-        self._span_seconds = 1.0
+        self._since_start = SinceStart()
 
     def observe_load(self, load: LoadStats) -> None:
         """Record the present load."""
@@ -99,32 +98,43 @@ class Live:
         learning = self._learning
         point |= {"version": learning and learning.version, "values": learning.values if learning else {}}
         self._points.append(point)
-        self._keep(moment["against_plain"], point["version"])
+        if moment["against_plain"] is not None:
+            self._since_start.add(SpeedSpan(**moment["against_plain"], version=point["version"]))
         self._events += events
         return moment
 
     def past(self) -> Json:
         """The data of charts over the last minutes and since start, oldest first."""
-        return {"points": list(self._points), "events": list(self._events), "since_start": list(self._spans)}
-
-    def _keep(self, now: Json | None, version: int | None) -> None:
-        """Add a moment to the spans since start, which become fewer and longer where they are too many."""
-        if now is not None:
-            _extend(self._spans, Span(**now, version=version), self._span_seconds)
-        if len(self._spans) > _KEPT_SPANS:
-            self._span_seconds *= 2
-            old, self._spans = self._spans, []
-            for span in old:
-                _extend(self._spans, span, self._span_seconds)
+        return {"points": list(self._points), "events": list(self._events), "since_start": self._since_start.spans}
 
 
-class Span(NamedTuple):
+class SpeedSpan(NamedTuple):
     """Generated tokens, what their steps took, and what plain decoding would have taken for as many."""
 
     tokens: int
     seconds: float
     plain_seconds: float
     version: int | None  # of the drafter at the end; None: learning is off
+
+
+class SinceStart:
+    """The time since the start, in spans that become fewer and longer where they are too many."""
+
+    def __init__(self) -> None:
+        self.spans: list[SpeedSpan] = []
+        self._longest = 1.0  # seconds
+
+    def add(self, new: SpeedSpan) -> None:
+        """Append a span, or add it to the last one where both are short enough."""
+        if self.spans and self.spans[-1].seconds + new.seconds <= self._longest:
+            tokens, seconds, plain_seconds, _ = self.spans.pop()
+            new = SpeedSpan(tokens + new.tokens, seconds + new.seconds, plain_seconds + new.plain_seconds, new.version)
+        self.spans.append(new)
+        if len(self.spans) > _KEPT_SPANS:
+            self._longest *= 2
+            old, self.spans = self.spans, []
+            for span in old:
+                self.add(span)
 
 
 def compared(steps: Sequence[StepStats]) -> Json | None:
@@ -136,14 +146,6 @@ def compared(steps: Sequence[StepStats]) -> Json | None:
         return None
     tokens, seconds, saved = map(sum, zip(*timed, strict=True))
     return {"tokens": tokens, "seconds": seconds, "plain_seconds": seconds + saved}
-
-
-def _extend(spans: list[Span], new: Span, longest: float) -> None:
-    """Append a span, or add it to the last one where both take no longer than `longest` seconds together."""
-    if spans and spans[-1].seconds + new.seconds <= longest:
-        tokens, seconds, plain_seconds, _ = spans.pop()
-        new = Span(tokens + new.tokens, seconds + new.seconds, plain_seconds + new.plain_seconds, new.version)
-    spans.append(new)
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:
