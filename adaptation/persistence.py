@@ -142,7 +142,7 @@ class LearnerCheckpoint:
         for number in reversed(ring.versions):
             try:
                 snapshot = ring.get(number, None)
-                tensors = self._current_tensors(kind, snapshot.tensors)
+                tensors = self._without_former(snapshot.tensors, like)
                 check_layout(tensors, layout_of(like))
             except (Damaged, Refused) as error:  # an older one, or the serving weights themselves, are as good a start
                 logger.warning("%s %d in %s is not used: %s", kind, number, self._folder, error)
@@ -151,9 +151,9 @@ class LearnerCheckpoint:
                 return tensors
         return None
 
-    def _current_tensors(self, kind: TensorKind, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without those of a release before, shapes [...]."""
-        former = [name for name in tensors if kind == "training" and name.startswith(_FORMER_MOMENTS)]
+    def _without_former(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out the moments, shapes [...], that only a release before had."""
+        former = {name for name in tensors.keys() - like.keys() if name.startswith(_FORMER_MOMENTS)}
         if former:
             logger.info("moments of head updates in %s are left out: such updates need none now", self._folder)
         return {name: value for name, value in tensors.items() if name not in former}
