@@ -75,4 +75,4 @@ def test_costs_are_measured_anew_beside_the_old_ones(server: Process, root: Path
     server.state()
     costs = {file.name for file in (root / "state/costs").glob("costs-*.json")}
     assert costs > {file.name for file in (LEFT / "state/costs").iterdir()}
-    assert "measuring what a step costs" in server.log.read_text()
+    assert "measuring how long steps take" in server.log.read_text()
