@@ -41,7 +41,7 @@ from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-NO_KERNELS = "none compiled for this processor: install g++ and run `make install`"
+NO_KERNELS = "none compiled for this processor: install the wheel, or g++ and run `make install`"
 
 
 @dataclass(frozen=True, slots=True)

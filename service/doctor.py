@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kernels import ops
 from service import __version__
@@ -50,7 +50,15 @@ def show(config: ServiceConfig) -> bool:
     """Print the page. # -> whether a server can start as configured"""
     found = list(findings(config))
     problems = sum(one.is_problem for one in found)
-    table = Table(show_header=False, box=None, title=f"adaptree {__version__}", title_justify="left")
+    table = Table(
+        "",
+        "",
+        Column(overflow="fold"),
+        show_header=False,
+        box=None,
+        title=f"adaptree {__version__}",
+        title_justify="left",
+    )
     for one in found:
         mark = "[red]problem[/]" if one.is_problem else "[green]ok[/]"
         table.add_row(mark, one.subject, one.text)

@@ -55,7 +55,8 @@ _BOOTSTRAP_SCOPE = Scope(name="bootstrap prompts")
 
 def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or interrupt. Raises StartupError when the model cannot be served as configured."""
-    asyncio.run(_serve(config))
+    with suppress(asyncio.CancelledError):  # interrupted while the model was loading
+        asyncio.run(_serve(config))
 
 
 async def _serve(config: ServiceConfig) -> None:

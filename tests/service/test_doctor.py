@@ -63,7 +63,7 @@ def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceConfi
 
 
 TROUBLES: list[tuple[Trouble, str, str]] = [
-    (no_compiler, "processor", "install g++ and run `make install`"),
+    (no_compiler, "processor", "install the wheel, or g++ and run `make install`"),
     (port_taken, "port", "Address already in use; stop the program that uses it, or choose another with --port"),
     (
         state_dir_is_a_file,
