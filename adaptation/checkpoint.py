@@ -84,8 +84,8 @@ class SnapshotRing:
         write_snapshot(self._folder, Snapshot(info, host))
         self._make_room({info.version, served}, condemned)
 
-    def get(self, version: int, layout: Layout) -> Snapshot:
-        """Read a snapshot. Raises Damaged for one that is damaged or missing."""
+    def get(self, version: int, layout: Layout | None) -> Snapshot:
+        """Read a snapshot, of any layout if none is given. Raises Damaged for one that is damaged or missing."""
         return read_snapshot(self._folder, version, layout)
 
     def _make_room(self, kept: Collection[int | None], condemned: Collection[int]) -> None:
@@ -160,15 +160,20 @@ def load_tensors(data: bytes, layout: Layout | None) -> dict[str, Tensor]:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise Refused("misfit", f"holds no tensors: {error}") from error
+    if layout is not None:
+        check_layout(tensors, layout)
+    if not all_finite(tensors.values()):
+        raise Refused("not_finite", "holds weights that are not finite")
+    return tensors
+
+
+def check_layout(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Raise Refused unless tensors have these names, shapes [...] and types."""
     found = layout_of(tensors)
-    layout = found if layout is None else layout
     wrong = sorted(name for name in {*found, *layout} if found.get(name) != layout.get(name))
     if wrong:
         first = f"first {wrong[0]}: {found.get(wrong[0])}, not {layout.get(wrong[0])}"
         raise Refused("misfit", f"holds {len(wrong)} tensors whose names, shapes or types do not fit, {first}")
-    if not all_finite(tensors.values()):
-        raise Refused("not_finite", "holds weights that are not finite")
-    return tensors
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

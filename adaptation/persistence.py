@@ -20,6 +20,7 @@ from adaptation.checkpoint import (
     UNFINISHED,
     SnapshotInfo,
     SnapshotRing,
+    check_layout,
     layout_of,
     now,
     seal,
@@ -28,7 +29,7 @@ from adaptation.checkpoint import (
     write_synced,
 )
 from adaptation.policy import State
-from adaptation.records import Damaged, EventLog, NotStored
+from adaptation.records import Damaged, EventLog, NotStored, Refused
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import ANCHOR, DrafterWeights
 
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _KEPT_COPIES = 2
+_FORMER_MOMENTS = "head."
+"""Tensors that 0.2.0 saved with the training copy: head updates have no moments any more."""
+_FORMER_PARTS = frozenset({"tokens"})  # counts of tokens, from which 0.2.0 exchanged the draft vocabulary
 
 TensorKind = Literal["training", "sums", "anchor"]
 """Tensors saved besides versions: the training copy, the sums a drafter is solved from, and the solved anchor."""
@@ -137,12 +141,22 @@ class LearnerCheckpoint:
         ring = self._ring(kind)
         for number in reversed(ring.versions):
             try:
-                snapshot = ring.get(number, layout_of(like))
-            except Damaged:
-                continue  # an older one, or the serving weights themselves, are as good a start
+                snapshot = ring.get(number, None)
+                tensors = self._without_former(snapshot.tensors, like)
+                check_layout(tensors, layout_of(like))
+            except (Damaged, Refused) as error:  # an older one, or the serving weights themselves, are as good a start
+                logger.warning("%s %d in %s is not used: %s", kind, number, self._folder, error)
+                continue
             if origin is None or snapshot.info.parent == origin:
-                return snapshot.tensors
+                return tensors
         return None
+
+    def _without_former(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out the moments, shapes [...], that only a release before had."""
+        former = {name for name in tensors.keys() - like.keys() if name.startswith(_FORMER_MOMENTS)}
+        if former:
+            logger.info("moments of head updates in %s are left out: such updates need none now", self._folder)
+        return {name: value for name, value in tensors.items() if name not in former}
 
     def drop_tensors(self, kind: TensorKind) -> None:
         """Remove all tensors of this kind."""
@@ -238,6 +252,8 @@ class Persistence:
 
     def _restore_parts(self, states: Mapping[str, State]) -> None:
         """A part whose state cannot be used starts anew."""
+        if _FORMER_PARTS & states.keys() - self._parts.keys():
+            logger.info("counts of tokens are left out: the draft vocabulary is no longer exchanged")
         for name, part in self._parts.items():
             try:
                 if name in states:

@@ -32,7 +32,7 @@ _STEP_SECONDS: Final = 0.1
 _FIRST_RETRY_SECONDS: Final = 0.1
 _LONGEST_RETRY_SECONDS: Final = 2.0
 _COMMANDS_PER_LEASE: Final = 2  # that may fail before a lease has run out
-_FORMAT: Final = 3  # of what travels
+_FORMAT: Final = 4  # of what is sent; 0.2.0 had 3, whose queries lack fields
 
 
 class LocalOnly:

@@ -93,6 +93,8 @@ def costs_at_start(
     if costs is not None and _is_faster_now(target, costs):
         logger.warning("steps are faster than the costs in %s say: measuring again", cost_file(folder, key))
         costs = None
+    elif costs is None and any(folder.glob("costs-*.json")):
+        logger.info("costs in %s are of another version, model or machine, or of other settings: measuring", folder)
     if costs is None:
         verify = measure_costs(target, limits, progress=progress)
         drafts = measure_drafts(make_drafter(), target, batches=sequence_points(limits.max_sequences))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from adaptation.checkpoint import Snapshot, SnapshotInfo, now, write_snapshot
 from tests.e2e.test_learning_over_http import assembled
 from tests.processes import Process, begin, write_settings
 from tests.tiny_models import served_by
@@ -17,6 +18,8 @@ from tests.tiny_models import served_by
 LEFT = Path(__file__).with_name("state-0.2.0")
 (LEARNT,) = (LEFT / "state/adaptation").iterdir()
 STATE = json.loads((LEARNT / "learner.json").read_text())["content"]["state"]
+
+MOMENTS: dict[str, list[int]] = json.loads((LEFT / "moments.json").read_text())
 
 USED = json.loads((LEFT / "state/budgets.json").read_text())["used_tokens"]
 
@@ -29,6 +32,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     used = folder / "state/budgets.json"
     month = datetime.now(UTC).strftime("%Y-%m")  # what another month used does not count
     used.write_text(json.dumps({**json.loads(used.read_text()), "month": month}))
+    weights = load_file(LEARNT / "snapshots/0000000001/weights.safetensors")
+    moments = {name: torch.rand(shape) for name, shape in MOMENTS.items()}
+    copy = {f"weights.{name}": value.float() if value.is_floating_point() else value for name, value in weights.items()}
+    learnt = folder / "state/adaptation" / LEARNT.name
+    write_snapshot(learnt / "training", Snapshot(SnapshotInfo(1, 1, now(), {}), copy | moments))
     return folder
 
 
@@ -75,4 +83,22 @@ def test_costs_are_measured_anew_beside_the_old_ones(server: Process, root: Path
     server.state()
     costs = {file.name for file in (root / "state/costs").glob("costs-*.json")}
     assert costs > {file.name for file in (LEFT / "state/costs").iterdir()}
-    assert "measuring how long steps take" in server.log.read_text()
+    assert f"costs in {root / 'state/costs'} are of another version, model or machine" in server.log.read_text()
+
+
+def test_what_is_left_out_is_logged(server: Process, root: Path) -> None:
+    server.state()
+    log = server.log.read_text()
+    assert f"moments of head updates in {root / 'state/adaptation' / LEARNT.name} are left out" in log
+    assert "counts of tokens are left out" in log
+
+
+def test_training_goes_on_with_its_moments(server: Process, root: Path) -> None:
+    """The last test: it ends the server, which saves the training copy."""
+    server.state()
+    server.end()
+    folder = root / "state/adaptation" / LEARNT.name / "training"
+    before, saved = (load_file(folder / f"{number:010d}/weights.safetensors") for number in (1, 2))
+    assert saved.keys() == {name for name in before if not name.startswith("head.")}
+    assert all(torch.equal(before[name], value) for name, value in saved.items())
+    assert "is not used" not in server.log.read_text()
