@@ -15,7 +15,7 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 CODE_LINES = {
     "product": (PRODUCT, 29_960),
     BENCHMARKS: (modules(BENCHMARKS), 4_000),
-    "tests": (modules("tests"), 33_100),
+    "tests": (modules("tests"), 33_200),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 240
