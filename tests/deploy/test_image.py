@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 import yaml
 
-from benchmarks.processes import free_port
+from benchmarks.processes import came_true, free_port
 from tests.architecture.rules import ROOT
 from tests.deploy.containers import Containers, begun, build
 from tests.deploy.dashboards import FILES, questions
@@ -24,7 +24,7 @@ from tests.deploy.watching import Prometheus
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="debootstrap needs root")]
 
 SERVICES = ("adaptree", "redis", "prometheus")
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 300  # for an answer
 CLIENTS = 2
 MOST_BYTES = 2 * 10**9  # far less than with CUDA
 _TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -76,15 +76,8 @@ def composed(containers: Containers) -> Iterator[Stack]:
     (containers.folder / "docker-compose.yml").write_text(text.replace("./deploy", str(ROOT / "deploy")))
     containers.compose("up", "-d", "--no-build", *SERVICES)
     running = Stack(containers, f"http://127.0.0.1:{ports[8000]}", Prometheus(f"http://127.0.0.1:{ports[9090]}"))
-    wait_until(lambda: running.prometheus.numbers("adaptree_ready == 1", seconds=5))
+    assert came_true(lambda: running.prometheus.numbers("adaptree_ready == 1", seconds=5))
     yield running
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1)
 
 
 def test_it_answers_as_an_ordinary_user_on_a_root_that_is_only_read(stack: Stack) -> None:
@@ -111,7 +104,7 @@ def test_the_image_has_no_gigabytes_of_cuda(stack: Stack) -> None:
 
 
 def test_the_replicas_have_a_store(stack: Stack) -> None:
-    wait_until(lambda: stack.prometheus.numbers('adaptree_replica_role{role="leading"} == 1', seconds=5))
+    assert came_true(lambda: stack.prometheus.numbers('adaptree_replica_role{role="leading"} == 1', seconds=5))
     assert stack.prometheus.numbers("adaptree_replica_connected == 1", seconds=5)
 
 
@@ -122,7 +115,7 @@ def test_every_panel_shows_something_after_some_traffic(stack: Stack) -> None:
         client.start()
     for client in clients:
         client.join()
-    wait_until(lambda: stack.prometheus.numbers("adaptree_adaptation_updates_total > 0", seconds=5))
+    assert came_true(lambda: stack.prometheus.numbers("adaptree_adaptation_updates_total > 0", seconds=5))
     time.sleep(15)  # of Prometheus: three scrapes
     asked = {where: expression for file in FILES for where, expression in questions(file, "20s")}
     panels = {where: expression for where, expression in asked.items() if "annotation" not in where}
