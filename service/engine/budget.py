@@ -44,6 +44,9 @@ _BASELINE_STEPS = 2.0
 _PLAIN_NOISE = 0.1
 _PLAIN_DRIFT = _PLAIN_NOISE**2 / 512
 """Of a plain step in predicted forwards: after 512 steps without one it is as uncertain as after the first."""
+_PLAIN_SURE = 0.03
+"""Standard deviation up to which a plain step is known well enough: a third of that of a gain that is seen all the time
+(0.09, drafters/regret.py). The next one is learnt from some five steps later."""
 _MOST_TIMES = 1.5  # the expected seconds: a hiccup of the machine says nothing of the drafter
 
 
@@ -239,6 +242,10 @@ class CostBudget(BudgetPolicy):
         stats.saved_seconds = 0.0
         if load.num_rows == load.num_decoding:
             self._step_seconds = stats.seconds
+        if self._is_known(budget):
+            self.gate.skip(load.decoding, load.num_sequences)
+            self._forwards(load).advance()
+            return None
         # Learnt first: what a step took must not become what it was expected to take.
         if budget.drafted:
             self._learn_drafted(budget, stats)
@@ -260,6 +267,11 @@ class CostBudget(BudgetPolicy):
             plain[size].restore(one)
         self.gate.restore(state["gains"], age_seconds)
         self._plain = plain
+
+    def _is_known(self, budget: DraftBudget) -> bool:
+        """Whether a plain step among others tells too little: to learn from it takes 3 % of a small model's step."""
+        load, alone = budget.load, budget.is_plain and not budget.followed and self._was_plain
+        return alone and load.num_rows == load.num_decoding and self._forwards(load).sd < _PLAIN_SURE
 
     def _plain_seconds(self, load: StepLoad) -> float:
         """Seconds of a plain step of the decoding sequences alone, without the prompts of the same step."""

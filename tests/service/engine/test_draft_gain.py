@@ -296,3 +296,21 @@ def test_a_trial_begins_with_a_text() -> None:
     trials = [step for step in begun if step > 500]
     assert trials
     assert all(step % TEXT < 2 for step in trials)
+
+
+def test_plain_steps_in_a_row_are_learnt_from_now_and_then() -> None:
+    costs = table()
+    policy = CostBudget(costs, DraftCosts(batches=np.ones(1), seconds=np.array([DRAFT_SECONDS])), RegretLedger())
+    load = load_of(num_drafting=0)
+    plain = budget_of(load, [0], "suspended", drafted=False, followed=False)
+
+    def learnt(steps: int, seconds: float) -> int:
+        stats = step_stats(draft_seconds=0.0, verify_seconds=seconds, other_seconds=OTHER_SECONDS)
+        return sum(policy.learn(plain, replace(stats)) is not None for _ in range(steps))
+
+    first, later = learnt(20, true_seconds(1)), learnt(200, true_seconds(1))
+    assert first >= 10
+    assert 200 / 6 <= later <= 200 / 3
+    learnt(200, 2 * true_seconds(1))  # the machine became slower
+    now = float(policy.step_seconds(load, 0)[0])
+    assert now == pytest.approx(2 * true_seconds(1) + OTHER_SECONDS, rel=0.05)
