@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,24 @@ def few_kills(stream: Stream, times: int) -> None:
 
 
 def broken_recoveries(stream: Stream, times: int) -> None:
-    """An exception, and another one while the learner tidies up, until that has happened so many times: the training
-    copy starts over after refusals and rollbacks, too, where the second one may strike instead."""
-    while stream.adaptive.worker.failures["recover"] < times:
-        first = _striking(stream, (OnlineTrainer, "_step"), breaks, skip=0, after=True)
-        second = _striking(stream, (DrafterWeights, "train_from_served"), breaks, skip=0, after=False)
+    """An exception, and another one while the learner tidies up."""
+    for _ in range(times):
 
-        def both(strike: Strike, first: Fault = first, second: Fault = second) -> AbstractContextManager[None]:
-            return _together(first(Strike()), second(strike))
+        @contextmanager
+        def both(strike: Strike) -> Iterator[None]:
+            with ExitStack() as traps:
+
+                def breaks_twice() -> None:  # not before: the training copy starts over after refusals, too
+                    second = _striking(stream, (DrafterWeights, "train_from_served"), breaks, skip=0, after=False)
+                    traps.enter_context(second(strike))
+                    breaks()
+
+                first = _striking(stream, (OnlineTrainer, "_step"), breaks_twice, skip=0, after=True)
+                traps.enter_context(first(Strike()))
+                yield
 
         stream.survive("exception in recovery", both)
+    assert stream.adaptive.worker.failures["recover"] >= times
 
 
 def not_finite(stream: Stream, times: int) -> None:
@@ -278,12 +286,6 @@ def _disk_full(stream: Stream, place: Place, *, lasting: int) -> Fault:
             yield
 
     return waiting
-
-
-@contextmanager
-def _together(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def _not_a_number(value: Tensor) -> Tensor:
