@@ -58,7 +58,9 @@ format: $(STAMP) ## lay the code out and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP) ## say how to measure
-	@echo "speculative against plain decoding, same engine, same prompts:"
+	@echo "what a client gets over HTTP, speculative and plain, in turn:"
+	@echo "  $(BIN)/adaptree bench serve --prompts FILE.jsonl --limit 20 --max-tokens 128 --out result.json"
+	@echo "the same of the engine in-process, without HTTP:"
 	@echo "  $(BIN)/adaptree bench speed --prompts FILE.jsonl --limit 20 --max-tokens 128 --out result.json"
 	@echo "all options:"
 	@echo "  $(BIN)/adaptree bench --help"

@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 # `contract=fast` fuses a product and a sum within a basic block only: kernels keep them together, or rows lose equal
 # bits. No `-march=native`, so that one wheel serves every machine.
 # No debug information, which Python's own flags ask for; no vectors that a processor has no registers for.
-FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 FLAGS += ["-Werror=vector-operation-performance"]
 VARIANTS = {
     "x86_64": {
@@ -58,7 +58,7 @@ setup(
             depends=sorted(glob("kernels/cpu/*.h")),
             language="c++",
             extra_compile_args=[*FLAGS, *flags],
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-pthread"],
             optional=True,  # without a compiler the torch reference serves
         )
         for variant, flags in VARIANTS.get(platform.machine(), {}).items()

@@ -36,6 +36,7 @@ from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
+from kernels.threads import use_threads
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
 _ENDING_SECONDS = 5.0
@@ -270,7 +271,7 @@ def main(memory: int, talk: int) -> None:
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
-        torch.set_num_threads(1)
+        use_threads(1)
         calls = _calls(setup, mapped(memory, setup.shared), connection)
         while True:
             name, given, named = cast(tuple[str, tuple[object, ...], dict[str, object]], _received(connection))

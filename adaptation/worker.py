@@ -165,7 +165,6 @@ class Worker:
             self.start()
 
     def _run(self) -> None:
-        bound_threads(1)
         lower_priority(self.niceness)
         with low_priority_stream(self._device):
             if self._busy:  # the thread before this one died in the middle of something
@@ -229,19 +228,6 @@ def lower_priority(niceness: int) -> None:
         thread = threading.get_native_id()
         wanted = os.getpriority(os.PRIO_PROCESS, thread) + niceness
         os.setpriority(os.PRIO_PROCESS, thread, min(wanted, _MAX_NICENESS))
-
-
-def bound_threads(number: int) -> None:
-    """Limit the torch threads of the calling thread alone.
-
-    torch takes the last number set by any thread for threads that have not computed yet. A short-lived thread sets it
-    back, or an engine thread that starts later would compute with another number, and so with other sums.
-    """
-    usual = torch.get_num_threads()
-    torch.set_num_threads(number)
-    setter = threading.Thread(target=torch.set_num_threads, args=(usual,))
-    setter.start()
-    setter.join()
 
 
 LOW_PRIORITY = 0

@@ -22,6 +22,7 @@ from benchmarks import (
     poison,
     replicas,
     schema_suite,
+    served,
     shift,
     side_channel,
     soak,
@@ -42,6 +43,7 @@ EXPERIMENTS: dict[str, Callable[..., bool]] = {
     "poison": poison.run,
     "replicas": replicas.run,
     "schema-suite": schema_suite.run,
+    "served": served.run,
     "shift": shift.run,
     "side-channel": side_channel.run,
     "soak": soak.run,
@@ -56,7 +58,7 @@ for _name, _run in EXPERIMENTS.items():
     app.command(_name)(with_settings(command(_run)))
 
 _checkpoint = typer.Typer(help="Write a model to measure costs with.", no_args_is_help=True)
-_checkpoint.command("widened")(with_settings(command(checkpoint.run_widened)))
+_checkpoint.command("deepened")(with_settings(command(checkpoint.run_deepened)))
 _checkpoint.command("finetuned")(with_settings(command(finetuned.run)))
 _checkpoint.command("dummy")(with_settings(command(checkpoint.run_dummy)))
 app.add_typer(_checkpoint, name="checkpoint")

@@ -1,42 +1,51 @@
 """`python -m benchmarks checkpoint`: write a model to measure costs with, and a drafter for it in FOLDER/drafter.
 
-`widened` makes every hidden unit, head and feed-forward unit of a model stand K times (Net2Net: Chen et al., "Net2Net:
-accelerating learning via knowledge transfer", arXiv 1511.05641, section 3). Outputs of a linear layer are repeated; its
-input columns are repeated and divided by K, so that each copy computes what the one unit did. A step costs what K^2
-times the weights cost, while texts are those of the model itself: real text beside an expensive target. K is a power of
-two, so that the division is exact; sums run in another order, so that texts may differ in near-ties.
+`deepened` makes a model K times as deep: after each of its layers stand K - 1 copies of it whose two output matrices
+are zero, so that they add nothing. A step costs what K times the layers cost, while texts and drafts are those of the
+model itself, bit for bit: real text beside an expensive target. Its drafter stays as it is, and reads the same states
+at the layers' new numbers. A GGUF file keeps its blocks.
 
 `dummy` writes random weights in a known shape. Texts mean nothing, only costs do. Nothing is downloaded.
 """
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
+from gguf import GGUFWriter, ReaderTensor, dequantize
+from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from drafters.specblock import checkpoint
 from drafters.specblock.model import SpecBlock
+from kernels.linear import Weight
 from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.drafter_weights import drafter_config, seeded, shipped_folder
-from service.engine.weights import resolve
+from service.engine.gguf_file import open_gguf
+from service.engine.modules import decoder_layers, weights_of
+from service.engine.weights import gguf_file, resolve, target_config
 from service.errors import StartupError
 
 DRAFTER = "drafter"
 """The subfolder of a checkpoint in which its drafter is."""
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers depend on their width by means only."""
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+"""Names of a layer's tensors in a GGUF file."""
+_OUTPUTS = re.compile(r"\b(o_proj|down_proj|attn_output|ffn_down)")
+"""Parameters through which a layer adds to the hidden states, as transformers and GGUF files name them."""
+ZEROED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+"""Types of GGUF files in which zero bytes are zeros."""
 _MOST_DRAFT_TOKENS = 32_000
 _TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 SHAPES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -45,16 +54,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write the checkpoint to.")]
 
 
-def run_widened(
+def run_deepened(
     loaded: LoadedConfig,
     out: Out,
-    copies: Annotated[int, typer.Option(min=2, help="How many times as wide: 2, 4, 8 ...")] = 2,
+    copies: Annotated[int, typer.Option(min=2, help="How many times as deep.")] = 4,
 ) -> bool:
-    """Write the configured model K times as wide, and its drafter to fit. Serve both with --model FOLDER --drafter-path
-    FOLDER/drafter."""
-    model, tokenizer = read_model(loaded.config)
-    drafter = loaded.config.drafter_path or shipped_folder(loaded.config.model_source)
-    write_widened(model, tokenizer, copies, out, drafter)
+    """Write the configured model K times as deep, and its drafter to fit. Serve both with --model FOLDER --drafter-path
+    FOLDER/drafter; a GGUF file becomes FOLDER/NAME-xK.gguf, to be given as --model."""
+    config, source = loaded.config, loaded.config.model_source
+    described = target_config(source, revision=config.revision, cache_dir=config.state_dir / "cache")
+    file = gguf_file(source)
+    if file is not None:
+        embedding = write_deepened_file(file, described, copies, out / f"{file.stem}-x{copies}.gguf")
+    else:
+        model, tokenizer = read_model(config)
+        deepened(model, copies).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        embedding = weights_of(model.get_input_embeddings())["weight"]
+    drafter = config.drafter_path or shipped_folder(source)
+    if drafter is not None:
+        _write_drafter(drafter, embedding, described, copies, out / DRAFTER)
     return True
 
 
@@ -64,8 +83,7 @@ def run_dummy(
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "tiny",
 ) -> bool:
     """Write random weights in a known shape, with a random drafter. Both measure costs only."""
-    device = device_of(loaded.config.device)
-    write_dummy(shape, out, dtype=torch.bfloat16, device=device)
+    write_dummy(shape, out, dtype=torch.bfloat16, device=device_of(loaded.config.device))
     return True
 
 
@@ -77,114 +95,96 @@ def read_model(config: ServiceConfig) -> tuple[PreTrainedModel, Any]:
     return model, AutoTokenizer.from_pretrained(source, **options)
 
 
-def write_widened(model: PreTrainedModel, tokenizer: Any, copies: int, out: Path, drafter: Path | None) -> None:
-    """Write a widened model, and its drafter where it has one. Raises StartupError for what cannot be widened."""
-    wide = widened(model, copies)
-    wide.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    if drafter is not None:
-        _write_widened_drafter(drafter, model, wide, out / DRAFTER)
-
-
 def write_dummy(
-    shape: str,
-    out: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    kind: str = "specblock",
+    shape: str, out: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Path:
-    """Write random weights in a known shape and a random drafter of this kind, the same each time; returns `out`.
-    Raises StartupError for an unknown shape."""
+    """Write random weights in a known shape and a random drafter, the same each time; returns `out`. Raises
+    StartupError for an unknown shape."""
     config, device = dummy_config(shape), torch.device(device)
     with seeded(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(out)
     dummy_tokenizer(config.vocab_size).save_pretrained(out)
-    described = drafter_config(model, _MOST_DRAFT_TOKENS, kind)
     with seeded(device):
-        drafter = SpecBlock(described)
-    checkpoint.save(out / DRAFTER, drafter, target_identity=_identity(model), facts={}, own_head=True)
+        drafter = SpecBlock(drafter_config(model, _MOST_DRAFT_TOKENS))
+    identity = checkpoint.identity_of(weights_of(model.get_input_embeddings())["weight"], config.to_dict())
+    checkpoint.save(out / DRAFTER, drafter, target_identity=identity, facts={}, own_head=True)
     return out
 
 
 @torch.no_grad()
-def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
-    """Return the model `copies` times as wide, in its type and on its device, with an output layer of its own. The
-    copies of a unit stand one width apart. Raises StartupError for other families, and unless copies is a power of
-    two."""
-    config = copy.deepcopy(model.config)
-    if config.model_type not in _FAMILIES:
-        raise StartupError(
-            f"model type {config.model_type!r} cannot be widened; those that can are {', '.join(_FAMILIES)}"
-        )
-    if copies < 2 or copies.bit_count() != 1:
-        raise StartupError(f"--copies {copies}: give 2, 4, 8 or another power of two")
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        setattr(config, size, copies * getattr(config, size))
-    config.tie_word_embeddings = False
-    with torch.device("meta"):
-        wide: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
-        )
-    nn.Module.to_empty(wide, device=model.device)
-    wide.generation_config = model.generation_config
-    for name, module in wide.named_modules():
-        _fill(module, model.get_submodule(name), copies)
-    wide.eval()
-    return wide
+def deepened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
+    """Return the model `copies` times as deep, in its type and on its device. Raises StartupError where added layers
+    would change what it computes."""
+    deep = copy.deepcopy(model)
+    text, layers = deep.config.get_text_config(), decoder_layers(deep)
+    text.update(_changes(text.to_dict(), copies))
+    for index in range(copies * len(layers)):
+        if index % copies:
+            layers.insert(index, added := copy.deepcopy(layers[index - 1]))
+            for name in filter(_OUTPUTS.search, dict(added.named_parameters())):
+                added.get_parameter(name).zero_()
+    tokens = torch.arange(16, device=model.device)[None]
+    if not torch.equal(*(one(tokens, use_cache=False).logits for one in (model, deep))):
+        raise StartupError(f"model type {text.model_type!r} cannot be deepened: its layers add more than two products")
+    return deep
 
 
-def _fill(module: nn.Module, source: nn.Module, copies: int) -> None:
-    """Fill a module's own parameters and buffers from the narrow module."""
-    for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        narrow: Tensor = getattr(source, name)
-        times = [wide // size for wide, size in zip(value.shape, narrow.shape, strict=True)]
-        divides = isinstance(module, nn.Linear) and value.dim() == 2 and times[1] == copies
-        value.copy_(narrow.repeat(times) / copies if divides else narrow.repeat(times))
+def write_deepened_file(file: Path, described: Mapping[str, Any], copies: int, out: Path) -> Weight:
+    """Write a GGUF file of `copies` times the layers, its blocks as they are; returns the embedding. `described`:
+    transformers config of its decoder. Raises StartupError for what such a file cannot hold. # -> [vocab, hidden]"""
+    lists = (value for value in _changes(described, 1).values() if isinstance(value, list))
+    reader = open_gguf(file)
+    if reader is None or any(one != value[0] for value in lists for one in value):
+        raise StartupError(f"{file.name}: only files whose layers are all alike can be deepened; give another --model")
+    architecture = reader.fields["general.architecture"].contents()
+    count = reader.fields[f"{architecture}.block_count"]
+    changed = {count.name: MetadataDetails(count.types[0], copies * count.contents())}
+    reader.tensors = [deep for tensor in reader.tensors for deep in _deep_tensors(tensor, copies)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writer = GGUFWriter(out, architecture, endianess=reader.endianess)
+    writer.data_alignment = reader.alignment
+    copy_with_new_metadata(reader, writer, changed, [])
+    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    return torch.from_numpy(dequantize(embedding.data, embedding.tensor_type).copy())
 
 
-def _write_widened_drafter(folder: Path, model: PreTrainedModel, wide: PreTrainedModel, out: Path) -> None:
-    """Write the drafter of `model` with states as wide as those of `wide`; its heads and feed-forward units stay as
-    they are, so that it becomes K times as expensive where the target becomes K^2 times. Raises StartupError."""
-    described = checkpoint.describe(folder)
-    if described.target_identity != _identity(model):
-        raise StartupError(f"drafter {folder} was trained for another model than the one that is widened")
-    hidden, copies = described.config.hidden_size, wide.config.hidden_size // model.config.hidden_size
-    target = {**described.config.target, "hidden_size": copies * hidden, "head_dim": wide.config.head_dim}
-    config = replace(described.config, target=target)
-    weights = checkpoint.read_weights(folder, described.config)
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), "a causal language model has an output layer"
-    if "lm_head.weight" not in weights:  # it is the target's, row by row
-        weights["lm_head.weight"] = head.weight.detach()[weights[checkpoint.VOCABULARY]].cpu()
-    found = {
-        name: _widened_weight(name, weights[name], shape, hidden, copies)
-        for name, shape in checkpoint.shapes_of(config).items()
-    }
-    facts = {**described.facts, "widened": copies}
-    checkpoint.save_weights(out, config, found, target_identity=_identity(wide), facts=facts)
+def _deep_tensors(tensor: ReaderTensor, copies: int) -> list[ReaderTensor]:
+    """Return a tensor for each layer that its own becomes. Raises StartupError for a type without known zeros."""
+    layer = _LAYER.fullmatch(tensor.name)
+    if layer is None:
+        return [tensor]
+    is_output = _OUTPUTS.search(tensor.name) is not None
+    if is_output and tensor.tensor_type.name not in ZEROED:
+        raise StartupError(f"{tensor.name}: zeros of type {tensor.tensor_type.name} are not known")
+    data = np.zeros(tensor.data.shape, tensor.data.dtype) if is_output else tensor.data
+    names = [f"blk.{copies * int(layer[1]) + number}.{layer[2]}" for number in range(copies)]
+    return [tensor._replace(name=names[0]), *(tensor._replace(name=name, data=data) for name in names[1:])]
 
 
-def _widened_weight(name: str, narrow: Tensor, shape: tuple[int, ...], hidden: int, copies: int) -> Tensor:
-    """Repeat each block of `hidden` rows or columns; what stands behind the blocks stays. -> [*shape]"""
-    for dim, (size, wanted) in enumerate(zip(narrow.shape, shape, strict=True)):
-        blocks = (wanted - size) // ((copies - 1) * hidden)
-        states, rest = narrow.split([blocks * hidden, size - blocks * hidden], dim)
-        repeated = states.unflatten(dim, (blocks, 1, hidden)) if blocks else states
-        if blocks:
-            repeated = repeated.repeat_interleave(copies, dim + 1).flatten(dim, dim + 2)
-        divides = dim == 1 and "position_queries" not in name
-        narrow = torch.cat([repeated / copies if divides else repeated, rest], dim)
-    return narrow
+def _write_drafter(folder: Path, embedding: Weight, described: Mapping[str, Any], copies: int, out: Path) -> None:
+    """Write a drafter that reads the states it was trained on at their layers' new numbers. Raises StartupError.
+    # embedding [vocab, hidden]"""
+    try:
+        own = checkpoint.describe(folder)
+        weights = checkpoint.read_weights(folder, own.config)
+    except checkpoint.DrafterError as error:
+        raise StartupError(str(error)) from error
+    if own.target_identity != checkpoint.identity_of(embedding, described):
+        raise StartupError(f"drafter {folder} was trained for another model than the one that is deepened")
+    target, taps = {**own.config.target, **_changes(own.config.target, copies)}, own.config.tap_layers
+    config = replace(own.config, target=target, tap_layers=tuple(copies * layer for layer in taps))
+    identity = checkpoint.identity_of(embedding, {**described, **_changes(described, copies)})
+    checkpoint.save_weights(out, config, weights, target_identity=identity, facts={**own.facts, "deepened": copies})
 
 
-def _identity(model: PreTrainedModel) -> str:
-    """Return what a drafter knows its target by."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    return checkpoint.identity_of(embedding.weight.detach(), model.config.get_text_config().to_dict())
+def _changes(described: Mapping[str, Any], copies: int) -> dict[str, Any]:
+    """Return what differs in the config of a decoder of `copies` times the layers: their number, and lists with an
+    entry for each."""
+    number = described["num_hidden_layers"]
+    lists = {name: value for name, value in described.items() if isinstance(value, list) and len(value) == number}
+    repeated = {name: [one for one in value for _ in range(copies)] for name, value in lists.items()}
+    return {**repeated, "num_hidden_layers": copies * number}
 
 
 def dummy_config(shape: str) -> PreTrainedConfig:
@@ -192,22 +192,19 @@ def dummy_config(shape: str) -> PreTrainedConfig:
     if shape.lower() not in SHAPES:
         raise StartupError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
     sizes = SHAPES[shape.lower()]
-    config = AutoConfig.for_model(
+    config: PreTrainedConfig = AutoConfig.for_model(
         **sizes, eos_token_id=sizes["vocab_size"] - 1, bos_token_id=None, pad_token_id=None, tie_word_embeddings=False
     )
-    assert isinstance(config, PreTrainedConfig)
     return config
 
 
 def dummy_tokenizer(vocab_size: int) -> FastTokenizer:
     """Return a tokenizer of bytes, an artificial word for every other id, and an end-of-text at the last id."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = (f"Ġ{number}" for number in range(len(alphabet), vocab_size - 1))
-    vocabulary = {piece: index for index, piece in enumerate([*alphabet, *words])}
+    pieces = [*alphabet, *(f"Ġ{number}" for number in range(len(alphabet), vocab_size - 1))]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
     backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", normalized=False)])
-    tokenizer = FastTokenizer(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
+    return FastTokenizer(tokenizer_object=backend, eos_token="<|end|>", chat_template=_TEMPLATE)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.shared import in_one_line, shown, speed_ratio
+from benchmarks.shared import in_one_line
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
 from service.bench.experiment import (
@@ -34,6 +34,7 @@ from service.bench.experiment import (
     rotated,
     table_of,
 )
+from service.bench.intervals import shown, speed_ratio
 from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine, EngineOutput

@@ -21,7 +21,7 @@ from adaptation.config import AdaptationConfig, Tuning
 from adaptation.policy import ARMS, Arm
 from adaptation.samples import TrainingSample, example_of, training_sample
 from adaptation.timing import completed
-from benchmarks.shared import LongestAnswer, PromptFile, rate_ratio, shown
+from benchmarks.shared import LongestAnswer, PromptFile
 from drafters.feedback import QueryFeedback
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
@@ -43,6 +43,7 @@ from service.bench.experiment import (
     request_of,
     table_of,
 )
+from service.bench.intervals import rate_ratio, shown
 from service.config import LoadedConfig
 from service.engine.drafter_weights import embed_with
 from service.errors import StartupError

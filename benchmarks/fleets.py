@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, came_true, free_port
+from service.bench.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, came_true
 from service.config_sources import flat_values
 from service.errors import StartupError
 
@@ -155,3 +156,11 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.shared import shown, speed_ratio
 from drafters.protocol import MemorySizes
 from service.assembly import Assembly
 from service.bench.commands import AnswerTokens, Concurrency, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
@@ -31,6 +30,7 @@ from service.bench.experiment import (
     tokens_per_second,
     warm_up,
 )
+from service.bench.intervals import shown, speed_ratio
 from service.config import LoadedConfig
 
 ON, OFF, OFF_AGAIN = "memory on", "memory off", "memory off again"

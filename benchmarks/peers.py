@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from kernels.threads import threads_in_use
 from service.assembly import Assembly, device_of
 from service.bench.commands import (
     AnswerTokens,
@@ -85,7 +86,7 @@ def open_llama_cpp(file: Path, context: int, **more: Any) -> tuple[Any, Any]:
         raise StartupError("--peer llama.cpp needs a package that is not here: pip install llama-cpp-python")
     import llama_cpp
 
-    threads = torch.get_num_threads()
+    threads = threads_in_use()
     options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0, "verbose": False, **more}
     return llama_cpp, llama_cpp.Llama(str(file), n_ctx=context, **options)
 
@@ -100,7 +101,7 @@ class LlamaCppPeer:
         self.conditions: Conditions = {
             "llama_cpp_python": importlib.metadata.version("llama_cpp_python"),
             "llama_cpp_system_info": self._library.llama_print_system_info().decode().strip(),
-            "llama_cpp_threads": torch.get_num_threads(),
+            "llama_cpp_threads": threads_in_use(),
             "llama_cpp_weights": file.name,
         }
 

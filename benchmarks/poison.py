@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from benchmarks.shared import Interval, LongestAnswer, Prompt, mixed, rate_ratio, shown
+from benchmarks.shared import LongestAnswer, Prompt, mixed
 from benchmarks.shift import TurnQueries, columns_table, draw, event_row, learning_cells, rows_of
 from benchmarks.shift_play import (
     PLAIN,
@@ -34,6 +34,7 @@ from service.assembly import Assembly
 from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.bench.driver import Run
 from service.bench.experiment import Measure, Row, conclude, mismatches, prepare, read_sets, request_of, tau
+from service.bench.intervals import Interval, rate_ratio, shown
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, Scope
 from service.errors import StartupError

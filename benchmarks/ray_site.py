@@ -10,7 +10,7 @@ import sys
 import ray
 from ray import serve
 
-from benchmarks.processes import came_true
+from service.bench.processes import came_true
 from service.ray_serve import deployed
 
 

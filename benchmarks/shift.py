@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from adaptation.config import PolicyName
-from benchmarks.shared import Interval, LongestAnswer, rate_ratio
+from benchmarks.shared import LongestAnswer
 from benchmarks.shift_play import (
     PLAIN,
     Counts,
@@ -28,6 +28,7 @@ from benchmarks.shift_play import (
 )
 from service.bench.commands import Concurrency, Out, Seed, Temperature
 from service.bench.experiment import Measure, Row, conclude, mismatches, percentile, prepare, read_sets
+from service.bench.intervals import Interval, rate_ratio
 from service.config import LoadedConfig
 from service.errors import StartupError
 

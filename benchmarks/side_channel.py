@@ -121,7 +121,12 @@ async def _watch(
     """Return traces by way, run and prompt, of bodies by run and prompt; ways take turns."""
     metrics, live = metrics_of(assembly.config), Live()
     runtime = Runtime(
-        lambda: ServedModel(EngineThread(assembly.engine()), assembly.tokenizer, card_of(assembly)), max_waiting=1
+        lambda: ServedModel(
+            EngineThread(assembly.engine(), num_threads=assembly.config.num_threads),
+            assembly.tokenizer,
+            card_of(assembly),
+        ),
+        max_waiting=1,
     )
     settings = api_settings(assembly.config.model_copy(update={"api_keys": ()}))
     app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))

@@ -21,12 +21,12 @@ import psutil
 import typer
 
 from adaptation.evaluator import t_quantile
-from benchmarks.processes import Process, one_server
 from benchmarks.shared import in_one_line, read_chats
 from benchmarks.streams import Received, answers_alone, ask, metric, questions, slots_at_rest
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
 from service.bench.experiment import Row, counted, report, table_of
 from service.bench.lossless import BUILT_IN
+from service.bench.processes import Process, one_server
 from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 

@@ -19,6 +19,7 @@ from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.graph_runner import capture_for
+from kernels.threads import use_threads
 from service import __version__
 from service.config import ServiceConfig
 from service.drafter_choice import begin_drafter, choose_drafter, drafter_needs, load_weights
@@ -116,7 +117,7 @@ class Assembly:
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     """Load the model, check its numerics and measure its costs. `graphs`: whether decoding is captured in CUDA graphs,
     which changes no text; None: on a GPU. Raises StartupError naming the setting to change."""
-    torch.set_num_threads(config.num_threads)
+    use_threads(config.num_threads)
     check_writable(config.state_dir)
     device = device_of(config.device)
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from service.assembly import Assembly
 from service.engine.measuring import processor_name
 from service.errors import StartupError
 
-_SECRETS = ("--api-keys", "--admin-key")
+_SECRETS = ("--api-keys", "--admin-key", "--api-key")
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 Conditions = Mapping[str, str | int]

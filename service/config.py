@@ -64,7 +64,7 @@ def _past(value: str) -> str:
 
 
 def _model(value: str) -> str:
-    for form, command in (("widen(", "widened --copies 2"), ("dummy(", "dummy --shape llama-3.1-8b")):
+    for form, command in (("widen(", "deepened --copies 4"), ("dummy(", "dummy --shape llama-3.1-8b")):
         if value.startswith(form):
             raise ValueError(
                 f"write such a model with `python -m benchmarks checkpoint {command} --out FOLDER` from a checkout, "

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
-_LOOP_WATCH_SECONDS = 0.005
+_LOOP_WATCH_SECONDS = 0.05  # between two measurements of the loop's delay
+_DRAIN_POLL_SECONDS = 0.01
 _LOADING_RETRY_SECONDS = 5
 _TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
@@ -317,7 +318,7 @@ class Runtime:
             with anyio.move_on_after(timeout_seconds):
                 await anyio.to_thread.run_sync(self._served.engine.drain, abandon_on_cancel=True)
                 while self._streams:
-                    await asyncio.sleep(_LOOP_WATCH_SECONDS)
+                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
         await self.stop()
 
     async def stop(self) -> None:

@@ -173,7 +173,7 @@ def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> S
     if gains is not None:
         restore_gains(engine.policy, gains)
     ended: list[Callable[[], None]] = [] if gains is None else [partial(keep_gains, engine.policy, gains)]
-    thread = EngineThread(engine, observed_by(metrics, live), ended)
+    thread = EngineThread(engine, observed_by(metrics, live), ended, num_threads=config.num_threads)
     ended += keep_past_answers(assembly, engine.drafter, thread)
     return ServedModel(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
 

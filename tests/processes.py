@@ -5,16 +5,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import TimeoutExpired
-from typing import Any
+from subprocess import Popen, TimeoutExpired
+from typing import Any, cast
 
 import httpx2 as httpx
 import openai
 import yaml
 
-from benchmarks import processes
 from benchmarks.checkpoint import write_dummy
-from benchmarks.processes import PATIENCE_SECONDS
+from service.bench import processes
+from service.bench.processes import PATIENCE_SECONDS
 from tests import tuned
 from tests.tiny_models import served_by
 
@@ -96,4 +96,5 @@ def serving_tiny(root: Path, **more: object) -> Process:
 
 def begin(words: Sequence[str], config: Path, log: Path, *, numbers: Mapping[str, object] | None = None) -> Process:
     """`adaptree WORDS --config FILE`, with other fixed numbers."""
-    return Process(config.stem, log, Forked([*words, "--config", str(config)], numbers or {}, log))
+    forked = Forked([*words, "--config", str(config)], numbers or {}, log)
+    return Process(config.stem, log, cast(Popen[bytes], forked))

@@ -12,7 +12,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ConnectionError as NotConnected
 
-from benchmarks.processes import free_port
+from benchmarks.fleets import free_port
 
 PATIENCE_SECONDS = 20.0
 

@@ -22,7 +22,7 @@ from adaptation.replicas.leader import Leader
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
 from adaptation.replicas.wire import QueryCodec, QueryShape, weights_to_bytes
 from adaptation.weights import ServedDrafter
-from adaptation.worker import Worker, bound_threads, lower_priority
+from adaptation.worker import Worker, lower_priority
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,6 @@ class Exchange:
         )
 
     def _run(self) -> None:
-        bound_threads(1)
         lower_priority(self._replica.worker.niceness)
         while not self._stopping.is_set():
             self._stopping.wait(self.attempt())

@@ -7,12 +7,12 @@ namespace {
 
 template <class T>
 struct Product {
-    void (*call)(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads);
+    void (*call)(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out);
     const void* packed;
     const float* bias;
     int64_t in, out;
 
-    void operator()(const T* x, T* y, int64_t rows, int threads) const { call(x, packed, bias, y, rows, in, out, threads); }
+    void operator()(const T* x, T* y, int64_t rows) const { call(x, packed, bias, y, rows, in, out); }
 };
 
 template <class T>
@@ -38,8 +38,8 @@ struct Places {
 
 // hidden += delta; returns the norm of hidden, in `normed`, or hidden itself where there is no norm.
 template <class T>
-const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* normed, int64_t rows, int64_t width, int threads) {
-    if (delta || norm) add_rms_norm(hidden, delta, norm, epsilon, normed, rows, width, threads);
+const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* normed, int64_t rows, int64_t width) {
+    if (delta || norm) add_rms_norm(hidden, delta, norm, epsilon, normed, rows, width);
     return norm ? normed : hidden;
 }
 
@@ -47,27 +47,27 @@ const T* add_norm(T* hidden, const T* delta, const T* norm, float epsilon, T* no
 // last feed-forward, which is still to be added, goes to `result`. `scratch` holds intermediate results of all rows.
 template <class T>
 void decode(const DecoderLayer<T>* layers, int64_t count, const Places<T>* at, T* hidden, const T* delta, T* result,
-            int64_t rows, T* scratch, int threads) {
+            int64_t rows, T* scratch) {
     for (const DecoderLayer<T>* layer = layers; layer < layers + count; layer++, delta = result) {
         const Layer& heads = layer->attention;
         const int64_t width = layer->output.out, attended_width = layer->output.in;
         T *normed = scratch, *query = normed + rows * width, *attended = query + rows * attended_width;
         T *joined = attended + rows * attended_width, *gated = query;
         const float epsilon = layer->epsilon;
-        const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width, threads);
-        layer->query_key_value(x, joined, rows, threads);
+        const T* x = add_norm(hidden, delta, layer->attention_input, epsilon, normed, rows, width);
+        layer->query_key_value(x, joined, rows);
         rotary_store(joined, at->cos, at->sin, at->slots, layer->query_norm, layer->key_norm, layer->norms_whole, epsilon,
                      query, const_cast<float*>(heads.keys), const_cast<float*>(heads.values), rows, heads.query_heads,
-                     heads.kv_heads, heads.dim, threads);
-        attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended, threads);
-        layer->output(attended, result, rows, threads);
-        add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width, threads);
-        x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width, threads);
+                     heads.kv_heads, heads.dim);
+        attend(&heads, &at->rows, at->groups, at->num_groups, at->tables, at->table_width, query, attended);
+        layer->output(attended, result, rows);
+        add_norm<T>(result, nullptr, layer->attention_output, epsilon, result, rows, width);
+        x = add_norm(hidden, result, layer->mlp_input, epsilon, normed, rows, width);
         joined = gated + rows * layer->down.in;
-        layer->gate_up(x, joined, rows, threads);
-        silu_mul(joined, gated, rows, layer->down.in, threads);
-        layer->down(gated, result, rows, threads);
-        add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width, threads);
+        layer->gate_up(x, joined, rows);
+        silu_mul(joined, gated, rows, layer->down.in);
+        layer->down(gated, result, rows);
+        add_norm<T>(result, nullptr, layer->mlp_output, epsilon, result, rows, width);
     }
 }
 

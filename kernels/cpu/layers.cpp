@@ -5,10 +5,11 @@
 
 #include "export.h"
 #include "ops.h"
+#include "team.h"
 
 namespace {
 
-constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
 constexpr int VECTORS = 16 / LANES;  // squares are added up in 16 parts, whatever a register holds
 
@@ -38,22 +39,20 @@ void apply_norm(const T* x, const T* weight, float scale, int64_t width, T* y) {
 
 // hidden += delta; y = the norm of hidden if there is a weight. y may be hidden.
 template <class T>
-void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++) {
+void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width) {
+    for_each(rows, rows * width <= FEW, [=](int64_t row) {
         T* mine = hidden + row * width;
         if (delta)
             for (int64_t i = 0; i < width; i += LANES)
                 store_end(mine + i, load_end(mine + i, width - i) + load_end(delta + row * width + i, width - i), width - i);
         if (weight) apply_norm(mine, weight, norm_scale(mine, epsilon, width), width, y + row * width);
-    }
+    });
 }
 
 // y = round(gate / (1 + exp(-gate))) * up, joined [rows, gate then up]
 template <class T>
-void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(rows * width > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++) {
+void silu_mul(const T* joined, T* y, int64_t rows, int64_t width) {
+    for_each(rows, rows * width <= FEW, [=](int64_t row) {
         const T *gates = joined + 2 * row * width, *ups = gates + width;
         T* mine = y + row * width;
         for (int64_t i = 0; i < width; i += LANES) {
@@ -62,7 +61,7 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
             Vec silu = gate * (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
             store_end(mine + i, rounded<T>(silu) * load_end(ups + i, width - i), width - i);
         }
-    }
+    });
 }
 
 // Norms queries and keys where there are weights for it (each head, or with `whole` all heads of a row together), and
@@ -72,10 +71,9 @@ void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads) {
 template <class T>
 void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
                   int64_t whole, float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads,
-                  int64_t kv_heads, int64_t dim, int threads) {
+                  int64_t kv_heads, int64_t dim) {
     const int64_t heads = query_heads + 2 * kv_heads, half = dim / 2;
-#pragma omp parallel for schedule(static) num_threads(rows * heads * dim > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++) {
+    for_each(rows, rows * heads * dim <= FEW, [=](int64_t row) {
         const T *c = cos + row * dim, *s = sin + row * dim;
         T normed[MOST_DIM];
         float scale = 0;
@@ -105,17 +103,17 @@ void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* sl
             else
                 for (int64_t i = 0; i < dim; i++) keys[(slots[row] * kv_heads + key) * dim + i] = to_float(turned[i]);
         }
-    }
+    });
 }
 
-template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_t, int64_t, int);
-template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t, int);
-template void silu_mul(const bf16*, bf16*, int64_t, int64_t, int);
-template void silu_mul(const float*, float*, int64_t, int64_t, int);
+template void add_rms_norm(bf16*, const bf16*, const bf16*, float, bf16*, int64_t, int64_t);
+template void add_rms_norm(float*, const float*, const float*, float, float*, int64_t, int64_t);
+template void silu_mul(const bf16*, bf16*, int64_t, int64_t);
+template void silu_mul(const float*, float*, int64_t, int64_t);
 template void rotary_store(const bf16*, const bf16*, const bf16*, const int64_t*, const bf16*, const bf16*, int64_t, float, bf16*,
-                           float*, float*, int64_t, int64_t, int64_t, int64_t, int);
+                           float*, float*, int64_t, int64_t, int64_t, int64_t);
 template void rotary_store(const float*, const float*, const float*, const int64_t*, const float*, const float*, int64_t, float,
-                           float*, float*, float*, int64_t, int64_t, int64_t, int64_t, int);
+                           float*, float*, float*, int64_t, int64_t, int64_t, int64_t);
 
 EXPORT_TYPES(add_rms_norm)
 EXPORT_TYPES(silu_mul)

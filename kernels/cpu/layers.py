@@ -21,8 +21,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
     """As the reference; `hidden` without gaps. # [rows, hidden] -> [rows, hidden]"""
     assert hidden.is_contiguous(), "it is changed in place"
     y, width = torch.empty_like(hidden), hidden.shape[-1]
-    sizes = hidden.numel() // width, width, torch.get_num_threads()
-    call("add_rms_norm", hidden, delta, weight, epsilon, y, *sizes, dtype=hidden.dtype)
+    call("add_rms_norm", hidden, delta, weight, epsilon, y, hidden.numel() // width, width, dtype=hidden.dtype)
     return y
 
 
@@ -30,7 +29,7 @@ def silu_mul(joined: Tensor) -> Tensor:
     """As the reference. # [..., 2 * width] -> [..., width]"""
     joined, width = joined.contiguous(), joined.shape[-1] // 2
     y = joined.new_empty(*joined.shape[:-1], width)
-    call("silu_mul", joined, y, y.numel() // width, width, torch.get_num_threads(), dtype=joined.dtype)
+    call("silu_mul", joined, y, y.numel() // width, width, dtype=joined.dtype)
     return y
 
 
@@ -47,7 +46,7 @@ def rotary_store(
     """As the reference. # pool [2, slots, kv_heads, dim] float32 -> [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
-    written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim, torch.get_num_threads())
+    written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim)
     how = spans_projection(head_norms, dim), epsilon
     call("rotary_store", joined, cos, sin, slots, *norms, *how, *written, *sizes, dtype=joined.dtype)
     return query
@@ -75,8 +74,9 @@ class CompiledLayers:
         result, rows = torch.empty_like(hidden), hidden.shape[0]
         scratch, where = hidden.new_empty(rows * self._scratch), (places.cos, places.sin, places.slots)
         at = CStruct(*where, *attention.rows.words, *attention.groups_and_table)
-        layers, threads = (self._joined, len(self._structures)), torch.get_num_threads()
-        call("decode", *layers, at, hidden, delta, result, rows, scratch, threads, dtype=hidden.dtype)
+        call(
+            "decode", self._joined, len(self._structures), at, hidden, delta, result, rows, scratch, dtype=hidden.dtype
+        )
         return result
 
 

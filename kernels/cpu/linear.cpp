@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "export.h"
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -94,16 +95,17 @@ constexpr std::array<Tile<X, W>, MOST_ROWS> tiles(std::integer_sequence<int, ROW
 }
 
 template <class X, class W>
-void product(const X* x, const W* packed, const float* bias, W* y, int64_t rows, int64_t in, int64_t out, int threads) {
+void product(const X* x, const W* packed, const float* bias, W* y, int64_t rows, int64_t in, int64_t out) {
     static constexpr auto TILES = tiles<X, W>(std::make_integer_sequence<int, MOST_ROWS>());
     int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t first = 0; first < out; first += COLUMNS)
+    for_each((out + COLUMNS - 1) / COLUMNS, false, [=](int64_t tile) {
+        const int64_t first = tile * COLUMNS;
         for (int64_t part = 0; part < parts; part++) {
             int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
             TILES[end - begin - 1](x + begin * in, packed + first * in, bias ? bias + first : nullptr, y + begin * out + first,
                                    in, out, int(std::min<int64_t>(COLUMNS, out - first)));
         }
+    });
 }
 
 template <class W>
@@ -116,8 +118,8 @@ void pack(const W* weight, W* packed, int64_t in, int64_t out) {
 }
 
 template <class T>
-void linear(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
-    product(factors(x, rows * in), (const T*)packed, bias, y, rows, in, out, threads);
+void linear(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
+    product(factors(x, rows * in), (const T*)packed, bias, y, rows, in, out);
 }
 
 }  // namespace

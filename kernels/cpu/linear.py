@@ -46,8 +46,7 @@ class PackedLinear:
         x = functional.pad(x, (0, self.missing)) if self.missing else x.contiguous()
         columns, out = self.columns, self.out
         y = x.new_empty(*x.shape[:-1], out)
-        sizes = x.numel() // columns, columns, out, torch.get_num_threads()
-        self._call(x.data_ptr(), *self._addresses, y.data_ptr(), *sizes)
+        self._call(x.data_ptr(), *self._addresses, y.data_ptr(), x.numel() // columns, columns, out)
         return y
 
 
@@ -90,7 +89,7 @@ class PackedWeight(QuantisedWeight):
         assert len(self._parts) == 1, "a joined matrix is not looked up"
         y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
         wanted = self._parts[0].structure, outputs.contiguous(), outputs.numel(), self.shape[1]
-        call("lookup_quantised", *wanted, y, torch.get_num_threads(), dtype=self.dtype)
+        call("lookup_quantised", *wanted, y, dtype=self.dtype)
         return y
 
     def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
@@ -110,7 +109,7 @@ def keep_blocks(
     for piece in pieces:
         codes, scales, minima = (None if value is None else value.contiguous() for value in piece)
         rows = len(piece.codes)
-        call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima, torch.get_num_threads())
+        call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
         first += rows
     assert first == out, f"{first} rows of {out}"
     return PackedWeight([_Part(out, tiles, structure)], columns, dtype)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "export.h"
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -25,7 +26,7 @@ constexpr int COLUMNS = 32, GROUPS = COLUMNS / 4;  // of a block; a group of fou
 constexpr int REGISTER = 4 * LANES;  // bytes
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;
 constexpr int AHEAD = 1 << 13;  // bytes between a prefetch and its use
-constexpr int64_t FEW = 1 << 11;  // elements below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 11;  // elements below which helpers cost more than they save
 
 struct Part {  // consecutive outputs of a matrix that have one format
     const uint8_t* tiles;
@@ -282,7 +283,7 @@ Tile tile_of(const Part& part, int64_t rows) {
 }
 
 template <class T>
-void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out, int threads) {
+void linear_quantised(const T* x, const void* packed, const float* bias, T* y, int64_t rows, int64_t in, int64_t out) {
     const Matrix* matrix = (const Matrix*)packed;
     static thread_local std::vector<Activations> quantised;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, pieces = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -290,10 +291,8 @@ void linear_quantised(const T* x, const void* packed, const float* bias, T* y, i
     Activations* values = quantised.data();
     int64_t tiles = 0;
     for (int64_t i = 0; i < matrix->count; i++) tiles += matrix->parts[i].num_tiles();
-#pragma omp parallel for schedule(static) num_threads(rows * in > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++) quantise(x + row * in, values + row * blocks, in);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t number = 0; number < tiles; number++) {
+    for_each(rows, rows * in <= FEW, [=](int64_t row) { quantise(x + row * in, values + row * blocks, in); });
+    for_each(tiles, false, [=](int64_t number) {
         const Part* part = matrix->parts;
         int64_t own = number, first = 0;
         for (; own >= part->num_tiles(); part++) own -= part->num_tiles(), first += part->outputs;
@@ -308,7 +307,7 @@ void linear_quantised(const T* x, const void* packed, const float* bias, T* y, i
             tile_of(*part, count)(values + begin * blocks, w, int32_t(part->zero), sums, blocks);
             for (int64_t r = 0; r < count; r++) store_end(y + (begin + r) * out + first, sums[r], columns);
         }
-    }
+    });
 }
 
 // Where bits of a code lie in its block: byte, and bit of it.
@@ -333,11 +332,10 @@ int code_at(const Part& part, const uint8_t* block, int column, int64_t lane) {
 
 // y [count, in]: the weights of some outputs.
 template <class T>
-void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count, int64_t in, T* y, int threads) {
+void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count, int64_t in, T* y) {
     const Part& part = *matrix;
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, scales = COLUMNS / part.size, bytes = part.block_bytes();
-#pragma omp parallel for schedule(static) num_threads(count * in > FEW ? threads : 1)
-    for (int64_t row = 0; row < count; row++) {
+    for_each(count, count * in <= FEW, [=, &part](int64_t row) {
         const int64_t lane = outputs[row] % TILE;
         const uint8_t* block = part.tiles + outputs[row] / TILE * blocks * bytes;
         for (int64_t first = 0; first < in; first += COLUMNS, block += bytes)
@@ -349,7 +347,7 @@ void lookup_quantised(const Part* matrix, const int64_t* outputs, int64_t count,
                 for (int64_t i = begin; i < end; i++)
                     put(y + row * in + first + i, std::fma(float(code_at(part, block, int(i), lane) - part.zero), scale, minimum));
             }
-    }
+    });
 }
 
 int64_t quantised_bytes(const Part* part, int64_t in) {
@@ -359,10 +357,9 @@ int64_t quantised_bytes(const Part* part, int64_t in) {
 // `rows` outputs from `first` on, a multiple of TILE, to where they stand in `to`: codes [rows, blocks, 32], scales and
 // minima [rows, blocks, 32 / size] of float16. Where they stand all is zero before.
 void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, int64_t rows, const uint8_t* codes,
-                    const uint16_t* scales, const uint16_t* minima, int threads) {
+                    const uint16_t* scales, const uint16_t* minima) {
     const int64_t blocks = (in + COLUMNS - 1) / COLUMNS, count = COLUMNS / part->size, bytes = part->block_bytes();
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t tile = 0; tile < (rows + TILE - 1) / TILE; tile++)
+    for_each((rows + TILE - 1) / TILE, false, [=](int64_t tile) {
         for (int64_t row = tile * TILE; row < std::min(rows, (tile + 1) * TILE); row++)
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t lane = row % TILE, from = row * blocks + block;
@@ -379,6 +376,7 @@ void pack_quantised(const Part* part, uint8_t* to, int64_t in, int64_t first, in
                     if (minima) halves[(count + step) * TILE] = minima[from * count + step];
                 }
             }
+    });
 }
 
 }  // namespace

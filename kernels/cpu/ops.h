@@ -19,16 +19,16 @@ struct Rows {
 };
 
 template <class T>
-void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width, int threads);
+void add_rms_norm(T* hidden, const T* delta, const T* weight, float epsilon, T* y, int64_t rows, int64_t width);
 
 template <class T>
-void silu_mul(const T* joined, T* y, int64_t rows, int64_t width, int threads);
+void silu_mul(const T* joined, T* y, int64_t rows, int64_t width);
 
 template <class T>
 void rotary_store(const T* joined, const T* cos, const T* sin, const int64_t* slots, const T* query_norm, const T* key_norm,
                   int64_t whole, float epsilon, T* query, float* keys, float* values, int64_t rows, int64_t query_heads,
-                  int64_t kv_heads, int64_t dim, int threads);
+                  int64_t kv_heads, int64_t dim);
 
 template <class T>
 void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
-            int64_t table_width, const T* query, T* out, int threads);
+            int64_t table_width, const T* query, T* out);

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "export.h"
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -11,7 +12,7 @@ constexpr int TOP = 10;
 constexpr int GAPS[] = {1, 2, 4};  // ranks, from 0, whose distance to the first is a feature
 constexpr int FEATURES = TOP + 3 + 2;
 constexpr int AT_ONCE = 4;         // vectors that are compared before anything is looked at closely
-constexpr int64_t FEW = 1 << 16;   // elements below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 16;   // elements below which helpers cost more than they save
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
 
@@ -75,10 +76,10 @@ void one_row(const T* scores, int64_t vocab, float* features, int64_t* ids) {
 }
 
 template <class T>
-void rank_features(const T* scores, int64_t rows, int64_t vocab, float* features, int64_t* ids, int threads) {
-#pragma omp parallel for schedule(static) num_threads(rows * vocab > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++)
+void rank_features(const T* scores, int64_t rows, int64_t vocab, float* features, int64_t* ids) {
+    for_each(rows, rows * vocab <= FEW, [=](int64_t row) {
         one_row(scores + row * vocab, vocab, features + row * FEATURES, ids + row * TOP);
+    });
 }
 
 }  // namespace

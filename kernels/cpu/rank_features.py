@@ -9,7 +9,7 @@ from kernels.rank_features import NUM_FEATURES, TOP
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference; of equal scores the lower id ranks first. # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
-    scores, (*shape, vocab), threads = scores.contiguous(), scores.shape, torch.get_num_threads()
+    scores, (*shape, vocab) = scores.contiguous(), scores.shape
     features, ids = torch.empty(*shape, NUM_FEATURES), torch.empty(*shape, TOP, dtype=torch.int64)
-    call("rank_features", scores, ids.numel() // TOP, vocab, features, ids, threads, dtype=scores.dtype)
+    call("rank_features", scores, ids.numel() // TOP, vocab, features, ids, dtype=scores.dtype)
     return features, ids

@@ -5,12 +5,13 @@
 
 #include "export.h"
 #include "gumbel.h"
+#include "team.h"
 #include "vector.h"
 
 namespace {
 
 constexpr int CHAINS = 4;         // comparisons on their way at once
-constexpr int64_t FEW = 1 << 16;  // scores below which waking threads costs more than they save
+constexpr int64_t FEW = 1 << 16;  // scores below which helpers cost more than they save
 
 // The natural logarithm of normal numbers above 0: x = 2^e m with m about 1, log m = 2 atanh((m - 1) / (m + 1)).
 Vec log_of(Vec x) {
@@ -80,22 +81,22 @@ void choose_row(const T* scores, const int32_t* key, float temperature, int64_t 
 
 template <class T>
 void choose(const T* scores, const int32_t* keys, const float* temperatures, int64_t rows, int64_t vocab, int64_t* tokens,
-            int64_t* bad, int threads) {
-#pragma omp parallel for schedule(static) num_threads(rows > 1 && rows * vocab > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++)
+            int64_t* bad) {
+    for_each(rows, rows * vocab <= FEW, [=](int64_t row) {
         choose_row(scores + row * vocab, keys ? keys + 2 * row : nullptr, temperatures ? temperatures[row] : 0.0f, vocab,
                    tokens + row, bad + row);
+    });
 }
 
-void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count, int threads) {
-#pragma omp parallel for schedule(static) num_threads(rows * count > FEW ? threads : 1)
-    for (int64_t row = 0; row < rows; row++)
+void gumbel_noise(const int32_t* keys, const int32_t* tokens, float* noise, int64_t rows, int64_t count) {
+    for_each(rows, rows * count <= FEW, [=](int64_t row) {
         for (int64_t i = 0; i < count; i += LANES) {
             UVec part{};
             for (int64_t lane = 0; lane < LANES && i + lane < count; lane++) part[lane] = uint32_t(tokens[i + lane]);
             Vec drawn = noise_of(keys + 2 * row, part);
             store_end(noise + row * count + i, drawn, count - i);
         }
+    });
 }
 
 }  // namespace

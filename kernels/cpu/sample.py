@@ -25,12 +25,12 @@ def sample(
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
     """As the reference's, given the same logarithm. # keys [rows, 2], tokens [picked] -> [rows, picked]"""
     noise = torch.empty(keys.shape[0], tokens.shape[0])
-    call("gumbel_noise", keys, tokens, noise, *noise.shape, torch.get_num_threads())
+    call("gumbel_noise", keys, tokens, noise, *noise.shape)
     return noise
 
 
 def _choose(scores: Tensor, keys: Tensor | None, temperatures: Tensor | None) -> ChosenTokens:
     tokens, bad_rows = (torch.empty(scores.shape[0], dtype=torch.int64) for _ in range(2))
-    scores, threads = scores.contiguous(), torch.get_num_threads()
-    call("choose", scores, keys, temperatures, *scores.shape, tokens, bad_rows, threads, dtype=scores.dtype)
+    scores = scores.contiguous()
+    call("choose", scores, keys, temperatures, *scores.shape, tokens, bad_rows, dtype=scores.dtype)
     return ChosenTokens(tokens, bad_rows)

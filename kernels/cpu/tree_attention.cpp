@@ -6,6 +6,7 @@
 
 #include "export.h"
 #include "ops.h"
+#include "team.h"
 
 namespace {
 
@@ -141,20 +142,19 @@ void attend_group(const Layer& layer, const Rows& rows, const int32_t* group_row
 
 template <class T>
 void attend(const Layer* layer, const Rows* rows, const int32_t* groups, int64_t num_groups, const int64_t* tables,
-            int64_t table_width, const T* query, T* out, int threads) {
+            int64_t table_width, const T* query, T* out) {
     const int64_t all = layer->query_heads / layer->kv_heads, parts = (all + LANES - 1) / LANES;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t task = 0; task < num_groups * layer->kv_heads * parts; task++) {
+    for_each(num_groups * layer->kv_heads * parts, false, [=](int64_t task) {
         const int32_t* group = groups + task / parts / layer->kv_heads * 3;  // first place in the order, rows, table line
         const int64_t head = task / parts % layer->kv_heads, part = task % parts;
         const int64_t first = all * part / parts, heads = all * (part + 1) / parts - first;
         attend_group(*layer, *rows, rows->order + group[0], group[1], tables + group[2] * table_width, head, head * all + first,
                      heads, query, out);
-    }
+    });
 }
 
-template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*, int);
-template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*, int);
+template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const bf16*, bf16*);
+template void attend(const Layer*, const Rows*, const int32_t*, int64_t, const int64_t*, int64_t, const float*, float*);
 
 int64_t attend_lanes() { return LANES; }  // queries that are computed side by side
 

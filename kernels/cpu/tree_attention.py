@@ -31,7 +31,7 @@ class CompiledAttention:
         query = query.contiguous()
         out, layer = torch.empty_like(query), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
         rows = self.rows, *self.groups_and_table
-        call("attend", layer, *rows, query, out, torch.get_num_threads(), dtype=query.dtype)
+        call("attend", layer, *rows, query, out, dtype=query.dtype)
         return out
 
 

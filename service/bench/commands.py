@@ -57,7 +57,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     """Return the command group `adaptree bench`."""
     app = typer.Typer(help="Measure speed with these settings.", no_args_is_help=True)
-    for run in (_speed, _load, _gpu):
+    for run in (_serve, _speed, _load, _gpu):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
@@ -68,6 +68,37 @@ def check_app(with_settings: WithSettings) -> typer.Typer:
     app.callback()(lambda: None)
     app.command("lossless")(with_settings(command(_lossless)))
     return app
+
+
+def _serve(
+    loaded: LoadedConfig,
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
+    limit: Limit = None,
+    servers: Annotated[
+        str, typer.Option(metavar="NAME[:SETTING=VALUE/...],...", help="plain drafts nothing; other names are free.")
+    ] = "plain,adaptive",
+    against: Annotated[list[str] | None, typer.Option(metavar="NAME=URL", help="Another OpenAI server.")] = None,
+    api_key: Annotated[str, typer.Option(help="Key of the servers of --against.")] = "none",
+    temperature: Temperature = 0.0,
+    max_tokens: AnswerTokens = 128,
+    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1",
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second, at random times.")] = None,
+    stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate on after the model's end token.")] = True,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Measure what a client gets over HTTP, from servers that this command starts and from others, in turn. Exit code 1
+    if any token differs."""
+    from service.bench.serve import Entrants, bodies_of, configurations, run_serve
+
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": seed}
+    others = dict(server.partition("=")[::2] for server in against or ())
+    ours = configurations(servers, others)
+    entrants = Entrants(loaded.config, ours, others, api_key, stream)
+    loads = numbers(concurrency) if rate is None else (1,)
+    return run_serve(entrants, bodies_of([*prompts, *(more_prompts or [])], limit, fields), loads, rate=rate, out=out)
 
 
 def _speed(
@@ -81,7 +112,8 @@ def _speed(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare plain with speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
+    """Anatomy of the engine in-process, without HTTP (what a client gets: adaptree bench serve). Compares plain with
+    speculative decoding of the same prompts, in turn. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
     from service.bench.speed import run_speed
 
@@ -115,7 +147,8 @@ def _load(
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
-    """Compare budget policies under rising load. Exit code 1 if any token differs."""
+    """Anatomy of the engine in-process, without HTTP (what clients get: adaptree bench serve --concurrency N,...).
+    Compares budget policies under rising load. Exit code 1 if any token differs."""
     from service.bench.experiment import Measure
     from service.bench.load import LoadPlan, run_load
 
@@ -144,14 +177,16 @@ def _gpu(
     large: Annotated[
         str, typer.Option(metavar="FOLDER,...", help="Checkpoints with random weights, for steps: costs only.")
     ] = "",
-    widened: Annotated[str, typer.Option(metavar="FOLDER,...", help="Checkpoints of widened models, for speed.")] = "",
+    deepened: Annotated[
+        str, typer.Option(metavar="FOLDER,...", help="Checkpoints of deepened models, for speed.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try every part on a CPU; the figures are not those of a GPU.")
     ] = False,
     out: Out = None,
 ) -> bool:
     """Test and measure this GPU, section by section. `python -m benchmarks checkpoint` writes checkpoints for --large
-    and --widened. Exit code 1 if anything fails or a token differs."""
+    and --deepened. Exit code 1 if anything fails or a token differs."""
     from service.bench.gpu import SECTIONS, run_gpu
     from service.bench.gpu_sections import DRY, FULL
 
@@ -160,7 +195,7 @@ def _gpu(
     if unknown:
         raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
     plan = DRY if dry_run else replace(FULL, answers=answers)
-    plan = replace(plan, large=tuple(map(Path, _parts(large))), widened=tuple(map(Path, _parts(widened))))
+    plan = replace(plan, large=tuple(map(Path, _parts(large))), deepened=tuple(map(Path, _parts(deepened))))
     return run_gpu(loaded.config, asked, replace(plan, prompts=prompts), out=out)
 
 

@@ -22,7 +22,9 @@ class Answer:
     finish_reason: FinishReason | None = None
     accepted_per_step: tuple[int, ...] = ()
     first_token_seconds: float = 0.0  # after the arrival
-    gaps_seconds: tuple[float, ...] = ()  # of each token after the first step: since the token before
+    gaps_seconds: tuple[float, ...] = ()  # of each token after the first step (over HTTP: chunk): since the one before
+    first_tokens: int = 1  # that came at first
+    prompt_tokens: int = 0  # as a server counts them
 
     @property
     def seconds(self) -> float:
@@ -59,6 +61,12 @@ class Run:
     def num_tokens(self) -> int:
         """Generated tokens."""
         return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def decoded(self) -> tuple[float, float]:
+        """Tokens after the first of each answer, and the seconds from the first token of each to its last."""
+        tokens = sum(len(answer.token_ids) - answer.first_tokens for answer in self.answers)
+        return tokens, sum(sum(answer.gaps_seconds) for answer in self.answers)
 
 
 class ClosedLoop:

@@ -125,12 +125,21 @@ def take_turns(
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> dict[str, list[Run]]:
     """Let the contestants answer the prompts in turn; return the runs of each by name."""
+    firsts = range(0, len(prompts), measure.concurrency)
+    return in_turn((requests_from(prompts, first, measure) for first in firsts), contestants, advance)
+
+
+def in_turn(
+    batches: Iterable[Sequence[T]],
+    contestants: Mapping[str, Callable[[Sequence[T]], Run]],
+    advance: Callable[[int], None] = lambda requests: None,
+) -> dict[str, list[Run]]:
+    """Let the contestants answer each batch of requests in turn; return the runs of each by name."""
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
-    for turn, first in enumerate(range(0, len(prompts), measure.concurrency)):
-        requests = requests_from(prompts, first, measure)
+    for turn, batch in enumerate(batches):
         for name in rotated(list(contestants), turn):
-            runs[name].append(contestants[name](requests))
-        advance(len(requests))
+            runs[name].append(contestants[name](batch))
+        advance(len(batch))
     return runs
 
 

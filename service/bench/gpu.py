@@ -101,7 +101,10 @@ def assembled(config: ServiceConfig, plan: Plan, model: Path | None = None, **va
     changed: dict[str, object] = {**config.model_dump(), **values}
     if model is not None:
         drafter = model / "drafter"
-        changed |= {"model": str(model.absolute()), "drafter_path": drafter if drafter.is_dir() else None}
+        changed |= {
+            "model": str(next(model.glob("*.gguf"), model).absolute()),
+            "drafter_path": drafter if drafter.is_dir() else None,
+        }
     if not plan.for_real:
         changed |= _REHEARSAL
     return assemble(ServiceConfig.model_validate(changed), graphs=True)
@@ -128,7 +131,7 @@ def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: 
         sizes = {**_LARGE, "max_model_len": max(plan.contexts) + 512}
         costs = partial(step_figures, costs_only=True)
         run.measure(f"steps of {folder.name}", partial(measured, costs, folder, sizes))
-    for folder in plan.widened if "speed" in sections else ():
+    for folder in plan.deepened if "speed" in sections else ():
         forget()
         sizes = {"kv_cache": "16GiB", "max_sequences": 8}
         run.measure(f"speed of {folder.name}", partial(measured, speed_figures, folder, sizes))

@@ -75,7 +75,7 @@ class Plan:
     for_real: bool = True  # False: a rehearsal on a CPU
     minutes: float = 8
     large: tuple[Path, ...] = ()  # checkpoints with random weights
-    widened: tuple[Path, ...] = ()  # checkpoints of widened models
+    deepened: tuple[Path, ...] = ()  # checkpoints of deepened models
     prompts: Path | None = None  # None: the built-in ones
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (256, 2048)

@@ -1,4 +1,6 @@
-"""`adaptree bench load`: compare budget policies under rising load.
+"""`adaptree bench load`: anatomy of the engine in-process, without HTTP; what clients get: `adaptree bench serve`.
+
+It compares budget policies under rising load.
 
 Policies by name:
 

@@ -1,4 +1,7 @@
-"""`adaptree bench speed`: compare plain with speculative decoding of the same prompts, in one process and in turn."""
+"""`adaptree bench speed`: anatomy of the engine in-process, without HTTP; what a client gets: `adaptree bench serve`.
+
+It compares plain with speculative decoding of the same prompts, in turn.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -21,6 +21,7 @@ from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from kernels.cpu import library
 from kernels.rows import ExtendRows, ForwardRows
+from kernels.threads import threads_in_use
 from service.engine.captured import ROWS as CAPTURED_ROWS
 from service.engine.costs import (
     CostKey,
@@ -83,7 +84,7 @@ def costs_at_start(
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "model": measured_for.model,
         "drafter": measured_for.drafter,
-        "threads": torch.get_num_threads(),
+        "threads": threads_in_use(),
         "sizes": f"{SEQUENCES} {CONTEXTS} {row_points(target)} {limits.max_sequences} {limits.max_model_len} "
         f"{limits.max_budget} {target.pool.num_slots}",
         "version": f"{measured_for.version} {torch.__version__}",

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from kernels.graph_runner import HIGH_PRIORITY
+from kernels.threads import use_threads
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.engine.stats import LoadStats
@@ -36,11 +37,14 @@ class EngineThread:
         engine: Engine,
         observe: Observe = lambda output, load: None,
         ended: Iterable[Callable[[], None]] = (),
+        *,
+        num_threads: int = 1,
     ) -> None:
-        """`ended` are called, from the thread, after it has been stopped or drained."""
+        """`ended` are called, from the thread, after it has been stopped or drained; `num_threads` compute for it."""
         self._engine = engine
         self._observe = observe
         self._ended = ended
+        self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None  # the exception that ended the thread
@@ -112,6 +116,7 @@ class EngineThread:
             self._thread.join()
 
     def _run(self, deliver: Deliver) -> None:
+        use_threads(self._num_threads)
         try:
             with serving(self._engine.target.device):
                 self._loop(deliver)

@@ -239,11 +239,10 @@ def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
 
 def train(config: ServiceConfig) -> None:
     """Learn until SIGTERM or SIGINT. Raises StartupError."""
-    import torch
-
+    from kernels.threads import use_threads
     from service.learning.adaptive import build_trainer, stop_learning
 
-    torch.set_num_threads(config.num_threads)
+    use_threads(1)
     worker, replicas = build_trainer(config)
     stopped = threading.Event()
 

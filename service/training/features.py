@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from adaptation.timing import bf16_is_faster
 from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
+from kernels.threads import use_threads
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_weights import tap_layers_for
@@ -341,7 +342,8 @@ def make_features(
 
 def processes(config: ServiceConfig) -> Ranks:
     """The processes of this run, each on its device."""
-    torch.set_num_threads(config.num_threads)
+    use_threads(config.num_threads)
+    torch.set_num_threads(config.num_threads)  # training computes in torch
     device = local_device(device_of(config.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
@@ -203,21 +202,6 @@ def test_a_follower_abandons_its_update_and_begins_none(made: Made) -> None:
     assert (pieces, set(loop.told)) == ([], {"observe", "abandon"})
     worker.trains = True
     wait_until(lambda: len(pieces) >= 3)
-
-
-def test_threads_of_others_keep_their_number(made: Made) -> None:
-    usual, seen = torch.get_num_threads(), list[int]()
-    torch.set_num_threads(3)
-    assert torch.get_num_threads() == 3
-    try:
-        worker = made(Scripted())
-        assert worker.ask(torch.get_num_threads).result(10) == 1
-        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert (torch.get_num_threads(), seen) == (3, [3])
-    finally:
-        torch.set_num_threads(usual)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.__main__ import app
 from benchmarks.shift_play import Learning
+from kernels.threads import use_threads
 from tests.service.bench.conftest import assembly, prompt_file, quiet, trained_assembly
 from tests.service.bench.parts import run_command, save_two_layers, written_prompts
 from tests.tuned import settled
@@ -55,6 +55,5 @@ def run_tiny(run: Callable[..., tuple[int, str]], tmp_path: Path) -> Iterator[Ca
         assert code == 0, output
         return json.loads(out.read_text()), output
 
-    threads = torch.get_num_threads()
     yield run_tiny
-    torch.set_num_threads(threads)
+    use_threads(1)

@@ -1,83 +1,184 @@
-"""Checkpoints that measure costs: widened models compute what the narrow ones do and are served with a drafter that
-fits; random ones have the published shapes."""
+"""Checkpoints that measure costs: deepened models compute and draft what the models themselves do, bit for bit; random
+ones have the published shapes."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.checkpoint import DRAFTER, SHAPES, dummy_config, dummy_tokenizer, widened, write_dummy
+from benchmarks.checkpoint import (
+    DRAFTER,
+    SHAPES,
+    ZEROED,
+    deepened,
+    dummy_config,
+    dummy_tokenizer,
+    write_deepened_file,
+    write_dummy,
+)
+from benchmarks.gguf_shapes import Mix, Shape, write_file
+from drafters.specblock import checkpoint
+from kernels.cpu import library
 from service.assembly import Assembly, assemble
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, mismatches, plain_engine, requests_from, tau
+from service.bench.gpu import assembled as gpu_assembled
+from service.bench.gpu_sections import FULL
 from service.config import ServiceConfig
+from service.engine.gguf_file import load_as_it_is, open_gguf
 from service.engine.weights import refuse_unsupported
 from service.errors import StartupError
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, varied_prompts
-from tests.tiny_models import loaded_tiny
+from tests.tiny_models import SMALL, stock_tiny, tiny_model
 
 PROMPTS = varied_prompts()[:3]
 Command = Callable[..., tuple[int, str]]
 
 
-def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found: torch.Tensor = model(tokens).logits
-    return found
+SHAPE = Shape(hidden=256, layers=2, heads=4, kv_heads=2, dim=64, feed_forward=512, vocab=96)
+"""Of a GGUF file."""
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_every_copy_computes_what_the_one_did(family: str) -> None:
-    model = loaded_tiny(family).model
-    wide = widened(model, 4)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma2"])
+def test_added_layers_add_nothing(family: str) -> None:
+    model = stock_tiny(family)
+    deep = deepened(model, 3)
     tokens = torch.arange(40)[None] % model.config.vocab_size
-    expected = logits(model, tokens)
-    torch.testing.assert_close(logits(wide, tokens), expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
-    assert sum(p.numel() for p in wide.parameters()) > 4 * sum(p.numel() for p in model.parameters())
+    expected, found = (one(tokens, use_cache=False, output_hidden_states=True).hidden_states for one in (model, deep))
+    assert len(found) - 1 == deep.config.num_hidden_layers == 3 * model.config.num_hidden_layers
+    for layer, states in enumerate(expected[1:-1]):  # the last ones are normed
+        assert all(torch.equal(states, found[3 * layer + number]) for number in (1, 2, 3))
+    assert torch.equal(expected[-1], found[-1])
+    if family == "gemma2":
+        assert deep.config.layer_types == [kind for kind in model.config.layer_types for _ in range(3)]
 
 
-def test_what_cannot_be_widened_is_refused() -> None:
-    with pytest.raises(StartupError, match=r"gemma.*llama, mistral, qwen2, qwen3"):
-        widened(loaded_tiny("gemma3").model, 2)
-    with pytest.raises(StartupError, match="power of two"):
-        widened(loaded_tiny("llama").model, 3)
+def test_layers_that_add_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.checkpoint._OUTPUTS", re.compile("o_proj"))
+    with pytest.raises(StartupError, match="'llama' cannot be deepened"):
+        deepened(stock_tiny("llama"), 2)
 
 
-def runs_of(assembly: Assembly) -> list[Run]:
+def runs_of(assembly: Assembly, max_tokens: int = 32) -> list[Run]:
     """Plain and drafted answers, greedy and sampled."""
     runs = []
     for temperature in (0.0, 1.0):
-        requests = requests_from(PROMPTS, 0, Measure(temperature, 32, len(PROMPTS), seed=1))
+        requests = requests_from(PROMPTS, 0, Measure(temperature, max_tokens, len(PROMPTS), seed=1))
         runs += [generate(engine, requests) for engine in (plain_engine(assembly), assembly.engine())]
         assert mismatches(runs[-2:-1], runs[-1:]) == 0
     return runs
 
 
-def test_a_widened_checkpoint_is_served_like_any_other(run: Command, tmp_path: Path) -> None:
-    """Its weights are those of the model widened in memory, its texts and its drafts those of the narrow one."""
-    folder, out = save_two_layers(tmp_path / "model"), tmp_path / "wide"
+def assert_same(expected: list[Run], found: list[Run]) -> None:
+    """Tokens, and how many drafts each step accepted."""
+    one, other = (
+        [(answer.token_ids, answer.accepted_per_step) for run in runs for answer in run.answers]
+        for runs in (expected, found)
+    )
+    assert one == other
+    assert tau(found) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_a_deepened_checkpoint_is_served_like_any_other(run: Command, family: str, tmp_path: Path) -> None:
+    """Its texts and its drafts are those of the model itself."""
+    folder, out = tiny_model(family, tmp_path / "model", **SMALL, num_hidden_layers=2), tmp_path / "deep"
     drafter = save_drafter(tmp_path / "drafter", assembled(folder))
-    words = ("--model", folder, "--drafter-path", drafter, "--state-dir", tmp_path, "--copies", 2, "--out", out)
-    assert run("checkpoint", "widened", *words)[0] == 0
-    narrow = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    expected, found = widened(narrow, 2).state_dict(), AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    words = ("--model", folder, "--drafter-path", drafter, "--state-dir", tmp_path, "--copies", 3, "--out", out)
+    assert run("checkpoint", "deepened", *words)[0] == 0
     drafting = {"drafter": "specblock", "budget_policy": "fixed", "max_budget": 8}
     both = [
-        runs_of(assemble(settings_for(model).model_copy(update={**drafting, "drafter_path": weights})))
+        assemble(settings_for(model).model_copy(update={**drafting, "drafter_path": weights}))
         for model, weights in ((folder, drafter), (out, out / DRAFTER))
     ]
-    assert mismatches(*both) == 0
-    assert tau(both[1]) == pytest.approx(tau(both[0]), rel=0.02)
-    assert tau(both[1]) > 1
+    assert [one.loaded.kv_shape.num_layers for one in both] == [2, 6]
+    assert checkpoint.describe(out / DRAFTER).config.tap_layers == (0, 3)
+    name = checkpoint.WEIGHTS_FILE
+    assert (out / DRAFTER / name).read_bytes() == (drafter / name).read_bytes()
+    assert_same(*map(runs_of, both))
+
+
+def test_a_drafter_of_another_model_is_refused(run: Command, tmp_path: Path) -> None:
+    folder = save_two_layers(tmp_path / "model")
+    other = save_drafter(tmp_path / "drafter", assembled(tiny_model("llama", tmp_path / "other", **SMALL)))
+    words = ("--model", folder, "--state-dir", tmp_path, "--out", tmp_path / "deep")
+    with pytest.raises(StartupError, match="trained for another model"):
+        run("checkpoint", "deepened", *words, "--drafter-path", other)
+    (other / checkpoint.CONFIG_FILE).write_text("{}")
+    with pytest.raises(StartupError, match="format None"):
+        run("checkpoint", "deepened", *words, "--drafter-path", other)
+
+
+def written(path: Path, mix: Mix = "q4_k_m") -> Path:
+    norms = [f"blk.{layer}.{name}_norm.weight" for layer in range(SHAPE.layers) for name in ("attn", "ffn")]
+    write_file(path, SHAPE, list(SHAPE.matrices(mix)), [*norms, "output_norm.weight"])
+    return path
+
+
+def config_of(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=SHAPE.vocab,
+        hidden_size=SHAPE.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=SHAPE.heads,
+        num_key_value_heads=SHAPE.kv_heads,
+        intermediate_size=SHAPE.feed_forward,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.mark.skipif(library.variant() is None, reason="no kernels are compiled")
+@pytest.mark.parametrize("mix", ["q4_k_m", "q8_0"])
+def test_a_gguf_file_keeps_its_blocks(mix: Mix, tmp_path: Path) -> None:
+    file, out = written(tmp_path / "a.gguf", mix), tmp_path / "deep" / "a.gguf"
+    embedding = write_deepened_file(file, config_of(2).to_dict(), 3, out)
+    before, after = ({tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (file, out))
+    for name, tensor in after.items():
+        block, number, rest = re.findall(r"^(blk\.)?(\d*)(.*)$", name)[0]
+        own = before[f"{block}{int(number) // 3}{rest}" if block else name]
+        adds_nothing = block and int(number) % 3 and rest in (".attn_output.weight", ".ffn_down.weight")
+        assert tensor.tensor_type == own.tensor_type
+        assert np.array_equal(tensor.data, np.zeros_like(own.data) if adds_nothing else own.data)
+    assert len(after) == 3 * len(before) - 2 * 2  # embedding and last norm are there once
+    logits = []
+    for path, layers in ((file, 2), (out, 6)):
+        reader = open_gguf(path)
+        assert reader is not None
+        model = load_as_it_is(reader, config_of(layers), torch.float32, "eager")
+        logits.append(model(torch.arange(40)[None]).logits)
+    assert torch.equal(*logits)
+    assert embedding.shape == (SHAPE.vocab, SHAPE.hidden)
+    fields = [GGUFReader(path).fields for path in (file, out)]
+    assert {name: fields[0][name].contents() == field.contents() for name, field in fields[1].items()} == {
+        name: name not in ("GGUF.tensor_count", "llama.block_count") for name in fields[0]
+    }
+    assert fields[1]["llama.block_count"].contents() == 6
+
+
+def test_what_a_gguf_file_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = written(tmp_path / "a.gguf"), tmp_path / "deep.gguf"
+    unlike = {**config_of(2).to_dict(), "layer_types": ["sliding_attention", "full_attention"]}
+    with pytest.raises(StartupError, match=r"a\.gguf: only files whose layers are all alike"):
+        write_deepened_file(file, unlike, 2, out)
+    monkeypatch.setattr("benchmarks.checkpoint.ZEROED", ("Q6_K",))
+    with pytest.raises(StartupError, match=r"blk\.0\.attn_output\.weight: zeros of type Q4_K are not known"):
+        write_deepened_file(file, config_of(2).to_dict(), 2, out)
+
+
+@pytest.mark.parametrize("name", ZEROED)
+def test_zero_bytes_are_zeros(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    assert not dequantize(np.zeros((3, 4 * GGML_QUANT_SIZES[kind][1]), np.uint8), kind).any()
 
 
 @pytest.mark.parametrize(
-    ("model", "command"), [("widen(smollm2-135m, 2)", "checkpoint widened"), ("dummy(tiny)", "checkpoint dummy")]
+    ("model", "command"), [("widen(smollm2-135m, 2)", "checkpoint deepened"), ("dummy(tiny)", "checkpoint dummy")]
 )
 def test_former_names_of_models_name_the_command(model: str, command: str) -> None:
     with pytest.raises(ValidationError, match=f"python -m benchmarks {command}"):
@@ -119,18 +220,12 @@ def test_the_tokenizer_reads_and_writes_every_id() -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_model_accepts_as_much_when_widened(run: Command, tmp_path: Path) -> None:
-    wide = tmp_path / "wide"
-    assert run("checkpoint", "widened", "--state-dir", tmp_path, "--out", wide)[0] == 0
-    changes: tuple[dict[str, object], ...] = ({}, {"model": str(wide), "drafter_path": wide / DRAFTER})
-    both = [
-        runs_of(
-            assemble(
-                ServiceConfig.model_validate(
-                    {"budget_policy": "fixed", "max_budget": 8, "load_dtype": "bfloat16", "state_dir": tmp_path, **one}
-                )
-            )
-        )
-        for one in changes
-    ]
-    assert tau(both[1]) == pytest.approx(tau(both[0]), rel=0.05)
+def test_the_embedded_model_answers_and_drafts_the_same_when_deepened(run: Command, tmp_path: Path) -> None:
+    """Its file keeps its blocks, as a GPU's benchmark finds it too."""
+    out = tmp_path / "deep"
+    assert run("checkpoint", "deepened", "--copies", 2, "--state-dir", tmp_path, "--out", out)[0] == 0
+    config = ServiceConfig(budget_policy="fixed", max_budget=8, drafter="specblock", state_dir=tmp_path)
+    both = [gpu_assembled(config, FULL, model) for model in (None, out)]
+    assert [one.loaded.kv_shape.num_layers for one in both] == [30, 60]
+    assert [one.loaded.in_blocks for one in both] == [library.variant() is not None] * 2
+    assert_same(*(runs_of(one, 8) for one in both))

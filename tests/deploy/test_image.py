@@ -15,7 +15,8 @@ import httpx2 as httpx
 import pytest
 import yaml
 
-from benchmarks.processes import came_true, free_port
+from benchmarks.fleets import free_port
+from service.bench.processes import came_true
 from tests.architecture.rules import ROOT
 from tests.deploy.containers import Containers, begun, build
 from tests.deploy.dashboards import FILES, questions

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.processes import free_port
+from benchmarks.fleets import free_port
 from tests.architecture.rules import ROOT
 from tests.deploy.programs import program
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from benchmarks.fleets import OnRay, on_ray
-from benchmarks.processes import Servers
 from benchmarks.streams import Received, ask
+from service.bench.processes import Servers
 from service.config import ServiceConfig
 from tests.e2e.test_ingress import asked, streams_while_one_is_killed
 from tests.environments import python_environment

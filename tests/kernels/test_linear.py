@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
+from kernels.threads import use_threads
 from kernels.triton import linear as kernel
 from kernels.triton.linear import plan_linear
 
@@ -60,10 +61,10 @@ def test_a_row_does_not_depend_on_its_company(
 ) -> None:
     product, x = compiled.plan_linear(*layer(columns, features, dtype)), lines(300, columns, dtype)
     alone = torch.cat([product(row[None]) for row in x])
-    torch.set_num_threads(threads)
+    use_threads(threads)
     for count in (*range(2, 30), 37, 64, 149, 300):
         assert torch.equal(product(x[-count:]), alone[-count:])
-    torch.set_num_threads(1)
+    use_threads(1)
 
 
 @pytest.mark.parametrize("dtype", ON_A_DEVICE)

@@ -26,6 +26,7 @@ from kernels.sample import (
     sample,
     token_ids,
 )
+from kernels.threads import use_threads
 from kernels.triton.sample import gumbel
 from kernels.triton.sample import hash_bits as device_hash_bits
 
@@ -291,12 +292,12 @@ def _rows_of_few_values(vocab: int, dtype: torch.dtype) -> torch.Tensor:
 def test_the_likeliest_is_the_reference_s(vocab: int, dtype: torch.dtype, threads: int, compiled: Ops) -> None:
     logits = _rows_of_few_values(vocab, dtype)
     expected = REFERENCE.choose_likeliest(logits)
-    torch.set_num_threads(threads)
+    use_threads(threads)
     for rows in (slice(None), slice(1), slice(2, 3), slice(0, 0), slice(3, 9)):
         found = compiled.choose_likeliest(logits[rows])
         assert torch.equal(found.tokens, expected.tokens[rows])
         assert torch.equal(found.bad_rows, expected.bad_rows[rows])
-    torch.set_num_threads(1)
+    use_threads(1)
 
 
 def test_a_nan_is_found_anywhere(compiled: Ops) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
+from kernels.threads import use_threads
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import (
@@ -126,9 +127,9 @@ def test_the_same_bits_in_any_slots_and_any_line(threads: int, compiled: Ops) ->
     heads, rng, plan = Heads(2, 2, 16), random.Random(3), compiled.plan_attention
     parts = [random_part(rng, heads) for _ in range(4)]
     once = attend(parts, heads, plan, seed=1)
-    torch.set_num_threads(threads)
+    use_threads(threads)
     again = attend(parts[::-1], heads, plan, seed=2)[::-1]
-    torch.set_num_threads(1)
+    use_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 

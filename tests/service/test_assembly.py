@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels import ops
 from kernels.cpu import library
+from kernels.threads import threads_in_use, use_threads
 from service.assembly import Assembly, assemble, start_up_line
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
@@ -30,9 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
+    use_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_the_limits_are_those_of_the_settings(folder: Path) -> None:
     limits = assembly.limits
     assert (limits.max_sequences, limits.prefill_chunk, limits.max_budget, limits.max_model_len) == (3, 17, 5, 99)
     assert assembly.costs is None
-    assert torch.get_num_threads() == 1
+    assert threads_in_use() == 1
 
 
 def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly) -> None:

@@ -122,9 +122,9 @@ async def test_a_dead_engine_fails_every_generation() -> None:
 async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:
     async with running(ScriptedEngine(say("x"))) as runtime:
         await asyncio.sleep(0.03)
-        time.sleep(0.1)
+        time.sleep(0.2)
         await asyncio.sleep(0.02)
-        assert 0.08 < runtime.max_loop_lag_seconds() < 10
+        assert 0.14 < runtime.max_loop_lag_seconds() < 10
         assert runtime.max_loop_lag_seconds() == 0.0
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import SecretStr
 
 from adaptation.config import AdaptationConfig
@@ -17,6 +16,7 @@ from drafters.kinds import Kind, Parts
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftingSizes, Read
 from drafters.registry import memory_of
+from kernels.threads import use_threads
 from service.api.tenants import Tenants
 from service.assembly import assemble
 from service.config import ServiceConfig
@@ -35,9 +35,8 @@ NOBODY = Tenants((), Path("nowhere"))
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
+    use_threads(1)
 
 
 class _Renamed(MemoryDrafter):

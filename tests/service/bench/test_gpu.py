@@ -35,7 +35,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     model = write_dummy("tiny", tmp_path / "tiny")
     arguments = ["bench", "gpu", "--dry-run", "--out", str(out), "--state-dir", str(tmp_path)]
     arguments += ["--model", str(model), "--drafter-path", str(model / DRAFTER), "--drafter", "specblock"]
-    arguments += ["--load-dtype", "float32", "--large", str(model), "--widened", str(model)]
+    arguments += ["--load-dtype", "float32", "--large", str(model), "--deepened", str(model)]
     arguments += ["--sections", "training,load,speed,steps,exactness"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

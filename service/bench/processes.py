@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import yaml
 
@@ -27,31 +26,13 @@ _SECRETS = {"api_keys", "admin_key"}
 _OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
 
 
-class Running(Protocol):
-    """A process; the names are those of `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit status."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-
 @dataclass
 class Process:
     """A running program and its log."""
 
     name: str
     log: Path
-    running: Running
+    running: subprocess.Popen[bytes]
 
     @classmethod
     def begin(cls, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> Self:
@@ -62,7 +43,8 @@ class Process:
     @cached_property
     def ready(self) -> str:
         """The text after `ready:` in the log, once it is there. Raises StartupError if the process ends before."""
-        if came_true(lambda: self._ready_line() or self.running.poll() is not None) and (found := self._ready_line()):
+        came_true(lambda: _READY.search(self.log.read_text()) or self.running.poll() is not None)
+        if found := _READY.search(self.log.read_text()):
             return found[1]
         self.kill()
         raise StartupError(f"{self.name} did not become ready:\n{self.log.read_text()[-4000:]}")
@@ -82,9 +64,6 @@ class Process:
         if self.running.poll() is None:
             self.running.send_signal(signal.SIGTERM)
             assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
-
-    def _ready_line(self) -> re.Match[str] | None:
-        return _READY.search(self.log.read_text())
 
 
 @dataclass(frozen=True)
@@ -124,11 +103,3 @@ def came_true(condition: Callable[[], object]) -> bool:
     while not (is_true := bool(condition())) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return is_true
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
