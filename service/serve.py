@@ -13,6 +13,7 @@ from types import FrameType
 
 import anyio
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from adaptation.persistence import owned
@@ -56,7 +57,7 @@ _BOOTSTRAP_SCOPE = Scope(name="bootstrap prompts")
 def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or interrupt. Raises StartupError when the model cannot be served as configured."""
     with suppress(asyncio.CancelledError):  # interrupted while the model was loading
-        asyncio.run(_serve(config))
+        uvloop.run(_serve(config))
 
 
 async def _serve(config: ServiceConfig) -> None:

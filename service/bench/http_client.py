@@ -3,22 +3,24 @@
 While the server works, its client only notes when bytes came. It reads them afterwards, as both share the cores.
 """
 
-import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import cached_property, partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 import psutil
 
-from service.bench.driver import Answer, Arrivals, ClosedLoop, Run
+from service.bench.driver import Answer, Arrivals, ClosedLoop, PoissonArrivals, Run
 from service.bench.processes import PATIENCE_SECONDS
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
@@ -32,6 +34,7 @@ Part = tuple[float, bytes]
 
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
 _SAMPLING = ("seed", "max_tokens", "temperature", "ignore_eos")
+_MOST_BYTES = 1 << 16  # that are read at once
 
 
 class HttpClient:
@@ -40,24 +43,14 @@ class HttpClient:
     def __init__(self, name: str, url: str, *, stream: bool, api_key: str = "none", pid: int | None = None) -> None:
         """`pid` is that of a server on this machine."""
         self.spent = np.zeros(2)  # context switches and CPU seconds of that process while it answered
-        self._name, self._pid, self._runner = name, pid, asyncio.Runner()
-        headers = {"accept-encoding": "identity", "authorization": f"Bearer {api_key}"}
-        address, limits = url.rstrip("/").removesuffix("/v1"), httpx.Limits()
-        self._http = httpx.AsyncClient(
-            base_url=address, headers=headers, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False
-        )
+        self._name, self._pid, self._where = name, pid, urlsplit(url.rstrip("/").removesuffix("/v1"))
+        self._headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         self._fields: Json = {"return_token_ids": True, **options}
 
     @cached_property
     def _model(self) -> str:
-        models = self._runner.run(self._ask("GET", "/v1/models"))
-        return str(json.loads(b"".join(part for _, part in models))["data"][0]["id"])
-
-    def close(self) -> None:
-        """Close the connections, which stay open between requests."""
-        self._runner.run(self._http.aclose())
-        self._runner.close()
+        return str(json.loads(b"".join(part for _, part in self._ask("GET", "/v1/models")))["data"][0]["id"])
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> Run:
         """Send all requests at once, their prompts as token ids."""
@@ -66,34 +59,35 @@ class HttpClient:
         return self.send(bodies, ClosedLoop(len(bodies)))
 
     def send(self, bodies: Sequence[Json], arrivals: Arrivals) -> Run:
-        """Send the bodies of completions, or of chat completions where they hold messages."""
-        bodies = [{"model": self._model, **self._fields, **body} for body in bodies]
-        before, start = spent_by(self._pid), time.perf_counter()
-        received = self._runner.run(self._ask_all(bodies, arrivals))
-        seconds = time.perf_counter() - start
+        """Send the bodies of completions, or of chat completions where they hold messages: as many at a time as there
+        are clients, or at random times."""
+        numbered = list(enumerate({"model": self._model, **self._fields, **body} for body in bodies))
+        at_random = isinstance(arrivals, PoissonArrivals)
+        with ThreadPoolExecutor(len(bodies) if at_random else arrivals.due(0.0, 0)) as clients:
+            before, start = spent_by(self._pid), time.perf_counter()
+            received = list(clients.map(partial(self._send_one, arrivals, start), numbered))
+            seconds = time.perf_counter() - start
         self.spent += spent_by(self._pid) - before
         return Run(tuple(answer_of(self._name, parts) for parts in received), (), seconds)
 
-    async def _ask_all(self, bodies: Sequence[Json], arrivals: Arrivals) -> list[list[Part]]:
-        places = asyncio.Semaphore(arrivals.due(math.inf, 0))
+    def _send_one(self, arrivals: Arrivals, start: float, numbered: tuple[int, Json]) -> list[Part]:
+        number, body = numbered
+        time.sleep(max(0.0, start + arrivals.since(number, 0.0) - time.perf_counter()))
+        return self._ask("POST", "/v1/chat/completions" if "messages" in body else "/v1/completions", body)
 
-        async def ask(number: int, body: Json) -> list[Part]:
-            await asyncio.sleep(arrivals.since(number, 0.0))
-            async with places:
-                path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-                return await self._ask("POST", path, body)
-
-        return await asyncio.gather(*(ask(number, body) for number, body in enumerate(bodies)))
-
-    async def _ask(self, method: str, path: str, body: Json | None = None) -> list[Part]:
-        start = time.perf_counter()
-        try:
-            async with self._http.stream(method, path, json=body) as reply:
-                parts = [(time.perf_counter() - start, part) async for part in reply.aiter_raw()]
-        except httpx.HTTPError as error:
-            raise StartupError(f"{self._name} does not answer: {error!r}") from error
-        if reply.is_error:
-            raise StartupError(f"{self._name} answers {reply.status_code}: {parts[:9]}")
+    def _ask(self, method: str, path: str, body: Json | None = None) -> list[Part]:
+        kind = HTTPSConnection if self._where.scheme == "https" else HTTPConnection
+        with closing(kind(self._where.netloc, timeout=PATIENCE_SECONDS)) as connection:
+            start, parts = time.perf_counter(), list[Part]()
+            try:
+                connection.request(method, self._where.path + path, json.dumps(body), self._headers)
+                reply = connection.getresponse()
+                while part := reply.read1(_MOST_BYTES):
+                    parts.append((time.perf_counter() - start, part))
+            except (OSError, HTTPException) as error:
+                raise StartupError(f"{self._name} does not answer: {error!r}") from error
+        if reply.status >= HTTPStatus.BAD_REQUEST:
+            raise StartupError(f"{self._name} answers {reply.status}: {parts[:9]}")
         return parts
 
 

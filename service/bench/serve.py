@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -58,7 +58,7 @@ class Entrants:
                 clients[name] = HttpClient(name, server.url, stream=self.stream, pid=server.running.pid)
             for name, url in self.others.items():
                 clients[name] = HttpClient(name, url, stream=self.stream, api_key=self.api_key)
-            yield {name: stack.enter_context(closing(client)) for name, client in clients.items()}
+            yield clients
 
 
 def configurations(text: str, others: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -99,7 +100,7 @@ class _ResumedStream(EventStream):
 
 def serve(urls: Sequence[str], host: str, port: int) -> None:
     """Run an ingress in front of server processes until it is interrupted. Raises StartupError."""
-    asyncio.run(_serve(urls, host, port))
+    uvloop.run(_serve(urls, host, port))
 
 
 async def _serve(urls: Sequence[str], host: str, port: int) -> None:
