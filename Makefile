@@ -68,8 +68,7 @@ bench: $(STAMP) ## say how to measure
 wheel: $(STAMP) ## build the wheel (one for all Pythons) and the source distribution into dist/
 	rm -rf $(DIST)
 	$(BIN)/python -m build --outdir $(DIST)/built # the wheel out of the source distribution
-	@# torch brings libgomp, of which there must be one: two would have as many threads again.
-	PATH=$(BIN):$$PATH auditwheel repair --exclude libgomp.so.1 --wheel-dir $(DIST) $(DIST)/built/*.whl
+	PATH=$(BIN):$$PATH auditwheel repair --wheel-dir $(DIST) $(DIST)/built/*.whl
 	mv $(DIST)/built/*.tar.gz $(DIST) && rm -r $(DIST)/built
 
 clean: ## remove caches and build output; the packages stay

@@ -4,8 +4,10 @@ Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3.
 into parts that take the values they use.
 """
 
+import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -139,7 +141,21 @@ class Tuning:
     snapshots: int = 8  # published drafters kept on disk
 
 
-def usable_cores() -> int:
-    """Number of physical cores that this process may run on: two threads per core compute little more than one."""
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:
+    """Number of physical cores that this process may run on, and no more than its control group may use: two threads
+    per core compute little more than one."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    quota = min(_quotas(cgroups, mine), default=float(usable))
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable, math.ceil(quota)))
+
+
+def _quotas(cgroups: Path, mine: Path) -> Iterator[float]:
+    """CPU quotas, in cores, of this process's control group: of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`)."""
+    for line in mine.read_text().splitlines() if mine.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        version_2 = not controllers
+        folder = cgroups / ("" if version_2 else controllers) / group.lstrip("/")
+        files = ["cpu.max"] if version_2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        words = [word for name in files if (folder / name).is_file() for word in (folder / name).read_text().split()]
+        if len(words) == 2 and words[0].isdecimal():  # no quota is `max` or -1
+            yield int(words[0]) / int(words[1])

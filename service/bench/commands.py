@@ -98,7 +98,8 @@ def _serve(
     ours = configurations(servers, others)
     entrants = Entrants(loaded.config, ours, others, api_key, stream)
     loads = numbers(concurrency) if rate is None else (1,)
-    return run_serve(entrants, bodies_of([*prompts, *(more_prompts or [])], limit, fields), loads, rate=rate, out=out)
+    sets = {file.stem: bodies_of(file, limit, fields) for file in (*prompts, *(more_prompts or ()))}
+    return run_serve(entrants, sets, loads, rate=rate, out=out)
 
 
 def _speed(

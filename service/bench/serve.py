@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from operator import itemgetter
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 
@@ -73,33 +74,43 @@ def configurations(text: str, others: Mapping[str, str]) -> dict[str, dict[str, 
     return found
 
 
-def bodies_of(files: Sequence[Path], limit: int | None, fields: Mapping[str, int | float]) -> list[Json]:
-    """Return the bodies of requests for all prompts: chat completions where a prompt is a chat. A request's number is
-    added to the seed."""
-    read = [islice(read_lines(file, PromptLine, "prompt file"), limit) for file in files]
-    prompts = [{"messages": line.chat} if line.chat else {"prompt": line.prompt} for some in read for _, line in some]
+def bodies_of(file: Path, limit: int | None, fields: Mapping[str, int | float]) -> list[Json]:
+    """Return the bodies of requests for a file's prompts: chat completions where a prompt is a chat. A request's number
+    is added to the seed."""
+    lines = islice(read_lines(file, PromptLine, "prompt file"), limit)
+    prompts = [{"messages": line.chat} if line.chat else {"prompt": line.prompt} for _, line in lines]
     if not prompts:
-        raise StartupError(f"prompt file {files[0]} holds no prompt")
+        raise StartupError(f"prompt file {file} holds no prompt")
     return [{**fields, "seed": fields["seed"] + number, **prompt} for number, prompt in enumerate(prompts)]
 
 
 def run_serve(
-    entrants: Entrants, bodies: Sequence[Json], loads: Sequence[int], *, rate: float | None, out: Path | None
+    entrants: Entrants,
+    sets: Mapping[str, Sequence[Json]],
+    loads: Sequence[int],
+    *,
+    rate: float | None,
+    out: Path | None,
 ) -> bool:
-    """Measure all servers with each number of clients, or with `rate` requests per second at random times. Returns
-    whether our servers answered with the same tokens."""
+    """Measure all servers on each set of bodies with each number of clients, or with `rate` requests per second at
+    random times. Returns whether our servers answered with the same tokens."""
     refuse_unwritable(out)
     rows: list[Row] = []
-    with counted(len(bodies) * len(loads)) as advance:
-        for clients in loads:
-            rows += measured(entrants, bodies, clients, rate, advance)
+    with counted(len(loads) * sum(map(len, sets.values()))) as advance:
+        for (name, bodies), clients in product(sets.items(), loads):
+            rows += ({"set": name, **row} for row in measured(entrants, bodies, clients, rate, advance))
     config, reference = entrants.config, rows[0]["server"]
     settings: Conditions = {"model": config.model, "load_dtype": config.load_dtype, "threads": config.num_threads}
-    summary = {"mismatched_tokens": sum(row["mismatched_tokens"] or 0 for row in rows)}
+    over, servers = f"over_{reference}", dict.fromkeys(row["server"] for row in rows)
+    ratios = {name: [row[over][0] for row in rows if row["server"] == name and over in row] for name in servers}
+    summary = {
+        "mismatched_tokens": sum(row["mismatched_tokens"] or 0 for row in rows),
+        f"mean_{over}": {name: geometric_mean(some) for name, some in ratios.items() if some},
+    }
     columns: list[Column] = [
         (title.format(reference), partial(_cell, key.format(reference), form)) for title, key, form in _COLUMNS
     ]
-    table = table_of(columns, rows, caption=_CAPTION, section=itemgetter("clients"))
+    table = table_of(columns, rows, caption=_CAPTION, section=itemgetter("set", "clients"))
     return report({**surroundings(), **settings}, out, rows, summary, table)
 
 
@@ -175,6 +186,7 @@ def _cell(key: str, form: str, row: Row) -> str:
 
 
 _COLUMNS = (
+    ("set", "set", "{}"),
     ("server", "server", "{}"),
     ("clients", "clients", "{}"),
     ("tokens/s", "output_throughput", "{:.1f}"),

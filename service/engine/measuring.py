@@ -55,7 +55,7 @@ _CLEARLY = 1.25  # ratio of seconds that clock speeds do not explain
 _LEVEL = 8  # nodes on a level of a measured tree
 _DRAFT_TOKENS = 64  # length of the text that is drafted for
 _CPU_INFO = Path("/proc/cpuinfo")
-_FORMAT = 2
+_FORMAT = 3
 
 
 class MeasuredFor(NamedTuple):

@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from adaptation.config import AdaptationConfig
+from adaptation.config import AdaptationConfig, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,24 @@ def test_what_opens_the_shared_server_is_not_shown() -> None:
     shown = f"{config!r} {config.model_dump_json()}"
     assert "password" not in shown
     assert "a secret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/app", {"app/cpu.max": "50000 100000"}, 1),
+        ("4:cpu:/app", {"cpu/app/cpu.cfs_quota_us": "90000", "cpu/app/cpu.cfs_period_us": "100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/gone", {}, None),
+    ],
+)
+def test_threads_are_no_more_than_the_control_group_may_use(
+    line: str, files: dict[str, str], cores: int | None, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    (tmp_path / "mine").write_text(f"{line}\n")
+    without = usable_cores(tmp_path, tmp_path / "none")
+    assert usable_cores(tmp_path, tmp_path / "mine") == (cores or without)

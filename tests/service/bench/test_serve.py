@@ -112,13 +112,13 @@ def test_servers_go_by_name() -> None:
             configurations(names, others)
 
 
-def test_requests_are_numbered_over_all_files(prompt_file: Path, tmp_path: Path) -> None:
-    bodies = bodies_of([prompt_file, prompt_file], 2, {"seed": 5, "max_tokens": 3})
-    assert [body["seed"] for body in bodies] == [5, 6, 7, 8]
+def test_requests_are_numbered(prompt_file: Path, tmp_path: Path) -> None:
+    bodies = bodies_of(prompt_file, 2, {"seed": 5, "max_tokens": 3})
+    assert [body["seed"] for body in bodies] == [5, 6]
     assert bodies[1]["messages"] == [{"role": "user", "content": "in the hat"}]
     (tmp_path / "none.jsonl").write_text("")
     with pytest.raises(StartupError, match="holds no prompt"):
-        bodies_of([tmp_path / "none.jsonl"], None, {"seed": 0})
+        bodies_of(tmp_path / "none.jsonl", None, {"seed": 0})
 
 
 # The command.
