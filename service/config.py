@@ -146,7 +146,10 @@ class ServiceConfig(BaseModel):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
     threads: int | None = _setting(
-        None, "CPU threads for tensor work. Unset: one per physical core this process may use, within its CPU quota.", ge=1, le=1024
+        None,
+        "CPU threads for tensor work. Unset: one per physical core this process may use, within its CPU quota.",
+        ge=1,
+        le=1024,
     )
     max_model_len: int | None = _setting(
         None, "Maximum length of prompt plus answer, in tokens. Unset: the model's own.", ge=16

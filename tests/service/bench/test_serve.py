@@ -214,7 +214,6 @@ def test_another_text_fails_and_others_are_not_compared(
 @pytest.mark.parametrize(
     ("url", "words"),
     [(None, r"^it answers 400: .*too long"), ("http://127.0.0.1:9", "^it does not answer: ConnectionRefused")],
-    [(None, r"^it answers 400: .*too long"), ("http://127.0.0.1:9", "^it does not answer: ConnectionRefused")],
 )
 def test_a_server_that_does_not_answer_is_named(other: str, url: str | None, words: str) -> None:
     with pytest.raises(StartupError, match=words):
