@@ -2,11 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -179,6 +180,10 @@ def bench(tmp_path: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, qu
     return bench
 
 
+def geometric_mean_of(rows: Sequence[dict[str, Any]]) -> float:
+    return geometric_mean([row["over_plain"][0] for row in rows if "over_plain" in row])
+
+
 def test_our_servers_answer_with_the_same_tokens(bench: Callable[..., Any]) -> None:
     code, report, output = bench("--concurrency", "1,2", "--temperature", 0.8)
     assert code == 0, output
@@ -192,7 +197,8 @@ def test_our_servers_answer_with_the_same_tokens(bench: Callable[..., Any]) -> N
     assert rows[0]["tau"] == 1.0 < rows[1]["tau"]
     assert len(rows[1]["over_plain"]) == len(rows[1]["decode_over_plain"]) == 3
     assert "decode_over_plain" not in rows[3]
-    assert report["summary"] == {"mismatched_tokens": 0}
+    assert report["summary"]["mismatched_tokens"] == 0
+    assert report["summary"]["mean_over_plain"] == {"adaptive": pytest.approx(geometric_mean_of(rows))}
     assert "decode over plain" in output
 
 
