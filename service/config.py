@@ -332,7 +332,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def num_threads(self) -> int:
-        """CPU threads for tensor work; fixed for the whole run, because the split of a sum changes its rounding."""
+        """CPU threads for tensor work; fixed for the whole run: without compiled kernels torch divides sums by them."""
         return usable_cores() if self.threads is None else self.threads
 
     @property
