@@ -3,6 +3,7 @@
 Every experiment returns whether all texts were the same, because a faster engine with another text proves nothing.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from service.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
+_WIDTH = 320  # columns of a table that is written to a file
 
 Contestant = Callable[[Sequence[GenerationRequest]], Run]
 """Answers requests: `partial(generate, engine)`, or another engine on the same weights."""
@@ -74,7 +76,7 @@ def report(
     *shown: RenderableType,
 ) -> bool:
     """Print `shown`, write the report to `out`, and return whether no token differed."""
-    Console().print(*shown, sep="\n")
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(*shown, sep="\n")
     write_report(out, conditions, rows, summary)
     return summary.get("mismatched_tokens", 0) == 0
 
