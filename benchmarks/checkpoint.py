@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from gguf import GGUFWriter, ReaderTensor, dequantize
+from gguf import GGUFReader, GGUFWriter, ReaderTensor, dequantize
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -32,9 +32,8 @@ from kernels.linear import Weight
 from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.drafter_weights import drafter_config, seeded, shipped_folder
-from service.engine.gguf_file import open_gguf
 from service.engine.modules import decoder_layers, weights_of
-from service.engine.weights import gguf_file, resolve, target_config
+from service.engine.weights import gguf_file, load_model, resolve, target_config
 from service.errors import StartupError
 
 DRAFTER = "drafter"
@@ -62,7 +61,7 @@ def run_deepened(
     """Write the configured model K times as deep, and its drafter to fit. Serve both with --model FOLDER --drafter-path
     FOLDER/drafter; a GGUF file becomes FOLDER/NAME-xK.gguf, to be given as --model."""
     config, source = loaded.config, loaded.config.model_source
-    described = target_config(source, revision=config.revision, cache_dir=config.state_dir / "cache")
+    described = target_config(source, revision=config.revision)
     file = gguf_file(source)
     if file is not None:
         embedding = write_deepened_file(file, described, copies, out / f"{file.stem}-x{copies}.gguf")
@@ -89,7 +88,11 @@ def run_dummy(
 
 def read_model(config: ServiceConfig) -> tuple[PreTrainedModel, Any]:
     """Return the configured model, in its own type, and its tokenizer."""
-    source = resolve(config.model_source, cache_dir=config.state_dir / "cache")
+    if gguf_file(config.model_source) is not None:
+        loaded = load_model(config.model_source, revision=None, dtype=torch.bfloat16, device=torch.device("cpu"))
+        loaded.model.set_attn_implementation("sdpa")
+        return loaded.model.requires_grad_(True), loaded.tokenizer
+    source = resolve(config.model_source)
     options = {"revision": config.revision or "main", "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, **options)
     return model, AutoTokenizer.from_pretrained(source, **options)
@@ -134,8 +137,8 @@ def write_deepened_file(file: Path, described: Mapping[str, Any], copies: int, o
     """Write a GGUF file of `copies` times the layers, its blocks as they are; returns the embedding. `described`:
     transformers config of its decoder. Raises StartupError for what such a file cannot hold. # -> [vocab, hidden]"""
     lists = (value for value in _changes(described, 1).values() if isinstance(value, list))
-    reader = open_gguf(file)
-    if reader is None or any(one != value[0] for value in lists for one in value):
+    reader = GGUFReader(file)
+    if any(one != value[0] for value in lists for one in value):
         raise StartupError(f"{file.name}: only files whose layers are all alike can be deepened; give another --model")
     architecture = reader.fields["general.architecture"].contents()
     count = reader.fields[f"{architecture}.block_count"]

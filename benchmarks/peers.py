@@ -47,8 +47,10 @@ class TransformersPeer:
     def __init__(self, assembly: Assembly) -> None:
         self.conditions: Conditions = {}
         config = assembly.config
+        file = gguf_file(config.model_source)
         model = AutoModelForCausalLM.from_pretrained(
-            resolve(config.model_source, cache_dir=config.state_dir / "cache"),
+            resolve(config.model_source) if file is None else file.parent,
+            gguf_file=None if file is None else file.name,
             revision=config.revision or "main",
             dtype=assembly.loaded.model.dtype,
             use_safetensors=True,

@@ -29,7 +29,9 @@ from service.engine.budget import BudgetPolicy
 from service.engine.build import DraftModel, taken_over
 from service.engine.captured import capture_forwards
 from service.engine.costs import Costs
+from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
+from service.engine.families import VERIFIED
 from service.engine.measuring import MeasuredFor, costs_at_start
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
 from service.engine.numerics import Numerics, check
@@ -125,13 +127,15 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     captures = device.type == "cuda" if graphs is None else graphs
     choose_drafter(config, starts=True)  # refuse an impossible one before loading anything
     loaded = load_target(config, device)
+    tokenizer = ChatTokenizer(loaded.tokenizer)
+    tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
     weights = load_weights(config, folder, loaded)
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
+    target.never_choose(tokenizer.unknown_ids(target.vocab_size))
     numerics = _numerics(target, limits, captures=captures)
-    tokenizer = ChatTokenizer(loaded.tokenizer)
     assembly = Assembly(
         config, loaded, target, numerics, tokenizer, limits, None, drafter_name, folder, weights, drafting
     )
@@ -148,7 +152,7 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
-    as_it_is = dtype is None and config.load_dtype == "auto" and build.has_block_kernels(device)
+    in_blocks = dtype is None and config.load_dtype == "auto" and build.has_block_kernels(device)
     if dtype is None:
         named = config.load_dtype not in ("auto", "int8")
         dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
@@ -158,9 +162,9 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             revision=config.revision,
             dtype=dtype,
             device=device,
-            cache_dir=config.state_dir / "cache",
             begin_drafter=begin_drafter(config),
-            as_it_is=as_it_is,
+            in_blocks=in_blocks,
+            unverified=config.unverified,
         )
     return replace(loaded, in_8_bits=in_8_bits)
 
@@ -262,17 +266,19 @@ def _costs(assembly: Assembly) -> Costs:
 
 
 def start_up_line(assembly: Assembly) -> str:
-    """Model, device, dtype, slots, numerics, kernels and drafter in one line."""
-    target = assembly.target
+    """Model, device, dtype, slots, numerics, kernels, drafter and ends in one line."""
+    target, loaded = assembly.target, assembly.loaded
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
         kernels += f" ({NO_KERNELS})"
+    family = assembly.loaded.model.config.get_text_config().model_type
+    unverified = "" if family in VERIFIED else f" (family {family}: unverified)"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
-        f"adaptree {__version__}: model {assembly.config.public_model_name}, device {target.device}, "
+        f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
         f"dtype {assembly.loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
         f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
-        f"drafter {assembly.drafter_name}"
+        f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )
 
 

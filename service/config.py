@@ -137,8 +137,12 @@ class ServiceConfig(BaseModel):
     )
     load_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = _setting(
         "auto",
-        "Type of the weights in memory. auto: on a CPU a GGUF file stays in its blocks of 4 to 8 bits, everything "
-        "else is bfloat16. int8: on a CPU, linear layers in 8 bits with a scale per 32 columns, as GGUF's Q8_0.",
+        "Type of the weights in memory. auto: on a CPU a GGUF file stays in its blocks of 4 to 8 bits, with "
+        "float32 between them; everything else is bfloat16. int8: on a CPU, linear layers in 8 bits with a scale per "
+        "32 columns, as GGUF's Q8_0.",
+    )
+    unverified: bool = _setting(
+        False, "Also serve a family of models whose scores no test compares with those of other engines."
     )
     device: str = _setting(
         "auto",
@@ -239,6 +243,11 @@ class ServiceConfig(BaseModel):
         "Maximum answer length in tokens, for requests with a higher limit or none. Unset: as the context allows.",
         ge=1,
     )
+    raw_prompts: Literal["special", "text"] = _setting(
+        "special",
+        "The name of a control token, such as <|im_end|>, in a prompt of /v1/completions. special: it is that token, "
+        "for the prompt is the client's own. text: it is text, for applications that put users' words into prompts.",
+    )
     drain_seconds: float = _setting(
         30, "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", ge=0, allow_inf_nan=False
     )
@@ -266,8 +275,7 @@ class ServiceConfig(BaseModel):
     open_metrics: bool = _setting(True, "Serve /metrics and the live feed without a key.")
     state_dir: Path = _setting(
         _default_state_dir,
-        "Folder for converted weights, measured costs, imported drafters and what was learnt while serving. Deleting "
-        "it loses only these.",
+        "Folder for measured costs, imported drafters and what was learnt while serving. Deleting it loses only these.",
         panel="Operation",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Minimum level of messages to log.")

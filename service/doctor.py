@@ -5,12 +5,14 @@ It makes the checks of a start, with its messages, and loads no weights."""
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from kernels import ops
 from service import __version__
@@ -18,11 +20,15 @@ from service.api.connections import listen
 from service.assembly import NO_KERNELS, check_writable, device_of
 from service.config import GIB, ServiceConfig
 from service.drafter_choice import choose_drafter
-from service.engine.gguf_file import open_gguf
+from service.engine.ends import end_token_ids, gguf_end_ids, names_of_ends
+from service.engine.families import VERIFIED, refuse_unverified
+from service.engine.gguf_reader import open_gguf, part_paths
+from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory
-from service.engine.weights import gguf_file, target_config
+from service.engine.weights import gguf_file, resolve, target_config
 from service.errors import StartupError
+from service.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +94,42 @@ def _device(config: ServiceConfig) -> str:
 
 
 def _model(config: ServiceConfig) -> str:
-    file = gguf_file(config.model_source)
-    if file is None:
-        described = target_config(config.model_source, revision=config.revision, cache_dir=config.state_dir / "cache")
-        return f"{config.model_source}: {described['model_type']}"
-    open_gguf(file)
-    return str(file)
+    family = target_config(config.model_source, revision=config.revision)["model_type"]
+    refuse_unverified(family, allowed=config.unverified)
+    return f"{config.model_source}: {family}{'' if family in VERIFIED else ', unverified'}"
+
+
+def _ends(config: ServiceConfig) -> str:
+    name, tokenizer = config.model_source, _tokenizer(config)
+    described, file = AutoConfig.for_model(**target_config(name, revision=config.revision)), gguf_file(name)
+    generation, gguf_ids = None, frozenset[int]()
+    if file is not None:
+        gguf_ids = gguf_end_ids(open_gguf(file).fields, tokenizer)
+    else:
+        with suppress(OSError):  # there need not be one
+            generation = GenerationConfig.from_pretrained(resolve(name), revision=config.revision or "main")
+    return names_of_ends(end_token_ids(described, generation, tokenizer, gguf_ids), tokenizer)
+
+
+def _template(config: ServiceConfig) -> str:
+    tokenizer = ChatTokenizer(_tokenizer(config))
+    if tokenizer.chat_template is None:
+        return "none: only /v1/completions is of use"
+    return tokenizer.traits(with_tools=True).described
+
+
+def _tokenizer(config: ServiceConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, without its weights. Raises StartupError."""
+    name, file = config.model_source, gguf_file(config.model_source)
+    if file is not None:
+        return tokenizer_of(open_gguf(file).fields)
+    options = {"revision": config.revision or "main", "trust_remote_code": False}
+    described = AutoConfig.for_model(**target_config(name, revision=config.revision))
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(name), config=described, **options)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"model {name!r} has no tokenizer that can be loaded: {error}") from error
+    return found
 
 
 def _drafter(config: ServiceConfig) -> str:
@@ -112,7 +148,7 @@ def _memory(config: ServiceConfig) -> str:
 def _weight_bytes(model: str) -> int:
     """The size of a model's files; 0 for one on the hub, which is not downloaded for this."""
     file = gguf_file(model)
-    files = [file] if file is not None else Path(model).expanduser().glob("*.safetensors")
+    files = part_paths(file) if file is not None else Path(model).expanduser().glob("*.safetensors")
     return sum(one.stat().st_size for one in files)
 
 
@@ -133,6 +169,8 @@ _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {
     "device": _device,
     "state_dir": _state_dir,
     "model": _model,
+    "ends": _ends,
+    "template": _template,
     "drafter": _drafter,
     "memory": _memory,
     "port": _port,

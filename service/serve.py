@@ -274,6 +274,7 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
         allowed_hosts=config.checked_hosts,
         cors_origins=config.cors_origins,
         separate_names=config.prefix_cache == "per_client",
+        control_in_prompts=config.raw_prompts == "special",
         naming_key=naming_key(naming_secret(config)),
     )
 

@@ -1,6 +1,7 @@
 """Text to tokens and back: chat templates, plain encoding, and incremental detokenization. The names of special tokens
 are control tokens only where the template writes them; in a client's text they are plain text."""
 
+import codecs
 import copy
 import hashlib
 import inspect
@@ -8,51 +9,181 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import jinja2
 from pydantic import JsonValue
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from service.chat_template import Traits, Turn, probe
 from service.errors import InvalidRequest, StartupError
 
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTEXT = 4  # tokens whose text shows how the next one is decoded
+_LONGEST_WINDOW = 12  # tokens after which a detokenizer forgets those before the last ones
+_ADDING = (
+    ("ByteLevel",),
+    ("Metaspace",),
+    ("Replace", "ByteFallback", "Fuse"),
+    ("Replace", "ByteFallback", "Fuse", "Strip"),
+)
+"""Decoders that join the texts of whole tokens, but for what they strip from the beginning."""
+_CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>")
 _RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "messages",
     "conversations",
 }
 # The errors of operations that templates apply to a client's values: slicing, arithmetic, look-ups.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+
+
+def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
+    """Ids, by name, of the added tokens that are never text: special ones, and those in the form <|name|>, which some
+    families do not mark as special."""
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or _CONTROL_NAME.fullmatch(token.content)
+    }
+
+
+_NO_TEMPLATE = Traits(calls="text", results="user", arguments="text")
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to text one at a time, without splitting a character."""
+    """Converts tokens to text as they come: all pieces together are what the tokenizer makes of prompt and answer, less
+    what it makes of the prompt.
 
-    def __init__(self, backend: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._unshown: list[int] = []
+    Text that later tokens may change is held back: the last character while it is incomplete, and a run of tokens for
+    single bytes, all of which become U+FFFD if the run is not valid in the end.
+    """
 
-    def push(self, token_id: int) -> str:
-        """The text that a token completes; empty while a character is incomplete."""
-        self._unshown.append(token_id)
-        text = self._stream.step(self._backend, token_id)
-        if text is None:
-            return ""
-        self._unshown.clear()
-        return text
+    def __init__(self, tokenizer: "ChatTokenizer", *, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
+        self._texts = tokenizer.texts
+        self._hidden = tokenizer.skipped_ids if skip_special_tokens else frozenset[int]()
+        self._window = self._end_of(prompt)  # tokens that the next one's text may depend on, and those held back
+        self._shown = self._decode(self._window)  # what their text begins with that was sent, or is the prompt's
+        self._run: list[int] = []  # the answer's last tokens, as long as they are single bytes
+        self._is_open = self._may_change(self._shown)  # whether `_shown` holds, and the next token may change the end
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether neither text nor prompt precede: there, some tokenizers drop the blank before a word."""
+        return not self._window
+
+    @property
+    def held(self) -> str:
+        """The text that is held back, as it is if nothing follows."""
+        return _without(self._shown, self._decode(self._window)) if self._is_open else ""
+
+    def num_held_before(self, token_id: int) -> int:
+        """Number of held characters before the one that the next token begins or continues."""
+        bytes_of = self._tokenizer.token_bytes
+        held, first = self.held, b"" if token_id in self._hidden else bytes_of(token_id)[:1]
+        if held.endswith(_REPLACEMENT) and (not first or b"\x80" <= first < b"\xc0"):
+            with suppress(UnicodeDecodeError):  # in which every byte is a character of its own
+                return len(codecs.utf_8_decode(b"".join(map(bytes_of, self._run)))[0])
+        return len(held)
+
+    def push(self, *token_ids: int) -> str:
+        """Return the text that these tokens complete; empty while a character is incomplete."""
+        return "".join(self._add(token_id) for token_id in token_ids if token_id not in self._hidden)
 
     def flush(self) -> str:
-        """The text of tokens still held back, with U+FFFD for bytes of incomplete characters."""
-        text = self._backend.decode(self._unshown, skip_special_tokens=self._skip_special_tokens)
-        self._unshown.clear()
-        return text
+        """Return the text still held back, with U+FFFD for bytes of incomplete characters; to be called at the end."""
+        return self.held
+
+    def _add(self, token_id: int) -> str:
+        """Append a token, and return the text that it completes."""
+        if not self._window and not self._tokenizer.token_bytes(token_id):
+            return ""  # no token of the vocabulary
+        if self._window and not self._is_open:
+            if text := self._texts[token_id]:
+                self._window.append(token_id)
+                if len(self._window) > _LONGEST_WINDOW:
+                    del self._window[:-_CONTEXT]
+                return text
+            self._shown = self._decode(self._window)
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_ids:
+            self._run.append(token_id)
+            self._is_open = True
+            return ""
+        self._run.clear()
+        text = self._decode(self._window)
+        self._is_open = self._may_change(text)
+        return self._show(text[:-1] if self._is_open else text)
+
+    def _may_change(self, text: str) -> bool:
+        """Whether the end of the window's text is an incomplete character, or a run of bytes."""
+        return text.endswith(_REPLACEMENT) or not self._tokenizer.byte_ids.isdisjoint(self._window[-1:])
+
+    def _show(self, text: str) -> str:
+        """Return what is new in the window's text, and forget tokens that no longer matter."""
+        if self._shown.startswith(text):
+            return ""
+        new, self._shown = _without(self._shown, text), text
+        kept = self._window[-_CONTEXT:]
+        if len(self._window) > _LONGEST_WINDOW and (text := self._decode(kept)):
+            self._window, self._shown = kept, text.removesuffix(_REPLACEMENT)
+        return new
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt: the bytes it ends with, if any, and some before."""
+        end, num_whole = list[int](), 0
+        for token_id in reversed(prompt):
+            if token_id in self._hidden or not self._tokenizer.token_bytes(token_id):
+                continue
+            end.append(token_id)
+            num_whole += token_id not in self._tokenizer.byte_ids
+            if num_whole == _CONTEXT:
+                break
+        return end[::-1]
+
+
+def _without(before: str, text: str) -> str:
+    """What follows in a text after its common beginning with another."""
+    if text.startswith(before):
+        return text[len(before) :]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+    return text[sum(1 for _ in same) :]
+
+
+class _Texts(dict[int, str]):
+    """What each token adds to any text that it follows, found when it is asked for; empty where that depends on the
+    tokens beside it."""
+
+    def __init__(self, tokenizer: "ChatTokenizer", backend: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        alone = Tokenizer(BPE())
+        alone.decoder = backend.decoder
+        decoder = json.loads(alone.to_str())["decoder"] or {}
+        steps = decoder.get("decoders", [decoder])
+        kinds = tuple(step.get("type") for step in steps)
+        self._adds_up = kinds in _ADDING and not any(step.get("stop") for step in steps)
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._tokenizer.token_text(token_id)
+        depends = _REPLACEMENT in text or token_id in self._tokenizer.byte_ids
+        self[token_id] = "" if depends or not self._adds_up else text
+        return self[token_id]
 
 
 class ChatTokenizer:
@@ -73,10 +204,14 @@ class ChatTokenizer:
         self._literal: Tokenizer = copy.deepcopy(self._parsing)
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
-        self.special_ids: Mapping[str, int] = {
-            token.content: token_id for token_id, token in added.items() if token.special
-        }
+        self.special_ids: Mapping[str, int] = control_tokens(added)
+        self._literal.add_special_tokens(list(self.special_ids))  # those that the files do not mark, too
+        self.skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.byte_ids = self._find_bytes()
+        self.texts = _Texts(self, self._parsing)
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
+        template = self.chat_template
+        self._traits = (_NO_TEMPLATE, _NO_TEMPLATE) if template is None else probe(self._tried, template)
 
     @property
     def fingerprint(self) -> str:
@@ -90,23 +225,31 @@ class ChatTokenizer:
             return None
         return str(self._tokenizer.get_chat_template(tools=[{}]))
 
+    def traits(self, *, with_tools: bool) -> Traits:
+        """What the chat template can say, in conversations with tools or without."""
+        return self._traits[with_tools]
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._parsing.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokens of a client's text, in which names of special tokens are plain text. `add_special_tokens`: with those
-        that the tokenizer adds itself."""
-        return list(self._literal.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = False, control: bool = False) -> list[int]:
+        """Tokens of a client's text, in which names of special tokens are plain text unless `control`.
+        `add_special_tokens`: with those that the tokenizer adds itself, but no second one at the beginning."""
+        bos = self._tokenizer.bos_token
+        if control and bos and text.startswith(str(bos)):
+            add_special_tokens = False
+        backend = self._parsing if control else self._literal
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens."""
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence."""
-        return IncrementalDetokenizer(self._parsing, skip_special_tokens=skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """A detokenizer for one sequence that continues a prompt."""
+        return IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
     def backend_json(self) -> str:
         """The tokenizer in the JSON form of its library, with special tokens."""
@@ -116,17 +259,49 @@ class ChatTokenizer:
         """The vocabulary's spelling of a token; None: there is no token with this id."""
         return self._parsing.id_to_token(token_id)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, which may be a part of a character."""
-        text = self.decode([token_id])
-        spelling = self.token_string(token_id)
-        if _REPLACEMENT not in text or spelling is None:
-            return text.encode()
-        if match := _BYTE_FALLBACK.fullmatch(spelling):
-            return bytes.fromhex(match[1])
-        if all(character in _BYTE_OF_CHARACTER for character in spelling):
+    def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
+        """The bytes of a token, which may be a part of a character. `at_start`: at the start of a text, where some
+        tokenizers drop a blank."""
+        alone, spelling = self.decode([token_id]), self.token_string(token_id) or ""
+        if at_start and _REPLACEMENT not in alone:
+            return alone.encode()
+        if token_id in self.byte_ids:
+            return bytes.fromhex(spelling[3:5])
+        if _REPLACEMENT in alone and all(character in _BYTE_OF_CHARACTER for character in spelling):
             return bytes(_BYTE_OF_CHARACTER[character] for character in spelling)
-        return text.encode()
+        return self.decode([token_id, token_id])[len(alone) :].encode()
+
+    def token_text(self, token_id: int, *, at_start: bool = False) -> str:
+        """The text of a token, with U+FFFD for parts of characters."""
+        return self.token_bytes(token_id, at_start=at_start).decode(errors="replace")
+
+    def _find_bytes(self) -> frozenset[int]:
+        """Ids of the tokens <0x00> to <0xFF>, in a vocabulary that has them for bytes and not as text."""
+        found = {name: self._parsing.token_to_id(name) for name in (f"<0x{byte:02X}>" for byte in range(256))}
+        return frozenset(
+            token_id for name, token_id in found.items() if token_id is not None and self.decode([token_id]) != name
+        )
+
+    def unknown_ids(self, vocab_size: int) -> list[int]:
+        """Ids within a model's vocabulary that are no tokens: it must never choose them."""
+        return [token_id for token_id in range(vocab_size) if self.token_string(token_id) is None]
+
+    def refuse_narrow_vocabulary(self, vocab_size: int) -> None:
+        """Raise StartupError if the model has no row for one of the tokens."""
+        if self.vocab_size + len(self.unknown_ids(vocab_size)) == vocab_size:
+            return
+        # transformers adds the special tokens that a class of tokenizers has by default; none of them is ever text.
+        by_default = set(self._tokenizer.special_tokens_map.values())
+        vocab = self._parsing.get_vocab(with_added_tokens=True)
+        beyond = sorted(
+            (index, name) for name, index in vocab.items() if index >= vocab_size and name not in by_default
+        )
+        if beyond:
+            first, name = beyond[0]
+            raise StartupError(
+                f"the tokenizer has {len(beyond)} tokens that the model does not know, the first {name!r} ({first}): "
+                f"its vocabulary has {vocab_size}; remove them from tokenizer.json, or resize the model's embeddings"
+            )
 
     def render_chat(
         self,
@@ -137,7 +312,7 @@ class ChatTokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation in the model's own chat format; `tools` for a template that knows them."""
+        """Tokens of a conversation in the model's own chat format. What its template cannot say is put in its terms."""
         for name in chat_template_kwargs or {}:
             if name in self._reserved_kwargs:
                 raise InvalidRequest(
@@ -146,24 +321,38 @@ class ChatTokenizer:
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
         guard = _SpecialTokenGuard(tuple(self.special_ids))
-        # A template's own variables may have any type.
-        variables: dict[str, Any] = {name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()}
-        variables["tools"] = [guard.hide(tool) for tool in tools] or None
-        conversation: list[Any] = [{key: guard.hide(value) for key, value in message.items()} for message in messages]
+        turns, listed = self.traits(with_tools=bool(tools)).in_its_terms(messages, tools)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
+            rendered = self._rendered(
+                [{key: guard.hide(value) for key, value in turn.items()} for turn in turns],
+                [guard.hide(tool) for tool in listed],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **variables,
+                **{name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()},
             )
         except _TEMPLATE_ERRORS as error:
             message = f"The chat template refused these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         if not guard.hid_something:
-            return list(self._parsing.encode(str(rendered), add_special_tokens=False).ids)
-        return self._encode_guarded(str(rendered), guard)
+            return list(self._parsing.encode(rendered, add_special_tokens=False).ids)
+        return self._encode_guarded(rendered, guard)
+
+    def _rendered(self, turns: Sequence[Turn], tools: Sequence[JsonValue], **variables: Any) -> str:
+        """The text of a conversation. Contents that are None reach the template, unlike by `apply_chat_template`."""
+        conversation: list[Any] = list(turns)
+        listed: list[Any] | None = list(tools) or None
+        variables = {**self._tokenizer.special_tokens_map, **variables}
+        template = self._tokenizer.get_chat_template(tools=listed)
+        rendered: Any = render_jinja_template([conversation], listed, chat_template=template, **variables)
+        # Half of a pair, which arguments may hold, is no character that can be encoded.
+        return str(rendered[0][0]).encode(errors="backslashreplace").decode()
+
+    def _tried(self, turns: Sequence[Turn], tools: Sequence[JsonValue]) -> str:
+        """The text of a conversation; empty where the template refuses it."""
+        try:
+            return self._rendered(turns, tools, add_generation_prompt=turns[-1]["role"] != "assistant")
+        except _TEMPLATE_ERRORS:
+            return ""
 
     def _encode_guarded(self, rendered: str, guard: "_SpecialTokenGuard") -> list[int]:
         """Parse the template's special tokens, and encode the text between them as plain text."""

@@ -1,64 +1,18 @@
-"""Function calls: the form in which families of models write them, the grammar of answers with calls, and the parser of
-answers while they are generated.
-
-    opening {"name": "NAME", "KEY": ARGUMENTS} (between {...})* closing
-"""
+"""Function calls: the grammar of answers with calls, and the parser of answers while they are generated."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
 
+from service.chat_template import CALL_BEGINS, Call, ToolForm
 from service.grammars import json_rule
 from service.schema_keywords import DEFINITIONS
 from service.thinking import Thinking, ThoughtReader, overlap
 
-_NAME = '{"name": "'  # as the grammar of JSON writes it
 _TEXT = "TEXT: /(.|\\n)*/"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolForm:
-    """The form in which a family of models writes calls."""
-
-    marker: str  # by which a chat template is recognised
-    trigger: str  # begins the calls, anywhere in an answer; empty: they are at its beginning or absent
-    lead: str  # between trigger and first call
-    between: str
-    closing: str
-    key: str = "arguments"
-
-    @property
-    def opening(self) -> str:
-        """The text before the first call."""
-        return self.trigger + self.lead
-
-    def written(self, calls: Iterable["Call"]) -> str:
-        """Earlier calls in this form."""
-        objects = (f'{_NAME}{call.name}", "{self.key}": {call.arguments}}}' for call in calls)
-        return self.opening + self.between.join(objects) + self.closing
-
-
-HERMES = ToolForm("<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-"""The form of Hermes and Qwen, also used for models that were not trained to call."""
-MISTRAL = ToolForm("[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]")
-LLAMA_3 = ToolForm('"parameters"', "", "", "; ", "", key="parameters")
-
-
-def form_of(template: str | None) -> ToolForm | None:
-    """The form of a chat template; None: it does not support tools."""
-    if template is None or "tools" not in template:
-        return None
-    return next((form for form in (HERMES, MISTRAL, LLAMA_3) if form.marker in template), HERMES)
-
-
-class Call(NamedTuple):
-    """One function call."""
-
-    name: str
-    arguments: str  # JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +23,7 @@ class Calling:
     schemas: Mapping[str, Mapping[str, JsonValue]]  # of arguments, by function
     must: bool = False
     parallel: bool = True
+    short_ids: bool = False  # whether the ids of calls must have nine letters and digits
     relaxed: tuple[str, ...] = ()  # paths of the request that the grammar does not enforce
 
     def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> str:
@@ -149,7 +104,7 @@ class CallReader:
         self._held, self._pending = "", []
 
     def _read_text(self) -> Iterator[Piece]:
-        start = self._form.opening + _NAME
+        start = self._form.opening + CALL_BEGINS
         text, found, rest = self._held.partition(start)
         if not self._form.trigger and (self._was_text or (text and not start.startswith(text))):
             text, found, rest = self._held, "", ""  # calls are at the beginning or absent
@@ -189,7 +144,7 @@ class CallReader:
 
     def _read_after(self) -> Iterator[Piece]:
         """Read the end of the call's object, and the beginning of the next call."""
-        start = "}" + self._form.between + _NAME
+        start = "}" + self._form.between + CALL_BEGINS
         if self._held.startswith(start):
             self._enter("name", self._held[len(start) :])
         yield from ()
@@ -254,52 +209,3 @@ class AnswerReader:
             "".join(p.text for p in pieces if p.kind == "arguments" and p.call == n) for n in range(len(names))
         ]
         return ParsedAnswer(thought, content, [Call(*both) for both in zip(names, arguments, strict=True)])
-
-
-_TOOLS_PROMPT = """# Tools
-
-You may call one or more functions to assist with the user query. Here are their signatures:
-<tools>
-{tools}
-</tools>
-
-For each call answer with a JSON object with the function's name and arguments within <tool_call> tags:
-<tool_call>
-{{"name": "function-name", "arguments": {{"argument": "value"}}}}
-</tool_call>"""
-
-
-def with_tools_in_text(
-    messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
-) -> list[dict[str, JsonValue]]:
-    """Messages for a template that does not support tools: the tools are described in the system message, calls are in
-    the assistant's text, and results are in a message of the user."""
-    plain: list[dict[str, JsonValue]] = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            written = HERMES.written(_past_calls(calls))
-            text = str(message["content"] or "")
-            break_before = "\n" if text and not text.endswith("\n") else ""
-            plain.append({"role": "assistant", "content": text + break_before + written})
-        elif message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if plain and plain[-1].get("is_result"):
-                plain[-1]["content"] = f"{plain[-1]['content']}\n{result}"
-            else:
-                plain.append({"role": "user", "content": result, "is_result": True})
-        else:
-            plain.append(dict(message))
-    if tools:
-        words = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool) for tool in tools))
-        system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
-        plain.insert(0, {"role": "system", "content": f"{system}\n\n{words}".lstrip("\n")})
-    return [{name: value for name, value in message.items() if name != "is_result"} for message in plain]
-
-
-def _past_calls(calls: Sequence[JsonValue]) -> Iterator[Call]:
-    for call in calls:
-        assert isinstance(call, dict)
-        function = call["function"]
-        assert isinstance(function, dict)
-        yield Call(str(function["name"]), json.dumps(function["arguments"]))

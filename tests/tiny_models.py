@@ -179,13 +179,13 @@ def served_by(model: Path, **more: object) -> dict[str, object]:
     }
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def load(folder: Path, dtype: torch.dtype = torch.float32, *, unverified: bool = False) -> LoadedModel:
     cpu = torch.device("cpu")
-    return load_model(str(folder), revision=None, dtype=dtype, device=cpu, cache_dir=folder / "cache")
+    return load_model(str(folder), revision=None, dtype=dtype, device=cpu, unverified=unverified)
 
 
-def stock(folder: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+def stock(folder: Path, dtype: torch.dtype = torch.float32, gguf_file: str | None = None) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, gguf_file=gguf_file)
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from fastapi import APIRouter
@@ -121,7 +122,7 @@ class ChatReply(Reply):
     def _begun_call(self, number: int, call: int, name: str) -> Json:
         """A call whose arguments follow."""
         function: Json = {"name": name, "arguments": ""}
-        return {"id": self._job.id_of("call", number, call), "type": "function", "function": function}
+        return {"id": self._job.call_id(number, call), "type": "function", "function": function}
 
     def _opening(self, number: int) -> Json:
         chunk = self._chunk(_delta(number, {"role": "assistant", "content": ""}))
@@ -177,7 +178,7 @@ class TextReply(Reply):
         super().__init__(job, card, tokenizer)
         self._echoes = isinstance(job.body, CompletionRequest) and job.body.echo is True
         self._text_length: Counter[int] = Counter()  # of tokens that were sent with log-probabilities, by choice
-        self._offsets = defaultdict[int, IncrementalDetokenizer](self._detokenizer)  # which measure that, by choice
+        self._offsets: dict[int, IncrementalDetokenizer] = {}  # which measure that, by choice
 
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
         output = self._shown(output)
@@ -212,30 +213,33 @@ class TextReply(Reply):
 
     def _prompt_records(self, number: int, scores: Sequence[TokenLogprob]) -> list[_LogprobRecord]:
         """The records of the prompt's tokens; the first one has no log-probability."""
-        detokenizer = self._detokenizer()
-        records, offset = list[_LogprobRecord](), 0
-        for token_id, score in zip(self._job.prompt_of(number), (None, *scores), strict=True):
-            top, logprob = (None, None) if score is None else (self._top_by_text(score), _finite(score.logprob))
-            records.append(_LogprobRecord(self._text(token_id), logprob, top, offset))
+        first, *others = self._job.prompt_of(number)
+        detokenizer = self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens)
+        records = [_LogprobRecord(self._tokenizer.token_text(first, at_start=True), None, None, 0)]
+        offset = len(detokenizer.push(first))
+        for token_id, score in zip(others, scores, strict=True):
+            records.append(self._scored(score, detokenizer, offset))
             offset += len(detokenizer.push(token_id))
         return records
 
     def _record(self, number: int, token: TokenLogprob) -> _LogprobRecord:
         """The record of the next token; its offset is that of the first character it belongs to."""
-        offset = self._text_length[number]
+        if number not in self._offsets:
+            self._offsets[number] = self._detokenizer(number)
+        record = self._scored(token, self._offsets[number], self._text_length[number])
         self._text_length[number] += len(self._offsets[number].push(token.token_id))
-        return _LogprobRecord(self._text(token.token_id), _finite(token.logprob), self._top_by_text(token), offset)
+        return record
 
-    def _top_by_text(self, token: TokenLogprob) -> JsonValue:
-        by_text: dict[str, JsonValue] = {}
+    def _scored(self, token: TokenLogprob, before: IncrementalDetokenizer, length: int) -> _LogprobRecord:
+        """The record of a token that comes after `length` characters, and those that are held back."""
+        text_of = partial(self._tokenizer.token_text, at_start=before.is_at_start)
+        top: dict[str, JsonValue] = {}
         # The sampled token is always included, in addition to the likeliest ones.
         for token_id, logprob in (*token.top[: self._job.sampling.num_logprobs], (token.token_id, token.logprob)):
             # Different parts of characters look alike as text: the likeliest one is kept.
-            by_text.setdefault(self._text(token_id), _finite(logprob))
-        return by_text
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+            top.setdefault(text_of(token_id), _finite(logprob))
+        offset = length + before.num_held_before(token.token_id)
+        return _LogprobRecord(text_of(token.token_id), _finite(token.logprob), top, offset)
 
 
 def _finite(logprob: float) -> float:

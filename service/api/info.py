@@ -49,7 +49,7 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         body = await read_body(request, TokenizeRequest, server)
         check_model(body.model, server)
         tokenizer = server.runtime.tokenizer
-        ids = await server.runtime.off_loop(lambda: _tokenize(body, tokenizer))
+        ids = await server.runtime.off_loop(lambda: _tokenize(body, tokenizer, server.settings.control_in_prompts))
         strings: JsonValue = [tokenizer.token_string(token_id) for token_id in ids] if body.return_token_strs else None
         length = server.runtime.card.max_model_len
         return json_response({"count": len(ids), "max_model_len": length, "tokens": [*ids], "token_strs": strings})
@@ -101,11 +101,12 @@ def _model(name: str, server: Server) -> dict[str, JsonValue]:
     }
 
 
-def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer) -> list[int]:
+def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer, control: bool) -> list[int]:
     if body.messages is not None and body.prompt is None:
         return render(body.messages, body, tokenizer, body.tools or ())
     if body.prompt is not None and body.messages is None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        return tokenizer.encode(body.prompt, add_special_tokens=special, control=control)
     raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
 
 

@@ -2,7 +2,6 @@
 share."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -49,7 +48,8 @@ class Totals:
         number = self._job.choice_of(output)
         if self._job.thinking is not None:
             if number not in self._thoughts:
-                detokenizer = self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens)
+                skips, prompt = self._job.sampling.skip_special_tokens, self._job.prompt_of(number)
+                detokenizer = self._tokenizer.detokenizer(skips, prompt)
                 self._thoughts[number] = ThoughtTokens(self._job.thinking, detokenizer.push)
             self._thoughts[number].read(output.token_ids)
         return number
@@ -129,7 +129,7 @@ class Reply(ABC):
         self._totals = Totals(job, card, tokenizer)
         self._options = job.body.stream_options or StreamOptions()
         self._begun: set[int] = set()  # choices of which something was sent
-        self._traced = defaultdict[int, IncrementalDetokenizer](self._detokenizer)  # by choice
+        self._traced: dict[int, IncrementalDetokenizer] = {}  # by choice
 
     @abstractmethod
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
@@ -161,8 +161,8 @@ class Reply(ABC):
         """The chunk as it is: completions do not number their events."""
         return chunk
 
-    def _detokenizer(self) -> IncrementalDetokenizer:
-        return self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens)
+    def _detokenizer(self, number: int) -> IncrementalDetokenizer:
+        return self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens, self._job.prompt_of(number))
 
     def _shown(self, output: SequenceOutput) -> SequenceOutput:
         """The output without the token that reading the prompt produced, if the answer is to have 0 tokens."""
@@ -191,7 +191,7 @@ class Reply(ABC):
             "drafted": len(tree.tokens),
             "texts": list[JsonValue](self._texts(number, output)),
             "tree": {
-                "texts": [self._tokenizer.decode([token]) for token in tree.tokens],
+                "texts": [self._tokenizer.token_text(token) for token in tree.tokens],
                 "parents": list[JsonValue](tree.parents),
                 "survival": [round(survival, _DIGITS) for survival in tree.survival],
                 "path": list[JsonValue](tree.path),
@@ -201,6 +201,8 @@ class Reply(ABC):
 
     def _texts(self, number: int, output: SequenceOutput) -> list[str]:
         """The text of each token. A character that several tokens share belongs to the last of them."""
+        if number not in self._traced:
+            self._traced[number] = self._detokenizer(number)
         texts = [self._traced[number].push(token) for token in output.token_ids]
         if output.finish_reason is not None and texts:
             texts[-1] += self._traced[number].flush()

@@ -1,19 +1,19 @@
 """From a request body to engine requests: defaults, and the checks that need the model or several fields."""
 
 import hashlib
-import json
 import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from pydantic import JsonValue
 from starlette.requests import Request
 
+from service.api.raw_prompts import encode_prompts, gap_ends
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -28,13 +28,14 @@ from service.api.settings import Server
 from service.api.sse import Release, release_of
 from service.api.structured import calling_of, grammar_of
 from service.api.tenants import AdmittedRequest
+from service.chat_template import Traits, past_arguments, short_id
 from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.runtime import ModelCard, OutputStream
 from service.sampling_params import SamplingParams, sampling_params
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import AnswerReader, Calling, CallReader, form_of, with_tools_in_text
+from service.tools import AnswerReader, Calling, CallReader
 
 _SEED_RANGE = 2**63  # of seeds drawn at random
 RELAXED_HEADER = "x-adaptree-relaxed"
@@ -131,6 +132,11 @@ class Job:
         named = " ".join(map(str, (self.id, *part)))
         return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}"
 
+    def call_id(self, choice: int, call: int) -> str:
+        """The id of a call, in the form that the chat template takes."""
+        made = self.id_of("call", choice, call)
+        return short_id(made) if self.calling is not None and self.calling.short_ids else made
+
     def reader(self) -> AnswerReader:
         """A reader of one choice."""
         if self.calling is None:
@@ -157,7 +163,8 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Answe
             thinking = Thinking.after(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
-        prompts = await runtime.off_loop(partial(_encode_prompts, body, runtime.tokenizer))
+        control = server.settings.control_in_prompts
+        prompts = await runtime.off_loop(partial(encode_prompts, body, runtime.tokenizer, control=control))
     run, origin = secrets.token_hex(8), origin or AnswerIdentity.drawn(body.seed)
     job_id = f"{kind}-{origin.uid}"
     release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
@@ -194,7 +201,8 @@ def _of_prompt(
     if body.seed is None:  # a given seed is the same for each prompt; a drawn one differs, within what can be sent back
         seed = (seed + index * shared.n) % _SEED_RANGE
     min_tokens = min(body.min_tokens or 0, max_tokens)
-    sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens)
+    stops = shared.sampling.stop_token_ids | gap_ends(body, server.runtime.tokenizer)
+    sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stops)
     return replace(shared, request_id=f"{shared.request_id}-{index}", prompt=tuple(prompt), sampling=sampling)
 
 
@@ -243,20 +251,17 @@ def render(
     if body.continue_final_message and body.add_generation_prompt:
         reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
         raise InvalidRequest(reason, param="continue_final_message")
-    plain = [_for_template(message, f"messages.{index}") for index, message in enumerate(messages)]
-    signatures: list[JsonValue] = [tool.model_dump(exclude_none=True, mode="json") for tool in tools]
-    if form_of(tokenizer.chat_template) is None:
-        plain, signatures = with_tools_in_text(plain, signatures), []
+    traits = tokenizer.traits(with_tools=bool(tools))
     return tokenizer.render_chat(
-        plain,
-        tools=signatures,
+        [_for_template(message, f"messages.{index}", traits) for index, message in enumerate(messages)],
+        tools=[tool.model_dump(exclude_none=True, mode="json") for tool in tools],
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
         chat_template_kwargs=body.chat_template_kwargs,
     )
 
 
-def _for_template(message: ChatMessage, param: str) -> dict[str, JsonValue]:
+def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str, JsonValue]:
     """A message in the form of chat templates. Raises InvalidRequest."""
     content = message.content if message.content is not None else message.refusal
     thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
@@ -275,17 +280,17 @@ def _for_template(message: ChatMessage, param: str) -> dict[str, JsonValue]:
     optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
     plain |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
-        plain["tool_calls"] = [_past_call(call, f"{param}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
+        plain["tool_calls"] = [
+            _past_call(call, f"{param}.tool_calls.{n}.function.arguments", traits)
+            for n, call in enumerate(message.tool_calls)
+        ]
     return plain
 
 
-def _past_call(call: ToolCall, param: str) -> JsonValue:
-    """A call of an earlier turn, with its arguments parsed, as templates expect."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError as error:
-        param = f"{param}.function.arguments"
-        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
+    """A call of an earlier turn, with its arguments in the form that the template takes. Raises InvalidRequest."""
+    text, parsed = past_arguments(call.function.arguments, param)
+    arguments = parsed if traits.arguments == "object" else text
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -336,14 +341,6 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
             raise InvalidRequest("Invalid value for 'tools': the list is too short.", param=path)
         other = " with this value" if harmless[name] else ""
         raise InvalidRequest(f"This server does not support '{path}'{other}.", param=path)
-
-
-def _encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
-    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
-    if not prompts or isinstance(prompts[0], int):
-        return [prompts]
-    special = body.add_special_tokens is not False
-    return [tokenizer.encode(one, add_special_tokens=special) if isinstance(one, str) else one for one in prompts]
 
 
 async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:

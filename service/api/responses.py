@@ -36,6 +36,7 @@ from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response
 from service.api.structured import Constraint, compiled
+from service.chat_template import past_arguments
 from service.errors import InvalidRequest, NotFound
 from service.sampling_params import SamplingFields
 
@@ -237,12 +238,10 @@ def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]
 
 def _past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
     """A call in the form of chat completions; `index`: of the item in the request. Raises InvalidRequest."""
-    arguments = json.dumps({INPUT: item.input}) if isinstance(item, PastCustomCall) else item.arguments
-    try:
-        json.loads(arguments or "{}")
-    except ValueError as error:
-        param = f"input.{index}.arguments"
-        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+    if isinstance(item, PastCustomCall):
+        arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+    else:
+        arguments, _ = past_arguments(item.arguments, f"input.{index}.arguments")
     function = {"name": function_name(item), "arguments": arguments}
     return {"id": item.call_id, "type": "function", "function": function}
 

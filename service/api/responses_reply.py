@@ -128,7 +128,7 @@ class ResponseReply:
         """The events of one piece of the answer, which may end an item and begin another."""
         if piece.kind == "name":
             yield from self._close("completed")
-            tool, call_id = self._tools.find(piece.text), self._job.id_of("call", 0, piece.call)
+            tool, call_id = self._tools.find(piece.text), self._job.call_id(0, piece.call)
             within: Json = {} if tool.namespace is None else {"namespace": tool.namespace}
             yield from self._begin(_CUSTOM if tool.is_custom else _CALL, call_id=call_id, name=tool.name, **within)
             return

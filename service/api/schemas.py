@@ -236,6 +236,7 @@ class CompletionRequest(CompletionFields):
         | TokenIds
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None

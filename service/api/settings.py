@@ -35,6 +35,7 @@ class ApiSettings:
     allowed_hosts: frozenset[str] | None = None  # in addition to those of this machine; None: any
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts are admitted
     separate_names: bool = False  # `prefix_cache: per_client`
+    control_in_prompts: bool = True  # `raw_prompts: special`
     naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
 
 

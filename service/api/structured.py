@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, CompletionFields, ResponseFormat, StructuredOutputs, ToolChoice
+from service.chat_template import HERMES
 from service.errors import InvalidRequest
 from service.grammars import Grammar, GrammarError, GrammarKind, as_lark
 from service.runtime import Runtime
 from service.schema_keywords import with_definitions
 from service.thinking import Thinking
-from service.tools import HERMES, Calling, form_of
+from service.tools import Calling
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
 _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -82,17 +83,23 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
             schema, dropped = await runtime.off_loop(partial(runtime.grammars.relaxed, schema))
             relaxed += [".".join((param, *path)) for path in dropped]
         schemas[name] = schema
-    form = form_of(runtime.tokenizer.chat_template) or HERMES
+    traits = runtime.tokenizer.traits(with_tools=True)
+    parallel = traits.calls != "one" if body.parallel_tool_calls is None else body.parallel_tool_calls
     if isinstance(choice, ToolChoice):
         if choice.function.name not in schemas:
             raise InvalidRequest(
                 f"Invalid value for 'tool_choice': 'tools' has no function {choice.function.name!r}.",
                 param="tool_choice",
             )
-        chosen = {choice.function.name: schemas[choice.function.name]}
-        return Calling(form, chosen, must=True, parallel=False, relaxed=tuple(relaxed))
-    parallel = body.parallel_tool_calls is not False
-    return Calling(form, schemas, must=choice == "required", parallel=parallel, relaxed=tuple(relaxed))
+        schemas, parallel = {choice.function.name: schemas[choice.function.name]}, False
+    return Calling(
+        traits.form or HERMES,
+        schemas,
+        must=choice not in (None, "auto"),
+        parallel=parallel,
+        short_ids=traits.short_ids,
+        relaxed=tuple(relaxed),
+    )
 
 
 async def _with_calls(constraints: list[Constraint], calling: Calling, runtime: Runtime) -> Constraint:

@@ -6,6 +6,7 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from drafters.tree import DraftTree
 from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
 from kernels.families import FUSED_FAMILIES
 from kernels.layers import RunLayers
-from kernels.linear import Weight, look_up
+from kernels.linear import QuantisedWeight, Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
 from kernels.tree_attention import Attention
@@ -119,7 +120,8 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     compute what plain torch does."""
     trial = _Trial.of(model, pool, REFERENCE)
     forms, calls, expected = _recorded(model, trial)
-    difference = _difference(model, trial, forms, calls, expected)
+    agree = partial(_agree, epsilon=_epsilon(model))
+    difference = _difference(model, trial, forms, calls, expected, agree)
     if difference is not None:
         count = replace_linears(model, ops)
         logger.info("%s: the model's own modules run, %d linear layers of them planned", difference, count)
@@ -131,7 +133,7 @@ def layers_of(model: PreTrainedModel, pool: KVPool, ops: Ops, tap_layers: Sequen
     decoder = FusedDecoder(model, layers, trial.positions.device, tap_layers)
     model.set_output_embeddings(nn.Identity())
     found, _ = decoder(*_Trial.of(model, pool, ops))
-    if not _agree(found, expected, expected):
+    if not agree(found, expected, expected):
         raise StartupError("this device's kernels do not compute what plain torch does: run `make install` again")
     return decoder
 
@@ -189,7 +191,12 @@ def _recorded(model: PreTrainedModel, trial: _Trial) -> tuple[list[AttentionForm
 
 
 def _difference(
-    model: PreTrainedModel, trial: _Trial, forms: Sequence[AttentionForm], calls: Sequence[_Call], logits: Tensor
+    model: PreTrainedModel,
+    trial: _Trial,
+    forms: Sequence[AttentionForm],
+    calls: Sequence[_Call],
+    logits: Tensor,
+    agree: Callable[[Tensor, Tensor, Tensor], bool],
 ) -> str | None:
     """The first difference between ops and modules, None where they agree. Computed with plain torch, so that weights
     are joined for one layer at a time."""
@@ -201,11 +208,11 @@ def _difference(
         for index, (module, form, call) in enumerate(zip(layers, forms, calls, strict=True)):
             hidden = call.hidden.clone()
             delta = _layer_of(module, form, model, REFERENCE)(hidden, None, places, trial.pool.layer(index))
-            if not _agree(hidden + delta, call.output, call.output - call.hidden):
+            if not agree(hidden + delta, call.output, call.output - call.hidden):
                 return f"layer {index} is no standard one"
         if not torch.equal(decoder.embedded(trial.tokens), calls[0].hidden):
             return "tokens are not embedded by a table alone"
-        if not _agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
+        if not agree(decoder.logits(calls[-1].output.clone(), None, trial.logit_rows), logits, logits):
             return "after the last layer comes more than a norm and a head"
     except (AttributeError, TypeError, ValueError) as error:  # the model has other parts, or they take other arguments
         return str(error)
@@ -228,8 +235,14 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
     )
 
 
-def _agree(found: Tensor, expected: Tensor, added: Tensor) -> bool:
+def _epsilon(model: PreTrainedModel) -> float:
+    """The relative rounding of the model's products: that of its type, or of the 8 bits that quantised products round
+    their input to, which is bfloat16's."""
+    quantised = any(isinstance(weight, QuantisedWeight) for weight in weights_of(model).values())
+    return torch.finfo(torch.bfloat16 if quantised else model.dtype).eps
+
+
+def _agree(found: Tensor, expected: Tensor, added: Tensor, *, epsilon: float) -> bool:
     """Whether half of the digits of `added` agree, apart from what rounding the sum may change. # all [rows, hidden]"""
-    epsilon = torch.finfo(expected.dtype).eps
     allowed = epsilon**0.5 * added.float().norm() + 2 * epsilon * expected.float().norm()
     return bool((found.float() - expected.float()).norm() <= allowed)

@@ -348,7 +348,7 @@ class Engine:
             index=index,
             tokens=list(request.prompt),
             sampling=sampling,
-            text=TextStream(self._vocabulary.tokenizer.detokenizer(params.skip_special_tokens), params),
+            text=TextStream(self._vocabulary.tokenizer.detokenizer(params.skip_special_tokens, request.prompt), params),
             num_prompt=len(request.prompt),
             gain=SequenceGain(traffic_class(params.temperature, has_grammar=request.grammar is not None)),
         )

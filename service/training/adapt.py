@@ -130,8 +130,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
 
 def _shape(config: ServiceConfig, drafter: Path) -> SpecBlockConfig:
     """The drafter's config, checked by what is seen without loading the target."""
-    cache = config.state_dir / "cache"
-    described = target_config(config.model_source, revision=config.revision, cache_dir=cache)
+    described = target_config(config.model_source, revision=config.revision)
     try:
         shape = published.config_of(drafter, TargetParts("", torch.empty(0), None, None, described, completed))
     except DrafterError as error:

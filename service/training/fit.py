@@ -153,11 +153,7 @@ def fit_drafter(
     """Run stage 3: train to the end and write the drafter. Raises StartupError."""
     device = local_device(device_of(config.device))
     plan = FitPlan(features, out, length, options, autocasts(out, device))
-    if ranks.rank:
-        ranks.wait()  # the first process may have to unpack the target's file before the others find it
     loaded = load_target(config, device, target_dtype(device))
-    if not ranks.rank:
-        ranks.wait()
     try:
         fit(loaded, plan, ranks)
     except TrainingError as error:

@@ -25,6 +25,7 @@ LEAVES = (
     "service.tokenizer",
     "service.thinking",
     "service.tools",
+    "service.chat_template",
 )
 RECORDS = (
     "service.engine.requests",

@@ -31,7 +31,8 @@ from service.bench.experiment import Measure, mismatches, plain_engine, requests
 from service.bench.gpu import assembled as gpu_assembled
 from service.bench.gpu_sections import FULL
 from service.config import ServiceConfig
-from service.engine.gguf_file import load_as_it_is, open_gguf
+from service.engine.gguf_file import load_gguf
+from service.engine.gguf_reader import open_gguf
 from service.engine.weights import refuse_unsupported
 from service.errors import StartupError
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, varied_prompts
@@ -148,9 +149,7 @@ def test_a_gguf_file_keeps_its_blocks(mix: Mix, tmp_path: Path) -> None:
     assert len(after) == 3 * len(before) - 2 * 2  # embedding and last norm are there once
     logits = []
     for path, layers in ((file, 2), (out, 6)):
-        reader = open_gguf(path)
-        assert reader is not None
-        model = load_as_it_is(reader, config_of(layers), torch.float32, "eager")
+        model = load_gguf(open_gguf(path), config_of(layers), torch.float32, "eager", in_blocks=True)
         logits.append(model(torch.arange(40)[None]).logits)
     assert torch.equal(*logits)
     assert embedding.shape == (SHAPE.vocab, SHAPE.hidden)

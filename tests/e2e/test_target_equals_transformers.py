@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from service.config import ServiceConfig
 from service.engine.requests import SamplingParams
-from service.engine.weights import EMBEDDED_NAME, LoadedModel, load_model, resolve
+from service.engine.weights import EMBEDDED_NAME, LoadedModel, gguf_file, load_model
 from tests.service.engine.harness import LIMITS, alone, generate, request, tiny_engine
 from tests.tiny_models import FAMILIES, random_prompts, stock, stock_tiny
 
@@ -81,15 +80,14 @@ REAL_PROMPTS = (
 
 @pytest.fixture(scope="module")
 def real() -> LoadedModel:
-    cache_dir = ServiceConfig().state_dir / "cache"
-    return load_model(
-        EMBEDDED_NAME, revision=None, dtype=torch.float32, device=torch.device("cpu"), cache_dir=cache_dir
-    )
+    return load_model(EMBEDDED_NAME, revision=None, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def real_answers(real: LoadedModel) -> list[tuple[list[int], list[int]]]:
-    model = stock(resolve(EMBEDDED_NAME, cache_dir=ServiceConfig().state_dir / "cache"))
+    file = gguf_file(EMBEDDED_NAME)
+    assert file is not None
+    model = stock(file.parent, gguf_file=file.name)
     prompts = [chat(real.tokenizer, text) for text in REAL_PROMPTS]
     return [(prompt, stock_generate(model, prompt, REAL_TOKENS)) for prompt in prompts]
 

@@ -100,6 +100,7 @@ def test_the_start_up_line_says_what_matters(assembly: Assembly, folder: Path) -
         "numerics: exact",
         "kernels: ",
         "drafter memory",
+        "ends <|end|>",
     ):
         assert part in line
     assert "\n" not in line

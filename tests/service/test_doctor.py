@@ -100,6 +100,8 @@ def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
     sound = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0"])
     assert sound.exit_code == 0, sound.output
     assert "no problem found" in sound.output
+    found = {one.subject: one.text for one in doctor.findings(ServiceConfig(state_dir=tmp_path, port=0))}
+    assert found["template"].startswith("turns in any order; system text anywhere; tools described in words")
     bad = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0", "--model", "none.gguf"])
     assert bad.exit_code == 1
     assert "1 to solve" in bad.output

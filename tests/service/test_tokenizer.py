@@ -1,3 +1,4 @@
+import re
 from types import SimpleNamespace
 from typing import cast
 
@@ -39,6 +40,36 @@ def test_special_tokens_in_text_are_text(text: str) -> None:
 
 def test_bos_is_added_only_when_asked_for() -> None:
     assert TOKENIZER.encode("hello", add_special_tokens=True) == [BOS, *TOKENIZER.encode("hello")]
+
+
+@given(texts_with_specials)
+def test_special_tokens_are_parsed_where_a_prompt_is_the_client_s_own(text: str) -> None:
+    ids = TOKENIZER.encode(text, control=True)
+    assert TOKENIZER.decode(ids) == text
+    names = {token_id: name for name, token_id in TOKENIZER.special_ids.items()}
+    assert [names[token] for token in ids if token in names] == re.findall("|".join(map(re.escape, SPECIALS)), text)
+
+
+def test_a_prompt_that_has_its_bos_gets_no_second_one() -> None:
+    hello = TOKENIZER.encode("hello")
+    assert TOKENIZER.encode("<|bos|>hello", add_special_tokens=True, control=True) == [BOS, *hello]
+    assert TOKENIZER.encode("hello<|bos|>", add_special_tokens=True, control=True) == [BOS, *hello, BOS]
+    literal = TOKENIZER.encode("<|bos|>hello", add_special_tokens=True)
+    assert literal == [BOS, *TOKENIZER.encode("<|bos|>hello")]
+
+
+def test_control_names_that_a_family_does_not_mark_are_no_text_either() -> None:
+    """Qwen's and DeepSeek's markers are added tokens that are not special; <tool_call> is text for them."""
+    library = tiny_tokenizer()
+    library.add_tokens(["<|fim_prefix|>", "<\uff5cfim▁hole\uff5c>", "<tool_call>"])
+    tokenizer = ChatTokenizer(library)
+    text = "a<|fim_prefix|><\uff5cfim▁hole\uff5c><tool_call>b"
+    markers = [tokenizer.special_ids[name] for name in ("<|fim_prefix|>", "<\uff5cfim▁hole\uff5c>")]
+    assert "<tool_call>" not in tokenizer.special_ids
+    assert not {*markers} & {*tokenizer.encode(text)}
+    assert not {*markers} & {*tokenizer.render_chat(user(text))}
+    assert [token for token in tokenizer.encode(text, control=True) if token in markers] == markers
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_an_ordinary_chat_is_what_the_library_renders() -> None:
@@ -86,7 +117,6 @@ def test_continue_final_message_leaves_it_open() -> None:
     ("template", "messages", "kwargs", "param"),
     [
         (None, user("x"), {}, "messages"),
-        (TEMPLATE, [*user("x"), {"role": "system", "content": "y"}], {}, "messages"),
         (TEMPLATE, user("x"), {"chat_template": "{{ 1 }}"}, "chat_template_kwargs.chat_template"),
         (TEMPLATE, user("x"), {"tokenize": True}, "chat_template_kwargs.tokenize"),
         (TEMPLATE, user("x"), {"bos_token": "y"}, "chat_template_kwargs.bos_token"),

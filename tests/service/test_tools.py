@@ -6,19 +6,8 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from service.tools import (
-    HERMES,
-    LLAMA_3,
-    MISTRAL,
-    AnswerReader,
-    Call,
-    Calling,
-    CallReader,
-    Piece,
-    ToolForm,
-    form_of,
-    with_tools_in_text,
-)
+from service.chat_template import HERMES, LLAMA_3, MISTRAL, Call, ToolForm, Traits, form_of
+from service.tools import AnswerReader, Calling, CallReader, Piece
 from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
@@ -89,8 +78,6 @@ def test_an_answer_without_calls_is_all_text(form: ToolForm, text: str) -> None:
 
 
 def test_the_form_is_what_the_template_teaches() -> None:
-    assert form_of(None) is None
-    assert form_of("{% for message in messages %}") is None
     assert form_of("{% if tools %}<tool_call>") is HERMES
     assert form_of("{% if tools %}[AVAILABLE_TOOLS] [TOOL_CALLS]") is MISTRAL
     assert form_of('{% if tools %}{"name": ..., "parameters": ...}') is LLAMA_3
@@ -146,8 +133,8 @@ def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
 
 
 def test_a_template_without_tools_is_told_in_words() -> None:
-    call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
-    messages = with_tools_in_text(
+    call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages, listed = Traits(calls="text", results="user").in_its_terms(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "When?"},
@@ -158,6 +145,7 @@ def test_a_template_without_tools_is_told_in_words() -> None:
         [{"type": "function", "function": {"name": "now"}}],
     )
     system, user, assistant, results = messages
+    assert not listed
     assert str(system["content"]).startswith("Be brief.\n\n# Tools")
     assert '{"type": "function", "function": {"name": "now"}}' in str(system["content"])
     assert user == {"role": "user", "content": "When?"}
@@ -166,4 +154,3 @@ def test_a_template_without_tools_is_told_in_words() -> None:
         "role": "user",
         "content": "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nUTC\n</tool_response>",
     }
-    assert with_tools_in_text([{"role": "user", "content": "x"}], []) == [{"role": "user", "content": "x"}]

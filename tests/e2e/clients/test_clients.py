@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from service.config import ServiceConfig
-from service.engine.weights import EMBEDDED_NAME, resolve
+from service.engine.weights import EMBEDDED_NAME, gguf_file
 from tests.environments import node_environment, python_environment, run
 from tests.processes import Process, serving_tiny
 from tests.tiny_models import stock, tiny_model
@@ -107,7 +106,11 @@ def test_lm_evaluation_harness_gets_the_choices_of_transformers_in_bf16(
     tmp_path: Path, tell: Callable[..., None]
 ) -> None:
     """Of the embedded model: both round, each in its own way."""
-    model = Path(resolve(EMBEDDED_NAME, cache_dir=ServiceConfig().state_dir / "cache"))
+    file, model = gguf_file(EMBEDDED_NAME), tmp_path / "model"
+    assert file is not None
+    named = {"gguf_file": file.name}
+    AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **named).save_pretrained(model)
+    AutoTokenizer.from_pretrained(file.parent, **named).save_pretrained(model)
     found = asked_by_the_harness(model, "bfloat16", tmp_path)
     expected = [[score for score, _ in scores] for scores in scored_by_transformers(model, torch.bfloat16)]
     same = sum(scores.index(max(scores)) == by.index(max(by)) for scores, by in zip(found, expected, strict=True))

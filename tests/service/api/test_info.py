@@ -41,7 +41,7 @@ async def test_tokenize_and_detokenize() -> None:
     async with client_of(ScriptedEngine(say("x"))) as client:
         body = {"model": "tiny", "prompt": "hello<|im_end|>", "return_token_strs": True}
         answer = (await client.post("/tokenize", json=body)).json()
-        ids = TOKENIZER.encode("hello<|im_end|>", add_special_tokens=True)
+        ids = TOKENIZER.encode("hello<|im_end|>", add_special_tokens=True, control=True)
         strings = [TOKENIZER.token_string(token_id) for token_id in ids]
         assert answer == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strings}
         plain = (await client.post("/tokenize", json={"prompt": "hello", "add_special_tokens": False})).json()

@@ -114,7 +114,7 @@ def echo(request: GenerationRequest) -> Any:
         (["the", "w"], [TOKENIZER.encode(text, add_special_tokens=True) for text in ("the", "w")]),
         ([5, 6], [[5, 6]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
-        ("<|im_end|>", [TOKENIZER.encode("<|im_end|>", add_special_tokens=True)]),
+        ("<|im_end|>", [TOKENIZER.encode("<|im_end|>", add_special_tokens=True, control=True)]),
     ],
 )
 async def test_every_form_of_prompt(prompt: Any, expected: list[list[int]]) -> None:

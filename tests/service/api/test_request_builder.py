@@ -17,7 +17,7 @@ def function(**fields: Any) -> dict[str, Any]:
 NOW = function()
 CALLED = {
     "role": "assistant",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "}"}}],
 }
 
 

@@ -7,10 +7,11 @@ import httpx2
 import pytest
 from pydantic import JsonValue
 
+from service.chat_template import HERMES, Call
 from service.grammars import GrammarKind, as_lark
 from service.thinking import Thinking, ThoughtTokens, thinks
 from service.tokenizer import ChatTokenizer
-from service.tools import HERMES, AnswerReader, Call, CallReader
+from service.tools import AnswerReader, CallReader
 from tests.service.api.client import ASK, client_of, events_of
 from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 from tests.service.scripted import ScriptedEngine, say

@@ -223,7 +223,7 @@ async def test_a_response_that_was_cut_inside_a_call_goes_on() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "go", "arguments": "{"}]}, "input.0.arguments"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "go", "arguments": "}"}]}, "input.0.arguments"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),

@@ -186,7 +186,7 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     )
     save_model(GptOssForCausalLM(config), tmp_path)
     with pytest.raises(StartupError, match="s_aux"):
-        Texts(tiny_target(load(tmp_path))).run([ExtendRows(0, 0, [1, 2], completes=True)])
+        Texts(tiny_target(load(tmp_path, unverified=True))).run([ExtendRows(0, 0, [1, 2], completes=True)])
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,20 @@
-"""Loading targets: what is taken, what is refused and how, and the cache of unpacked GGUF files."""
+"""Loading targets: what is taken, what is refused and how, from folders and files."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from service.engine import weights
 from service.engine.weights import (
     EMBEDDED_NAME,
-    eos_token_ids,
+    gguf_file,
     kv_shape,
     load_model,
     resolve,
-    unpack_gguf,
     weights_fingerprint,
 )
 from service.errors import StartupError
@@ -94,18 +91,15 @@ def test_what_cannot_be_run_exactly_is_refused(values: dict[str, Any], complaint
         load(changed(tiny_model("qwen2", tmp_path), **values))
 
 
-def test_without_an_eos_nothing_would_end(tmp_path: Path) -> None:
+def test_without_an_end_nothing_would_end(tmp_path: Path) -> None:
     folder = changed(tiny_model("llama", tmp_path), eos_token_id=None)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
     with pytest.raises(StartupError, match="eos_token_id"):
         load(folder)
-
-
-def test_eos_ids_of_both_configurations_count(tmp_path: Path) -> None:
-    model = load(tiny_model("llama", tmp_path)).model
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = [7, 9]
-    assert eos_token_ids(model) == {EOS_ID, 7, 9}
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
@@ -139,13 +133,13 @@ def test_attention_that_cannot_be_replaced_is_refused(model_type: str, sizes: di
 
 
 @pytest.mark.parametrize(("name", "complaint"), [("./missing", "no such folder"), ("./missing.gguf", "no such file")])
-def test_a_path_that_is_not_there_is_named(name: str, complaint: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_named(name: str, complaint: str) -> None:
     with pytest.raises(StartupError, match=complaint):
-        resolve(name, cache_dir=tmp_path)
+        gguf_file(name) or resolve(name)
 
 
-def test_a_hub_id_is_left_to_transformers(tmp_path: Path) -> None:
-    assert resolve("someone/some-model", cache_dir=tmp_path) == "someone/some-model"
+def test_a_hub_id_is_left_to_transformers() -> None:
+    assert resolve("someone/some-model") == "someone/some-model"
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
@@ -176,96 +170,9 @@ def test_the_fingerprint_tells_types_apart(tmp_path: Path) -> None:
     assert load(folder).fingerprint != load(folder, torch.float16).fingerprint
 
 
-class Dequantiser:
-    """Stands in for the slow reading of a GGUF file; counts its calls."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.calls = model, 0
-
-    def __call__(self, file: Path) -> PreTrainedModel:
-        self.calls += 1
-        return self.model
-
-
-class Tokenizers:
-    """Stands in for the tokenizer class: a GGUF file of a few bytes has no vocabulary to read."""
-
-    @staticmethod
-    def from_pretrained(folder: Path, gguf_file: str) -> Any:
-        return loaded_tiny("llama").tokenizer
-
-
-@pytest.fixture
-def dequantiser(monkeypatch: pytest.MonkeyPatch) -> Dequantiser:
-    stand_in = Dequantiser(loaded_tiny("llama").model)
-    monkeypatch.setattr(weights, "_dequantised", stand_in)
-    monkeypatch.setattr(weights, "AutoTokenizer", Tokenizers)
-    return stand_in
-
-
-def test_a_file_is_unpacked_once_per_content(dequantiser: Dequantiser, tmp_path: Path) -> None:
-    file, twin = tmp_path / "a.gguf", tmp_path / "sub" / "a.gguf"
-    file.write_bytes(b"weights")
-    twin.parent.mkdir()
-    twin.write_bytes(b"weights")
-    folder = unpack_gguf(file, cache_dir=tmp_path)
-    assert unpack_gguf(twin, cache_dir=tmp_path) == folder
-    assert dequantiser.calls == 1
-    file.write_bytes(b"other weights")
-    assert unpack_gguf(file, cache_dir=tmp_path) != folder
-    assert dequantiser.calls == 2
-    assert (folder / "model.safetensors").is_file()
-
-
-def interrupted(*args: object) -> PreTrainedModel:
-    raise KeyboardInterrupt
-
-
-def full_disk(*args: object) -> PreTrainedModel:
-    raise OSError("no space left")
-
-
-@pytest.mark.parametrize(("name", "failure"), [("_dequantised", interrupted), ("_publish", full_disk)])
-def test_an_interrupted_conversion_leaves_nothing(
-    name: str,
-    failure: Callable[..., PreTrainedModel],
-    dequantiser: Dequantiser,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    file = tmp_path / "a.gguf"
-    file.write_bytes(b"weights")
-    monkeypatch.setattr(weights, name, failure)
-    with pytest.raises((KeyboardInterrupt, OSError)):
-        unpack_gguf(file, cache_dir=tmp_path / "cache")
-    assert list((tmp_path / "cache" / "models").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_embedded_model_is_unpacked_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve(EMBEDDED_NAME, cache_dir=tmp_path)
-    monkeypatch.setattr(weights, "_dequantised", interrupted)
-    assert resolve(EMBEDDED_NAME, cache_dir=tmp_path) == folder
-    cpu = torch.device("cpu")
-    loaded = load_model(EMBEDDED_NAME, revision=None, dtype=torch.float32, device=cpu, cache_dir=tmp_path)
-    assert (loaded.eos_token_ids, loaded.max_positions) == (frozenset({2}), 8192)
-
-
-def test_a_second_unpacking_at_the_same_time_is_harmless(
-    dequantiser: Dequantiser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other process publishes between our look and our rename."""
-    file = tmp_path / "a.gguf"
-    file.write_bytes(b"weights")
-    publish = weights._publish
-
-    def twice(scratch: Path, folder: Path) -> None:
-        publish(scratch, folder)
-        publish(scratch, folder)
-
-    monkeypatch.setattr(weights, "_publish", twice)
-    folder = unpack_gguf(file, cache_dir=tmp_path)
-    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+def test_the_embedded_model_in_float32() -> None:
+    loaded = load_model(EMBEDDED_NAME, revision=None, dtype=torch.float32, device=torch.device("cpu"))
+    assert (loaded.eos_token_ids, loaded.max_positions) == (frozenset({0, 2}), 8192)
 
 
 def test_saving_again_keeps_the_fingerprint(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, 
     without = ("--steps", 2, "--ablate", ablation)
     run("fit", "--features", features, "--out", tmp_path, "--target", target, *without, *QUICK)
     cpu = torch.device("cpu")
-    loaded = load_model(str(target), revision=None, dtype=torch.float32, device=cpu, cache_dir=target / "state")
+    loaded = load_model(str(target), revision=None, dtype=torch.float32, device=cpu)
     model = checkpoint.load(tmp_path, loaded.parts, dtype=torch.float32, device="cpu")
     assert bool(model.shift_proj) is ("shift" not in ablation)
     assert model.config.broadcast is (ablation != "broadcast")

@@ -1,0 +1,74 @@
+"""The prompts of `/v1/completions`: the client's own, or with `suffix` a text with a gap, written as the model was
+trained to fill it (fill in the middle)."""
+
+from typing import Any
+
+from service.api.schemas import CompletionFields, CompletionRequest
+from service.errors import InvalidRequest
+from service.tokenizer import ChatTokenizer
+
+_LAYOUTS = (
+    ("<fim_prefix>", "prompt", "<fim_suffix>", "suffix", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "prompt", "<fim-suffix>", "suffix", "<fim-middle>"),  # SantaCoder
+    ("<|fim_prefix|>", "prompt", "<|fim_suffix|>", "suffix", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("\u2581<PRE>", "prompt", "\u2581<SUF>", "suffix", "\u2581<MID>"),  # CodeLlama
+    # DeepSeek-Coder
+    ("<\uff5cfim\u2581begin\uff5c>", "prompt", "<\uff5cfim\u2581hole\uff5c>", "suffix", "<\uff5cfim\u2581end\uff5c>"),
+    ("[SUFFIX]", "suffix", "[PREFIX]", "prompt"),  # Codestral
+)
+"""Control tokens of families and the places of the two texts between them, in the order of their training."""
+_ENDS = frozenset(
+    {"<|endoftext|>", "<|end_of_text|>", "<|EOT|>", "\u2581<EOT>", "[MIDDLE]", "<fim_pad>", "<fim-pad>", "<|fim_pad|>"}
+    | {"<file_sep>", "<|file_sep|>", "<|file_separator|>", "<filename>", "<repo_name>", "<reponame>", "<|repo_name|>"}
+).union(*_LAYOUTS)
+"""Control tokens that models write where a filled gap ends: of fill in the middle, of the text's end, of the next
+file."""
+_ANCHOR = "\u263a"  # a character that joins with no other one to a token
+
+
+def encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer, *, control: bool) -> list[list[int]]:
+    """Token ids of each prompt. `control`: the names of control tokens in a prompt without `suffix` are control tokens.
+    Raises InvalidRequest."""
+    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
+    if not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    special = body.add_special_tokens is not False
+    if body.suffix:
+        return [_with_gap(one, body, tokenizer, special=special) for one in prompts]
+    return [
+        tokenizer.encode(one, add_special_tokens=special, control=control) if isinstance(one, str) else one
+        for one in prompts
+    ]
+
+
+def gap_ends(body: CompletionFields, tokenizer: ChatTokenizer) -> frozenset[int]:
+    """Tokens that end the text of a gap, in addition to the model's own ends."""
+    if not isinstance(body, CompletionRequest) or not body.suffix or body.ignore_eos:
+        return frozenset()
+    return frozenset(token_id for name, token_id in tokenizer.special_ids.items() if name in _ENDS)
+
+
+def _with_gap(prompt: object, body: CompletionRequest, tokenizer: ChatTokenizer, *, special: bool) -> list[int]:
+    """Both texts as plain text between the family's control tokens. Raises InvalidRequest."""
+    places, suffix = {"prompt", "suffix"}, body.suffix or ""
+    known = (one for one in _LAYOUTS if tokenizer.special_ids.keys() >= set(one) - places)
+    if (layout := next(known, None)) is None:
+        reason = "the tokenizer of this model has no fill-in-the-middle tokens"
+        raise InvalidRequest(f"This server does not support 'suffix' here: {reason}.", param="suffix")
+    if not isinstance(prompt, str):
+        raise InvalidRequest("'suffix' needs a prompt of text, not of token ids.", param="suffix")
+    if body.echo:
+        raise InvalidRequest("'echo' cannot be combined with 'suffix'.", param="echo")
+    texts = {"prompt": tokenizer.encode(prompt), "suffix": _continued(suffix, tokenizer)}
+    ids = tokenizer.encode("", add_special_tokens=special)
+    for part in layout:
+        ids += texts[part] if part in places else [tokenizer.special_ids[part]]
+    return ids
+
+
+def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
+    """Tokens of a text that does not begin a document: without the blank that some tokenizers put in front."""
+    anchor = tokenizer.encode(_ANCHOR)
+    if not (tokenizer.token_string(anchor[0]) or "").startswith("\u2581"):
+        return tokenizer.encode(text)
+    return tokenizer.encode(_ANCHOR + text)[len(anchor) :]

@@ -1,0 +1,361 @@
+"""What a chat template can say, found out at the start by rendering small conversations, and conversations put in its
+terms: call ids of its form, system text in a turn of the user, several calls as several turns."""
+
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product, takewhile
+from typing import Any, Literal, NamedTuple
+
+import pydantic_core
+from pydantic import JsonValue
+
+from service.errors import InvalidRequest
+
+Turn = dict[str, Any]
+Write = Callable[[Sequence[Turn], Sequence[JsonValue]], str]
+"""Renders turns and tools; the result is empty where the template refuses them."""
+
+CALL_BEGINS = '{"name": "'  # as the grammar of JSON writes it
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_UNREADABLE = re.compile(r"'probe_key|\\+\"probe_key")
+"""Arguments that were not meant to be in this form: an object as Python writes it, or text that was quoted again."""
+_TOOLS_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query. Here are their signatures:
+<tools>
+{tools}
+</tools>
+
+For each call answer with a JSON object with the function's name and arguments within <tool_call> tags:
+<tool_call>
+{{"name": "function-name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+class Call(NamedTuple):
+    """One function call."""
+
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """The form in which a family of models writes calls: `opening {"name": "NAME", "KEY": ARGUMENTS} (between {...})*
+    closing`."""
+
+    name: str
+    marker: str  # by which a chat template is recognised
+    trigger: str  # begins the calls, anywhere in an answer; empty: they are at its beginning or absent
+    lead: str  # between trigger and first call
+    between: str
+    closing: str
+    key: str = "arguments"
+
+    @property
+    def opening(self) -> str:
+        """The text before the first call."""
+        return self.trigger + self.lead
+
+    def written(self, calls: Iterable[Call]) -> str:
+        """Earlier calls in this form."""
+        objects = (f'{CALL_BEGINS}{call.name}", "{self.key}": {call.arguments}}}' for call in calls)
+        return self.opening + self.between.join(objects) + self.closing
+
+
+HERMES = ToolForm("Hermes", "<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+"""The form of Hermes and Qwen, also used for models that were not trained to call."""
+MISTRAL = ToolForm("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]")
+LLAMA_3 = ToolForm("Llama 3", '"parameters"', "", "", "; ", "", key="parameters")
+
+
+def form_of(template: str) -> ToolForm:
+    """The form of calls in a chat template that lists tools."""
+    return next((form for form in (HERMES, MISTRAL, LLAMA_3) if form.marker in template), HERMES)
+
+
+def past_arguments(text: str, param: str) -> tuple[str, JsonValue]:
+    """The arguments of a past call, as JSON and parsed; of a call that a limit cut, as far as they go. Raises
+    InvalidRequest naming the field `param`."""
+    text = text or "{}"
+    try:
+        return text, json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if _is_cut(text):
+            parsed: JsonValue = pydantic_core.from_json(text, allow_partial="trailing-strings")
+            return json.dumps(parsed, ensure_ascii=False), parsed
+        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+
+
+def _is_cut(text: str) -> bool:
+    """Whether the text is the beginning of an object."""
+    try:
+        pydantic_core.from_json(text)
+    except ValueError as error:
+        return text.startswith("{") and str(error).startswith("EOF while parsing")
+    return False
+
+
+def short_id(call_id: str) -> str:
+    """A call id of nine letters and digits: the same one, or always the same one for it."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:9]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a chat template can say. Past calls of `in_its_terms` have their arguments in the form `arguments`."""
+
+    form: ToolForm | None = None
+    """In which it knows tools; None: it lists none, so that they are described in words."""
+    parts: bool = False  # whether a content must be a list
+    alternates: bool = False  # whether user and assistant must take turns; calls and results do not count
+    opens_with_user: bool = False
+    system: Literal["anywhere", "first", "last", "user"] = "anywhere"
+    """Where a system message is seen: anywhere, as the first, as the first if the user spoke last, or never."""
+    calls: Literal["several", "one", "text"] = "several"  # of a turn; text: the template does not write past calls
+    text_beside_calls: bool = True
+    results: Literal["tool", "named", "user"] = "tool"
+    """The role of results; named: beside the function's name."""
+    arguments: Literal["object", "text"] = "object"
+    short_ids: bool = False  # whether call ids must have nine letters and digits
+    null_content: bool = False  # whether a turn of calls without text must have no content
+    keeps_thoughts: bool = False
+
+    @property
+    def described(self) -> str:
+        """The traits in words, on one line."""
+        turns = "user and assistant alternate" if self.alternates else "turns in any order"
+        system = {"last": "first if the user speaks last", "user": "in a turn of the user"}.get(
+            self.system, self.system
+        )
+        tools = "described in words" if self.form is None else f"in the form of {self.form.name}"
+        calls = {"several": "several calls a turn", "one": "one call a turn", "text": "calls as text"}[self.calls]
+        return (
+            f"{turns}{', the user first' * self.opens_with_user}; system text {system}; tools {tools}; "
+            f"{calls}{'' if self.text_beside_calls else ' without text'}, arguments as {self.arguments}, "
+            f"ids {'of nine letters and digits' if self.short_ids else 'of any form'}; results by role "
+            f"{'user' if self.results == 'user' else 'tool'}; thoughts {'kept' if self.keeps_thoughts else 'left out'}"
+        )
+
+    def in_its_terms(
+        self, messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
+    ) -> tuple[list[Turn], Sequence[JsonValue]]:
+        """Messages and tools as the template takes them."""
+        turns: list[Turn] = [dict(message) for message in messages]
+        if tools and self.form is None:
+            words = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+            system = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else ""
+            turns.insert(0, {"role": "system", "content": _joined(system, words)})
+            tools = ()
+        turns = self._in_turn(self._with_system(list(self._with_calls(turns))))
+        if self.parts:
+            turns = [{**turn, "content": [{"type": "text", "text": turn["content"] or ""}]} for turn in turns]
+        return turns, tools
+
+    def _with_calls(self, turns: Sequence[Turn]) -> Iterator[Turn]:
+        """Turns with their calls and results in the template's form."""
+        for turn, results in _rounds(turns):
+            if not turn.get("tool_calls"):
+                yield from [turn] if turn else ()
+                yield from self._results(results, {})
+            elif self.calls == "text":
+                yield self._as_text(turn)
+                yield from self._results(results, {})
+            else:
+                yield from self._in_groups(turn, results)
+
+    def _as_text(self, turn: Turn) -> Turn:
+        """A turn with its calls in its text."""
+        functions = (call["function"] for call in turn["tool_calls"])
+        past = (Call(function["name"], function["arguments"]) for function in functions)
+        text = turn["content"] or ""
+        line_break = "\n" if text and not text.endswith("\n") else ""
+        content = text + line_break + (self.form or HERMES).written(past)
+        return {name: value for name, value in turn.items() if name != "tool_calls"} | {"content": content}
+
+    def _in_groups(self, turn: Turn, results: list[Turn]) -> Iterator[Turn]:
+        """A turn of calls with its results: one turn, or one for each call and for the text before them."""
+        calls = turn["tool_calls"]
+        if turn["content"] and not self.text_beside_calls:
+            yield {name: value for name, value in turn.items() if name != "tool_calls"}
+            turn = {"role": "assistant", "content": ""}
+        groups = [[call] for call in calls] if self.calls == "one" else [calls]
+        for group in groups:
+            names = {call["id"]: call["function"]["name"] for call in group}
+            shown = [{**call, "id": short_id(call["id"])} if self.short_ids else call for call in group]
+            content = turn["content"] or (None if self.null_content else "")
+            yield {**turn, "content": content, "tool_calls": shown}
+            is_last = group is groups[-1]
+            yield from self._results([one for one in results if is_last or one.get("tool_call_id") in names], names)
+            results = [one for one in results if one.get("tool_call_id") not in names]
+            turn = {"role": "assistant", "content": ""}
+
+    def _results(self, results: Sequence[Turn], names: Mapping[str, str]) -> Iterator[Turn]:
+        """Results of calls; `names`: of their functions, by id."""
+        if self.results == "user" and results:
+            texts = (f"<tool_response>\n{result['content']}\n</tool_response>" for result in results)
+            yield {"role": "user", "content": "\n".join(texts)}
+            return
+        for result in results:
+            call_id = str(result.get("tool_call_id"))
+            named: Turn = {"name": names.get(call_id, "")} if self.results == "named" else {}
+            shortened: Turn = {"tool_call_id": short_id(call_id)} if self.short_ids else {}
+            yield {**named, **result, **shortened}
+
+    def _with_system(self, turns: list[Turn]) -> list[Turn]:
+        """Turns with system messages where the template shows them; others are turns of the user."""
+        if self.system == "anywhere":
+            return turns
+        leading = list(takewhile(lambda turn: turn["role"] == "system", turns))
+        rest = [{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns[len(leading) :]]
+        if not leading:
+            return rest
+        text = _joined(*(turn["content"] for turn in leading))
+        if self.system == "first" or (self.system == "last" and rest and rest[-1]["role"] == "user"):
+            return [{**leading[0], "content": text}, *rest]
+        if rest and rest[0]["role"] == "user":
+            return [{**rest[0], "content": _joined(text, rest[0]["content"])}, *rest[1:]]
+        return [{"role": "user", "content": text}, *rest]
+
+    def _in_turn(self, turns: list[Turn]) -> list[Turn]:
+        """Turns in an order that the template takes: neighbours of one role are joined, an empty turn fills a gap."""
+        start = sum(1 for _ in takewhile(lambda turn: turn["role"] == "system", turns))
+        has_user = any(turn["role"] == "user" for turn in turns)  # beside whose turn some templates list tools
+        opens = has_user and turns[start]["role"] == "user"
+        if (self.opens_with_user and not opens) or (self.alternates and not has_user):
+            turns = [*turns[:start], {"role": "user", "content": ""}, *turns[start:]]
+        if not self.alternates:
+            return turns
+        ordered: list[Turn] = []
+        spoke = "assistant"
+        for turn in turns:
+            role = turn["role"]
+            if role in ("user", "assistant") and not turn.get("tool_calls"):
+                before = ordered[-1] if ordered else {}
+                if role == spoke == before.get("role") and not before.get("tool_calls"):
+                    texts = (name for name in ("content", "reasoning_content") if name in before or name in turn)
+                    ordered[-1] = before | {name: _joined(before.get(name), turn.get(name)) for name in texts}
+                    continue
+                if role == spoke:
+                    ordered.append({"role": "user" if role == "assistant" else "assistant", "content": ""})
+                spoke = role
+            ordered.append(turn)
+        return ordered
+
+
+def _rounds(turns: Sequence[Turn]) -> Iterator[tuple[Turn, list[Turn]]]:
+    """Each turn with the results after it; results at the beginning follow an empty one."""
+    rest = deque(turns)
+    while rest:
+        turn = {} if rest[0]["role"] == "tool" else rest.popleft()
+        results: list[Turn] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        yield turn, results
+
+
+def _joined(*texts: str | None) -> str:
+    """Texts as paragraphs of one."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def probe(write: Write, template: str) -> tuple[Traits, Traits]:
+    """The traits of a template without tools, and with tools."""
+    native = Traits(form=form_of(template))
+    without, beside = _Probe(write, ()), _Probe(write, (_TOOL,))
+    for option in _options(native, parts=(False, True)):
+        if "probe_tool" in write(*option.in_its_terms([_turn("user", 1)], (_TOOL,))):
+            return without.traits(native), beside.traits(native)
+    in_words = without.traits(Traits(calls="text", results="user", arguments="text"))
+    return in_words, in_words
+
+
+_WORD = re.compile(r"probe\w+")
+_PARAMETERS: JsonValue = {"type": "object", "properties": {"a": {"type": "string", "description": "A text."}}}
+_FUNCTION: JsonValue = {"name": "probe_tool", "description": "A tool.", "parameters": _PARAMETERS}
+_TOOL: JsonValue = {"type": "function", "function": _FUNCTION}
+
+
+class _Probe:
+    """Renders small conversations beside the same tools."""
+
+    def __init__(self, write: Write, tools: Sequence[JsonValue]) -> None:
+        self._write = write
+        self._tools = tools
+
+    def traits(self, found: Traits) -> Traits:
+        """The traits, each the first with which a conversation that needs it is seen as a whole."""
+        user, reply, system = (partial(_turn, role) for role in ("user", "assistant", "system"))
+        found = self._first(_options(found, parts=(False, True)), [user(1)])
+        several = [user(1), user(2), reply(3), reply(4), user(5)]
+        found = self._first(_options(found, alternates=(False, True)), several)
+        chat = [system(1), system(2), user(3), reply(4), system(5), user(6)]
+        places = _options(found, system=("anywhere", "first", "last", "user"))
+        found = self._first(places, chat, [*chat, reply(7)])
+        begun, opened = [reply(1), user(2)], replace(found, opens_with_user=True)
+        users = self._seen(found, [user(1), user(2)])
+        knows_roles = found.alternates or not users or users != self._seen(found, begun)
+        found = self._first([found, opened] if knows_roles else [opened, found], begun, [system(1)])
+        if found.calls != "text":
+            found = self._with_calls(found)
+        thought: Turn = {**reply(2), "reasoning_content": "probe_thought"}
+        return replace(found, keeps_thoughts=bool(self._seen(found, [user(1), thought])))
+
+    def _with_calls(self, found: Traits) -> Traits:
+        """The same with the traits of calls."""
+        roles, either, user, reply = ("tool", "named", "user"), (False, True), _turn("user", 1), _turn("assistant", 2)
+        native = _options(found, results=roles, arguments=("object", "text"), short_ids=either, null_content=either)
+        in_text = _options(found, calls=("text",), results=roles, arguments=("text",), short_ids=either)
+        for option in (*native, *in_text):
+            seen = self._seen(option, [user, _asking(option, 1), _result(1), reply, _turn("user", 3)])
+            if seen and (option.calls == "text" or not _UNREADABLE.search(seen)):
+                found = option
+                break
+        if found.calls == "text":
+            return found
+        two = [user, _asking(found, 1, 2), _result(1), _result(2), reply]
+        found = self._first(_options(found, calls=("several", "one")), two)
+        text = [user, {**_asking(found, 1), "content": "probe_text"}, _result(1)]
+        return self._first(_options(found, text_beside_calls=(True, False)), text)
+
+    def _first(self, options: Sequence[Traits], *conversations: Sequence[Turn]) -> Traits:
+        """The first with which all conversations are seen; the first of all if there is none."""
+        whole = (option for option in options if all(self._seen(option, turns) for turns in conversations))
+        return next(whole, options[0])
+
+    def _seen(self, traits: Traits, turns: Sequence[Turn]) -> str:
+        """The rendered turns; empty if a word of theirs is missing."""
+        text = self._write(*traits.in_its_terms(turns, self._tools))
+        return text if all(word in text for word in _WORD.findall(json.dumps(turns))) else ""
+
+
+def _options(traits: Traits, **values: Sequence[object]) -> list[Traits]:
+    """The traits with each combination of values of these fields; the values of the last field change first."""
+    combined: Iterable[tuple[Any, ...]] = product(*values.values())
+    return [replace(traits, **dict(zip(values, chosen, strict=True))) for chosen in combined]
+
+
+def _turn(role: str, number: int) -> Turn:
+    return {"role": role, "content": f"probe{number}"}
+
+
+def _asking(traits: Traits, *numbers: int) -> Turn:
+    """A turn of calls with these numbers. Their ids are of none of the forms that templates ask for."""
+    parsed = {"probe_key": "probe_value"}
+    arguments = parsed if traits.arguments == "object" else json.dumps(parsed)
+    calls = [
+        {"id": f"call-{n}", "type": "function", "function": {"name": f"probe_call{n}", "arguments": arguments}}
+        for n in numbers
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _result(number: int) -> Turn:
+    return {"role": "tool", "tool_call_id": f"call-{number}", "content": f"probe_result{number}"}

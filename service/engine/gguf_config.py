@@ -1,0 +1,337 @@
+"""The configuration that a GGUF file describes, as transformers has it, and the names of its tensors.
+
+Keys are those of llama.cpp. Each key of the file's architecture is read or known to have no effect; another one ends
+the start, as a model that passes over it would compute something else.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from service.engine.gguf_reader import GGUFFile
+from service.errors import StartupError
+
+Values = dict[str, Any]
+"""Fields of a transformers config."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor by which the file's rotary frequencies are divided: how Llama 3.1 and later scale theirs."""
+_NO_EFFECT = frozenset(
+    {
+        "vocab_size",  # the embedding has it
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+        "expert_used_count",  # of no experts; other files are refused by `expert_count`
+        "pooling_type",
+        "quantize_imatrix",
+    }
+)
+_LOCAL_THETA = 10_000.0  # of Gemma 3's windowed layers, which its files did not state at first
+_GEMMA_27B = {46: 144, 62: 168}  # layers of the two Gemmas whose scores are scaled by hidden_size / heads
+
+
+class Metadata:
+    """The keys of a file's architecture, without its name; remembers which were read."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file, prefix = file.path.name, f"{file.architecture}."
+        self.prefix = prefix
+        self._unread = {
+            name.removeprefix(prefix): value for name, value in file.fields.items() if name.startswith(prefix)
+        }
+
+    def take(self, name: str, default: Any = None, *, by_layer: bool = False) -> Any:
+        """The value of a key, or the default. `by_layer`: a list with a value for each layer may have several."""
+        value = self._unread.pop(name, default)
+        if by_layer or not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
+            raise StartupError(f"{self._file}: {self.prefix}{name} differs between layers, which adaptree cannot run")
+        return value[0]
+
+    def need(self, name: str) -> Any:
+        """The value of a key. Raises StartupError where the file has none."""
+        value = self.take(name)
+        if value is None:
+            raise StartupError(f"{self._file}: the key {self.prefix}{name} is missing; convert the model again")
+        return value
+
+    def refuse(self, name: str, value: object) -> StartupError:
+        """The error for a value that cannot be run."""
+        return StartupError(f"{self._file}: {self.prefix}{name} is {value}, which adaptree cannot run")
+
+    def expect(self, name: str, value: object) -> None:
+        """Raise StartupError where a key has another value than this one."""
+        found = self.take(name, value)
+        if found != value:
+            raise self.refuse(name, found)
+
+    def refuse_unread(self) -> None:
+        """Raise StartupError for a key that was not read and may change the forward."""
+        unknown = sorted(self._unread.keys() - _NO_EFFECT)
+        if unknown:
+            raise StartupError(
+                f"{self._file}: adaptree does not know the key {self.prefix}{unknown[0]}, without which this model may "
+                f"compute something else ({len(unknown)} such in all)"
+            )
+
+
+def _nothing_more(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the files of one architecture differ from Llama's."""
+
+    model_type: str  # in transformers
+    constants: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Config fields that no key states."""
+    tensors: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Modules of a layer by the names of their tensors, where they differ from `_LAYER`."""
+    more: Callable[[Values, Metadata, GGUFFile], Values] = _nothing_more
+    """Further fields, from those that all have."""
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    rotary_part: bool = False  # whether a part of each head may be rotated
+    pairs_adjacent: bool = False  # the file has the two numbers that are rotated together side by side
+    norms_plus_one: bool = False  # the file has norms as 1 + weight
+
+    def names(self, num_layers: int) -> dict[str, str]:
+        """Names in transformers by names in the file, both without `.weight` and `.bias`."""
+        layer = _LAYER | dict(self.tensors)
+        names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        for index in range(num_layers):
+            names |= {f"blk.{index}.{theirs}": f"model.layers.{index}.{ours}" for theirs, ours in layer.items()}
+        return names
+
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def config_of(file: GGUFFile) -> PreTrainedConfig:
+    """The transformers config of a file. Raises StartupError for an architecture, a key or a value that adaptree does
+    not run as llama.cpp does."""
+    architecture, keys = architecture_of(file), Metadata(file)
+    values = _common(architecture, keys, file)
+    values |= dict(architecture.constants)
+    values |= architecture.more(values, keys, file)
+    keys.expect("attention.causal", True)
+    keys.expect("expert_count", 0)
+    keys.refuse_unread()
+    config: PreTrainedConfig = CONFIG_MAPPING[values.pop("model_type", architecture.model_type)](**values)
+    return config
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """The entry of a file's architecture. Raises StartupError where there is none."""
+    known = ARCHITECTURES.get(file.architecture)
+    if known is None:
+        raise StartupError(
+            f"{file.path.name}: adaptree does not read GGUF files of architecture {file.architecture!r}, only "
+            f"{', '.join(ARCHITECTURES)}; give the model's safetensors folder or Hugging Face id instead"
+        )
+    return known
+
+
+def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Values:
+    """The fields that all architectures have."""
+    hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
+    head_dim = keys.take("attention.key_length", hidden // heads)
+    if (values_dim := keys.take("attention.value_length", hidden // heads)) != head_dim:
+        raise keys.refuse("attention.value_length", values_dim)
+    key, epsilon = architecture.epsilon
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise StartupError(f"{file.path.name}: there is no tensor 'token_embd.weight'")
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    if tokens is not None and len(tokens) != embedding.shape[0]:
+        raise StartupError(
+            f"{file.path.name}: tensor 'token_embd.weight' has {embedding.shape[0]} rows for {len(tokens)} tokens"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.take("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "num_hidden_layers": keys.need("block_count"),
+        "intermediate_size": keys.need("feed_forward_length"),
+        "max_position_embeddings": keys.need("context_length"),
+        epsilon: keys.need(key),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(architecture, head_dim, keys),
+        **{name: file.fields.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")},
+        "pad_token_id": None,
+    }
+
+
+def _rope(architecture: Architecture, head_dim: int, keys: Metadata) -> Values:
+    """Rotary parameters, with llama.cpp's defaults: a factor alone scales linearly, and YaRN's attention factor is
+    0.1 ln(factor) + 1 times the file's (Peng et al. 2023, equation 22)."""
+    found: Values = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base", 10_000.0)}
+    rotated = keys.take("rope.dimension_count", head_dim)
+    if architecture.rotary_part:
+        found["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise keys.refuse("rope.dimension_count", rotated)
+    linear = keys.take("rope.scale_linear", 0.0)  # the name of before 2023-09
+    factor = keys.take("rope.scaling.factor", linear) or 1.0
+    original, kind = keys.take("rope.scaling.original_context_length"), keys.take("rope.scaling.type", "linear")
+    fast, slow = keys.take("rope.scaling.yarn_beta_fast", 32.0), keys.take("rope.scaling.yarn_beta_slow", 1.0)
+    keys.expect("rope.scaling.yarn_ext_factor", 1.0)
+    keys.expect("rope.scaling.yarn_log_multiplier", 0.0)
+    own = keys.take("rope.scaling.attn_factor", 1.0) * keys.take("rope.scaling.yarn_attn_factor", 1.0)
+    if kind == "yarn":
+        scaled = {"factor": factor, "beta_fast": fast, "beta_slow": slow}
+        found |= scaled | ({} if original is None else {"original_max_position_embeddings": original})
+        found |= {"rope_type": "yarn", **({} if own == 1 else {"attention_factor": own * (1 + 0.1 * math.log(factor))})}
+    elif kind not in ("linear", "none"):
+        raise keys.refuse("rope.scaling.type", repr(kind))
+    elif own != 1:
+        raise keys.refuse("rope.scaling.attn_factor", own)
+    elif kind == "linear" and factor != 1:
+        found |= {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _biases(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Biases of Llama, which are there if their tensors are."""
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    return {
+        "sliding_window": keys.take("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.take("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _gemma_scalar(values),
+        "layer_types": _layer_types(values, keys, period=2),
+    }
+
+
+def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Rotary scaling is that of the layers without window."""
+    local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", _LOCAL_THETA)}
+    return {
+        "sliding_window": keys.need("attention.sliding_window"),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
+        "query_pre_attn_scalar": _gemma_scalar(values),
+        "layer_types": _layer_types(values, keys, period=6),
+        "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _gemma_scalar(values: Values) -> int:
+    """The number whose root divides scores. Files do not state it; llama.cpp goes by the number of layers too."""
+    is_27b = values["num_hidden_layers"] in _GEMMA_27B
+    scalar: int = values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
+    return scalar
+
+
+def _layer_types(values: Values, keys: Metadata, *, period: int) -> list[str]:
+    """One layer in `period`, the last of each, sees the whole text, where the file does not say it layer by layer."""
+    pattern, count = keys.take("attention.sliding_window_pattern", period, by_layer=True), values["num_hidden_layers"]
+    windowed = pattern if isinstance(pattern, list) else [index % pattern < pattern - 1 for index in range(count)]
+    return ["sliding_attention" if one else "full_attention" for one in windowed]
+
+
+def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    long = [name for name in file.tensors if name.startswith("rope_factors_")]
+    if long:
+        raise StartupError(
+            f"{file.path.name}: tensor {long[0]!r}: rotary positions are scaled by the length of the text (longrope), "
+            "which makes one request's text depend on another's length; use a file for a shorter context"
+        )
+    rope = values["rope_parameters"]
+    if rope["rope_type"] != "default":
+        raise keys.refuse("rope.scaling.type", repr(rope["rope_type"]))
+    return {"sliding_window": keys.take("attention.sliding_window", 0) or None}
+
+
+def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """Multipliers that are missing are one; that of scores is then the usual root."""
+    return {
+        "attention_multiplier": keys.take("attention.scale") or values["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.take("embedding_scale") or 1.0,
+        "residual_multiplier": keys.take("residual_scale") or 1.0,
+        "logits_scaling": keys.need("logit_scale"),
+        **_biases(values, keys, file),
+    }
+
+
+def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
+    """With windows it is an OLMo 3, whose windowed layers have unscaled positions."""
+    window, rope = keys.take("attention.sliding_window", 0), values["rope_parameters"]
+    if not window:
+        return {}
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(values, keys, period=4),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", more=_biases, pairs_adjacent=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", tensors=_HEAD_NORMS),
+    "gemma": Architecture("gemma", constants={"hidden_act": "gelu_pytorch_tanh"}, norms_plus_one=True),
+    "gemma2": Architecture("gemma2", tensors=_GEMMA_NORMS, more=_gemma2, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", tensors=_HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
+    "phi3": Architecture(
+        "phi3",
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        more=_phi3,
+        rotary_part=True,
+    ),
+    "smollm3": Architecture("smollm3", more=_biases, pairs_adjacent=True),
+    "granite": Architecture("granite", more=_granite, pairs_adjacent=True),
+    "olmo2": Architecture(
+        "olmo2",
+        tensors=_HEAD_NORMS
+        | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        more=_olmo2,
+    ),
+    "glm4": Architecture(
+        "glm4",
+        tensors={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        more=_biases,
+        rotary_part=True,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        tensors={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        constants={"sliding_window": None},
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
+    ),
+}
+"""Architectures of GGUF files that adaptree reads."""

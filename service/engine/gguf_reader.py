@@ -1,0 +1,207 @@
+"""Reads GGUF files, versions 2 and 3: metadata as Python values, tensors as views of the mapped file.
+
+The form is that of ggml's docs/gguf.md. The reader of the `gguf` package keeps an array for each string, which takes
+seconds for a large vocabulary, knows no split files and does not name a tensor that is cut off.
+"""
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from numpy.typing import NDArray
+
+from service.errors import StartupError
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_ALIGNMENT = 32  # of tensors, where the file states none
+_SCALARS: Mapping[GGUFValueType, str] = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+_NUMBERS: Mapping[GGMLQuantizationType, Any] = {
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.F64: np.float64,
+}
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_LENGTH = struct.Struct("<Q")
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, struct.error)
+
+
+class GGUFTensor(NamedTuple):
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]  # as torch orders it: [out, in]
+    kind: GGMLQuantizationType
+    data: NDArray[Any]  # numbers [*shape]; of blocks, bytes [*shape[:-1], bytes of a row]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An opened model: metadata and tensors by name, in the order of the file, of all its parts."""
+
+    path: Path  # of the first part
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+    _maps: tuple[mmap.mmap, ...]
+
+    @property
+    def architecture(self) -> str:
+        """The value of `general.architecture`."""
+        return str(self.fields.get("general.architecture", ""))
+
+    def give_back(self) -> None:
+        """Let the system drop the pages that were read: each tensor is read once."""
+        for one in self._maps:
+            one.madvise(mmap.MADV_DONTNEED)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a model, given the first. Raises StartupError for another one than the first."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    parts = [path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf") for number in range(1, int(named[3]) + 1)]
+    if int(named[2]) != 1:
+        raise StartupError(f"{path} is part {int(named[2])} of a split model: give the first part, {parts[0].name}")
+    return parts
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Open a model's file, or all files of a split one. Raises StartupError for a missing part and a damaged file."""
+    paths = part_paths(path)
+    missing = [one.name for one in paths if not one.is_file()]
+    if missing:
+        raise StartupError(f"{path} is split into {len(paths)} files: {', '.join(missing)} is not beside it")
+    parts = [_open_part(one) for one in paths]
+    tensors: dict[str, GGUFTensor] = {}
+    for one in parts:
+        count = one.fields.get("split.count", 1)
+        if count != len(paths):
+            raise StartupError(
+                f"{one.path} is one of {count} files of a split model: keep their names, as in "
+                f"NAME-00001-of-{count:05}.gguf, and give the first"
+            )
+        twice = next((name for name in one.tensors if name in tensors), None)
+        if twice is not None:
+            raise StartupError(f"{one.path}: tensor {twice!r} is in another part too")
+        tensors |= one.tensors
+    return GGUFFile(path, parts[0].fields, tensors, tuple(one._maps[0] for one in parts))
+
+
+def _open_part(path: Path) -> GGUFFile:
+    try:
+        with path.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(mapped)
+        fields, tensors = cursor.header()
+    except _DAMAGE as error:
+        raise StartupError(
+            f"{path}: this GGUF file is damaged or incomplete; copy or download it again ({error})"
+        ) from error
+    return GGUFFile(path, fields, tensors, (mapped,))
+
+
+class _Cursor:
+    """A place in a mapped file, from which values are read one after the other."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._mapped, self._at = mapped, 0
+
+    def header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Read the whole header. Raises one of `_DAMAGE`."""
+        magic, version = self._mapped[:4], 0
+        if magic == _MAGIC:
+            self._at = 4
+            version = self._number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"it begins with {magic!r}, version {version}: no GGUF of version 2 or 3, little-endian")
+        num_tensors, num_fields = self._number("<Q"), self._number("<Q")
+        fields = _distinct("key", self._fields(num_fields))
+        infos = _distinct("tensor", self._infos(num_tensors))
+        alignment = int(fields.get("general.alignment", _ALIGNMENT))
+        start = -(-self._at // alignment) * alignment
+        return fields, {name: self._tensor(name, start, *info) for name, info in infos.items()}
+
+    def _fields(self, count: int) -> Iterator[tuple[str, Any]]:
+        for _ in range(count):
+            name, kind = self._string(), self._number("<I")
+            yield name, self._value(GGUFValueType(kind))
+
+    def _infos(self, count: int) -> Iterator[tuple[str, tuple[tuple[int, ...], GGMLQuantizationType, int]]]:
+        for _ in range(count):
+            name, dims = self._string(), self._number("<I")
+            shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
+            yield name, (shape, GGMLQuantizationType(self._number("<I")), self._number("<Q"))
+
+    def _tensor(
+        self, name: str, start: int, shape: tuple[int, ...], kind: GGMLQuantizationType, offset: int
+    ) -> GGUFTensor:
+        block, size = GGML_QUANT_SIZES[kind]
+        number = _NUMBERS.get(kind)
+        row = shape[-1] // block * size
+        stored = shape if number is not None else (*shape[:-1], row)
+        if shape[-1] % block or start + offset + prod(shape[:-1]) * row > len(self._mapped):
+            raise ValueError(f"tensor {name!r} {list(shape)} of {kind.name} is cut off")
+        dtype = np.dtype(np.uint8 if number is None else number)
+        data = np.frombuffer(self._mapped, dtype, count=prod(stored), offset=start + offset)
+        return GGUFTensor(shape, kind, data.reshape(stored))
+
+    def _value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self._string()
+        if kind != GGUFValueType.ARRAY:
+            return self._number(_SCALARS[kind])
+        item, count = GGUFValueType(self._number("<I")), self._number("<Q")
+        if item == GGUFValueType.STRING:
+            return self._strings(count)
+        form = f"<{count}{_SCALARS[item][1]}"
+        values = list(struct.unpack_from(form, self._mapped, self._at))
+        self._at += struct.calcsize(form)
+        return values
+
+    def _number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._mapped, self._at)
+        self._at += struct.calcsize(form)
+        return value
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Read strings: vocabularies have hundreds of thousands."""
+        mapped, at, found = self._mapped, self._at, list[str]()
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(mapped, at)
+            end = at + 8 + length
+            found.append(mapped[at + 8 : end].decode())
+            at = end
+        if at > len(mapped):
+            raise ValueError("the header is cut off")
+        self._at = at
+        return found
+
+
+def _distinct(what: str, pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{what} {name!r} comes twice")
+        found[name] = value
+    return found

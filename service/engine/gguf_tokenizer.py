@@ -1,0 +1,211 @@
+"""Builds the tokenizer that a GGUF file's metadata describes.
+
+A file has no tokenizer.json: it names the kind of vocabulary (`tokenizer.ggml.model`) and, for byte-level BPE, how text
+is cut before it is merged (`tokenizer.ggml.pre`). Both mean what llama.cpp makes of them; a name that is not known here
+is refused, since any other cut gives other tokens than the model was trained on.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from service.errors import StartupError
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
+_TEXT = (0, _NORMAL, _USER_DEFINED, _UNUSED)  # types of which SentencePiece makes text
+_BLANK = "▁"
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
+"""The library's names of the special tokens that a file gives as `NAME_token_id`. One for padding may be plain text."""
+_ALWAYS_CONTROL = re.compile(
+    r"<\|(?:eot_id|eom_id|im_end|end|endoftext|fim_prefix|fim_suffix|fim_middle)\|>"
+    "|<(?:end_of_turn|EOT|fim[-_]prefix|fim[-_]suffix|fim[-_]middle)>"
+)
+"""Tokens that control, whatever type a careless conversion gave them."""
+_PHI3 = ("phi-3", "phi3")
+_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other special tokens swallow the blanks after them
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LIKE_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+_UPPER, _LOWER = r"(?:(?![a-z])\p{L})", r"(?:(?![A-Z])\p{L})"  # letters outside of ASCII are both
+_SYLLABLES = r"(?:(?!\s)[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff])+"
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """A cut between a lower-case and an upper-case letter; `ending`: of a word, `digits`: how many go together."""
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{before}{_UPPER}*{_LOWER}+{ending}|{before}{_UPPER}+{_LOWER}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
+
+
+_CUTS: Mapping[tuple[str, ...], str] = {
+    ("[\\p{P}\\$\\+<=>\\^~\\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
+    (_WORDS,): "gpt-2 phi-2 mpt olmo jais roberta-bpe gigachat exaone4 trillion granite-docling mellum a.x-4.0",
+    (r"\p{N}", _WORDS): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+    (_LIKE_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe "
+    "chatglm-bpe glm4 glm5",
+    (_LIKE_LLAMA3.replace("{1,3}", ""),): "qwen2 stablelm2 deepseek-r1-qwen megrez kormo f2llmv2 bailingmoe grok-2",
+    (_by_case("", r"\p{N}"),): "tekken",
+    (_by_case(f"(?:{_ENDINGS})?", r"\p{N}{1,3}"),): "gpt-4o llama4 kanana2 minimax-m2",
+    ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _SYLLABLES, r"\p{N}"): "deepseek-coder",
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
+    ): "deepseek-v3 hunyuan-dense joyai-llm",
+}
+"""How text is cut, one expression after the other, and the names of `tokenizer.ggml.pre` that mean this."""
+_CUT_OF = {name: cuts for cuts, names in _CUTS.items() for name in names.split()}
+_BEGINS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+"""Cuts of models whose texts begin with BOS unless the file says otherwise."""
+_WHOLE_WORDS = (*_BEGINS, "glm4", "glm5")
+"""Cuts after which a word that is a token stays whole, whatever the merges."""
+
+T = TypeVar("T")
+
+
+class _Tokens(NamedTuple):
+    """The vocabulary, by id."""
+
+    names: list[str]
+    types: list[int]
+    named: dict[str, str]  # special tokens by the library's name
+    begins: bool  # whether a text begins with BOS where the file does not say so
+
+
+def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a file with this metadata. Raises StartupError for a kind that is not known, and for
+    lists that do not fit each other."""
+    kind = fields.get(_KEY + "model")
+    if kind not in ("gpt2", "llama"):
+        raise _refused("model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
+    tokens = _tokens(fields, is_sentencepiece=kind == "llama")
+    try:
+        backend = _sentencepiece(fields, tokens) if kind == "llama" else _byte_level(fields, tokens)
+    except StartupError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise _refused("merges", f"the tokens cannot be made of these: {error}") from error
+    backend.add_tokens(_added(fields, tokens))
+    backend.post_processor = _around(fields, tokens, backend)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **tokens.named)
+    tokenizer.chat_template = _templates(fields)
+    return tokenizer
+
+
+def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
+    names = [name or f"[EMPTY_{index}]" for index, name in enumerate(_list(fields, "tokens", str))]
+    twice = len(names) - len(set(names))
+    if twice:
+        name = next(name for index, name in enumerate(names) if name in names[:index])
+        raise _refused("tokens", f"{name!r} is in it twice ({twice} doubled tokens)")
+    types = _list(fields, "token_type", int, len(names)) if _KEY + "token_type" in fields else [_NORMAL] * len(names)
+    usual = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
+    ids: dict[str, object] = {name: at for name, at in usual.items() if types[at : at + 1] in ([_UNKNOWN], [_CONTROL])}
+    ids |= {name: fields[key] for name in _NAMED if (key := f"{_KEY}{name}_token_id") in fields}
+    wrong = [name for name, token in ids.items() if not isinstance(token, int) or not 0 <= token < len(names)]
+    if wrong:
+        raise _refused(f"{wrong[0]}_token_id", f"there is no token {ids[wrong[0]]!r} among {len(names)}")
+    named = {_NAMED[name]: names[token] for name, token in ids.items() if isinstance(token, int)}
+    return _Tokens(names, types, named, is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS)
+
+
+def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
+    """Byte-level BPE. Unused tokens only fill the model's table: they have no text and are left out."""
+    name = str(fields.get(_KEY + "pre") or "default")
+    if name not in _CUT_OF:
+        raise _refused("pre", f"how {name!r} cuts text is not known here; known are {', '.join(sorted(_CUT_OF))}")
+    vocab = {token: index for index, token in enumerate(tokens.names) if tokens.types[index] != _UNUSED}
+    merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUT_OF[name]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
+    """SentencePiece's BPE with bytes for what is unknown: of two neighbours, those are merged first whose token has the
+    highest score. Control tokens are never made of text, which llama.cpp does where their parts are tokens."""
+    scores = _list(fields, "scores", float, len(tokens.names))
+    made = {name: score for name, score, kind in zip(tokens.names, scores, tokens.types, strict=True) if kind in _TEXT}
+    merges = [
+        (name[:cut], name[cut:])
+        for name in sorted(made, key=made.__getitem__, reverse=True)
+        for cut in range(1, len(name))
+        if name[:cut] in made and name[cut:] in made
+    ]
+    vocab = {name: index for index, name in enumerate(tokens.names)}
+    backend = Tokenizer(
+        BPE(vocab=vocab, merges=merges, unk_token=tokens.named.get("unk_token"), fuse_unk=True, byte_fallback=True)
+    )
+    begins_with_blank = fields.get(_KEY + "add_space_prefix", True)
+    blanks = normalizers.Replace(" ", _BLANK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if begins_with_blank else blanks
+    steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if begins_with_blank else steps)
+    return backend
+
+
+def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
+    """Tokens that are found in a text before anything is merged: user-defined ones in any text, control tokens only
+    where the template wrote them."""
+    swallows = any(part in str(fields.get("general.name", "")).lower() for part in _PHI3)
+    special = {*tokens.named.values(), *filter(_ALWAYS_CONTROL.fullmatch, tokens.names)}
+    return [
+        AddedToken(
+            name,
+            special=kind != _USER_DEFINED or name in special,
+            normalized=False,
+            rstrip=swallows and name not in _KEEPS_BLANKS,
+        )
+        for name, kind in zip(tokens.names, tokens.types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or name in special
+    ]
+
+
+def _around(fields: Mapping[str, object], tokens: _Tokens, backend: Tokenizer) -> processors.TemplateProcessing:
+    """Put BOS and EOS around a text, as the file says or its kind does."""
+    adds = {
+        "bos": bool(fields.get(_KEY + "add_bos_token", tokens.begins)),
+        "eos": bool(fields.get(_KEY + "add_eos_token", False)),
+    }
+    for name in (name for name, is_added in adds.items() if is_added and _NAMED[name] not in tokens.named):
+        raise _refused(f"add_{name}_token", f"there is no {name}_token_id to add")
+    bos, eos = ([tokens.named[_NAMED[name]]] if adds[name] else [] for name in ("bos", "eos"))
+    ids = [(name, backend.token_to_id(name)) for name in (*bos, *eos)]
+    return processors.TemplateProcessing(
+        single=[*bos, "$A", *eos], pair=[*bos, "$A", *bos, "$B", *eos], special_tokens=ids
+    )
+
+
+def _templates(fields: Mapping[str, object]) -> str | dict[str, str] | None:
+    """The chat template, or several by name."""
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(key + "."): str(text) for name, text in fields.items() if name.startswith(key + ".")}
+    if key in fields:
+        named = {"default": str(fields[key]), **named}
+    return named if named.keys() - {"default"} else named.get("default")
+
+
+def _list(fields: Mapping[str, object], name: str, kind: type[T], length: int | None = None) -> list[T]:
+    found = fields.get(_KEY + name)
+    if not isinstance(found, list):
+        raise _refused(name, "the file has no such list")
+    values = [value for value in found if isinstance(value, kind)]
+    if len(values) != (len(found) if length is None else length):
+        raise _refused(name, f"it has {len(values)} values of the right kind, not {length or len(found)}")
+    return values
+
+
+def _refused(name: str, reason: str) -> StartupError:
+    return StartupError(f"{_KEY}{name}: {reason}; convert the model again, or serve the folder it was made from")

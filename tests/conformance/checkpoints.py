@@ -1,0 +1,217 @@
+"""Tiny random checkpoints of each family, with the options that real configurations of it have; and how to be loud.
+
+A loud checkpoint has peaked attention and spread logits, and most of its 512 positions lie beyond every window and
+beyond `original_max_position_embeddings`: an option that is not applied changes scores everywhere.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, tiny_tokenizer
+
+POSITIONS = 512
+_WINDOW, _TRAINED = 64, 128
+_LOGIT_SPREAD = 3.0
+Values = dict[str, Any]
+"""Fields of a configuration."""
+Option = Values | str
+"""How to drop an option: what the configuration says instead, or whose vectors become neutral (0, or 1 of a norm)."""
+Options = dict[str, Option]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """One kind of model of a family."""
+
+    family: str
+    kind: str  # what it has beyond the family's others
+    model_type: str
+    config: Values = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    gguf: str = ""  # the architecture as llama.cpp names it; empty: llama.cpp's converter makes no such file
+    left_out: str = ""  # why llama.cpp does not apply the options, which the makers' code does
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.kind}" if self.kind else self.family
+
+    def described(self, *without: str) -> PreTrainedConfig:
+        """Return its configuration, some options dropped."""
+        values = _COMMON | self.config
+        for option in map(self.options.__getitem__, without):
+            values |= {} if isinstance(option, str) else option
+        return AutoConfig.for_model(self.model_type, **values)
+
+
+def _rope(theta: float = 10_000.0, kind: str = "default", **more: object) -> Values:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": POSITIONS}
+_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TOKENS: Values = {"bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": None, "tie_word_embeddings": False}
+_COMMON = _SIZES | _HEADS | _TOKENS
+_TIED: Values = {"tie_word_embeddings": True}
+_ALL_HEADS: Values = {"num_key_value_heads": 4}
+_WINDOWED: Values = {"sliding_window": _WINDOW}
+_NO_WINDOW: Values = {"sliding_window": None}
+_WIDE: Values = {"sliding_window": 4 * POSITIONS}
+_YARN: Values = {"factor": 4.0, "original_max_position_embeddings": _TRAINED}
+_LLAMA3 = _YARN | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_BIASES: Values = {"attention_bias": True, "mlp_bias": True}
+_GEMMA = _TIED | {"head_dim": 128}
+_GEMMA2 = _GEMMA | _WINDOWED | {"query_pre_attn_scalar": 128}
+_CAPS: Values = {"attn_logit_softcapping": 12.0, "final_logit_softcapping": 6.0}
+_DEFAULT = {theta: _rope(theta)["rope_parameters"] for theta in (1e4, 5e5, 1e6)}
+_GLOBAL = _rope(1e6, "linear", factor=8.0)["rope_parameters"]
+_QWEN2_WINDOW = _WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}
+_OLMO3: Values = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4, **_WINDOWED}
+_GRANITE: Values = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+_GRANITE_SCALE: Values = {"attention_multiplier": 0.03125}
+
+
+def _by_layers(whole: Values, windowed: Values) -> Values:
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": windowed}}
+
+
+_BASE: Options = {"rope base": _rope(300.0)}
+_USUAL_BASE: Options = {"rope base": _rope()}
+_UNTIED: Options = {"tied output": {"tie_word_embeddings": False}}
+_PLAIN_ROPE: Options = {"llama3 rope": _rope(5e5)}
+_UNSCALED: Options = {"YaRN": _rope(1e6)}
+_UNNORMED: Options = {"query and key norms": "_norm."}
+_UNBIASED: Options = {"attention bias": "attn", "feed-forward bias": "mlp"}
+_WHOLE_ROPE: Options = {"partial rope": {"partial_rotary_factor": 1.0}}
+_NO_WINDOWS: Options = {"windows": _WIDE}
+_UNCAPPED: Options = {name.replace("_logit", ""): {name: None} for name in _CAPS}
+_NO_MULTIPLIERS: Options = {name: {name: 1.0} for name in _GRANITE}
+_GEMMA3_PLAIN: Options = {
+    "linear rope": _by_layers(_DEFAULT[1e6], _DEFAULT[1e4]),
+    "local rope base": _by_layers(_GLOBAL, _DEFAULT[1e6]),
+}
+_GEMMA3 = _GEMMA2 | {"num_hidden_layers": 6} | _by_layers(_GLOBAL, _DEFAULT[1e4])
+_OLMO3_ROPE = _by_layers(_DEFAULT[5e5] | _YARN | {"rope_type": "yarn"}, _DEFAULT[5e5])
+_OLMO3_PLAIN: Options = {"YaRN": _by_layers(_DEFAULT[5e5], _DEFAULT[5e5]), **_NO_WINDOWS}
+_GRANITE_PLAIN: Options = {**_NO_MULTIPLIERS, "attention_multiplier": {"attention_multiplier": 0.125}, **_UNTIED}
+_SMOLLM3_PLAIN: Options = {"layers without rope": {"no_rope_layers": [1] * 4}, **_UNTIED}
+
+CHECKPOINTS = (
+    Checkpoint("Llama 2", "", "llama", _ALL_HEADS, _BASE, "llama"),
+    Checkpoint("Llama 2", "linear rope", "llama", _rope(1e4, "linear", factor=4.0), {"linear": _rope()}, "llama"),
+    Checkpoint("Llama 2", "YaRN", "llama", _rope(1e6, "yarn", **_YARN), _UNSCALED, "llama"),
+    Checkpoint("Llama 3", "", "llama", _rope(5e5), _USUAL_BASE, "llama"),
+    Checkpoint("Llama 3.1", "", "llama", _rope(5e5, "llama3", **_LLAMA3), _PLAIN_ROPE, "llama"),
+    Checkpoint("Llama 3.2", "tied", "llama", _TIED | _rope(5e5, "llama3", **_LLAMA3), _PLAIN_ROPE | _UNTIED, "llama"),
+    Checkpoint("Llama 3", "biases", "llama", _BIASES, _UNBIASED, "llama"),
+    Checkpoint("Mistral", "", "mistral", _NO_WINDOW | _rope(1e6), _USUAL_BASE, "llama"),
+    Checkpoint("Mistral", "head_dim of Nemo", "mistral", _NO_WINDOW | {"head_dim": 32}, _BASE, "llama"),
+    Checkpoint("Mistral", "window of 0.1", "mistral", _WINDOWED, {"window": _NO_WINDOW}),
+    Checkpoint("Qwen2", "", "qwen2", _rope(1e6), {"qkv bias": "attn", **_USUAL_BASE}, "qwen2"),
+    Checkpoint("Qwen2", "window", "qwen2", _QWEN2_WINDOW, {"window": {"use_sliding_window": False}}),
+    Checkpoint("Qwen2.5", "tied", "qwen2", _TIED | _rope(1e6), _UNTIED, "qwen2"),
+    Checkpoint("Qwen2.5", "YaRN", "qwen2", _rope(1e6, "yarn", **_YARN), _UNSCALED, "qwen2"),
+    Checkpoint("Qwen3", "", "qwen3", _TIED | {"head_dim": 128}, _UNNORMED | _UNTIED, "qwen3"),
+    Checkpoint("Qwen3", "YaRN", "qwen3", {"head_dim": 64} | _rope(1e6, "yarn", **_YARN), _UNSCALED, "qwen3"),
+    Checkpoint("Gemma", "", "gemma", _GEMMA | {"num_key_value_heads": 1}, _BASE, "gemma"),
+    Checkpoint("Gemma 2", "", "gemma2", _GEMMA2 | _CAPS, _UNCAPPED | _NO_WINDOWS, "gemma2"),
+    Checkpoint("Gemma 2", "attention scale", "gemma2", _GEMMA2 | {"query_pre_attn_scalar": 32}, {"scale": _GEMMA2}),
+    Checkpoint("Gemma 3", "", "gemma3_text", _GEMMA3, _GEMMA3_PLAIN | _NO_WINDOWS, "gemma3"),
+    Checkpoint("Phi-3", "", "phi3", _ALL_HEADS | _NO_WINDOW, _BASE, "phi3"),
+    Checkpoint("Phi-3", "window", "phi3", _WINDOWED, {"window": _NO_WINDOW}, "phi3", "it warns of windows and goes on"),
+    Checkpoint("Phi-4 mini", "", "phi3", _TIED | {"partial_rotary_factor": 0.75}, _WHOLE_ROPE | _UNTIED, "phi3"),
+    Checkpoint("SmolLM3", "", "smollm3", _TIED | _rope() | {"num_hidden_layers": 4}, _SMOLLM3_PLAIN, "smollm3"),
+    Checkpoint("OLMo 2", "", "olmo2", _ALL_HEADS | _rope(5e5), _UNNORMED | _USUAL_BASE, "olmo2"),
+    Checkpoint("OLMo 3", "", "olmo3", _OLMO3 | _OLMO3_ROPE, _OLMO3_PLAIN, "olmo2"),
+    Checkpoint("Granite 3", "", "granite", _TIED | _GRANITE | _GRANITE_SCALE, _GRANITE_PLAIN, "granite"),
+    Checkpoint("GLM-4", "0414", "glm4", {"head_dim": 64}, {"qkv bias": "proj.bias", **_WHOLE_ROPE}, "glm4"),
+    Checkpoint("StarCoder2", "", "starcoder2", _TIED | _rope(1e5), {"biases": "bias", **_UNTIED}, "starcoder2"),
+    Checkpoint("StarCoder2", "window", "starcoder2", _WINDOWED, {"window": _NO_WINDOW}),
+)
+
+
+def made(checkpoint: Checkpoint, *without: str) -> PreTrainedModel:
+    """Return a loud model in float32; with options dropped it has the same weights otherwise."""
+    model = _loud(checkpoint.described())
+    if not without:
+        return model
+    other, state = _loud(checkpoint.described(*without)), model.state_dict()
+    if other.config.tie_word_embeddings != model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    other.load_state_dict(state, strict=False)
+    for option in map(checkpoint.options.__getitem__, without):
+        for name, weight in other.named_parameters():
+            if isinstance(option, str) and option in name and weight.ndim == 1:
+                nn.init.constant_(weight, float("norm" in name and not name.endswith("bias")))
+    return other
+
+
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Path:
+    """Save a model and a tokenizer, as transformers does. Returns the folder."""
+    copied: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    copied.load_state_dict(model.state_dict())
+    copied.save_pretrained(folder, max_shard_size="1MB" if sharded else "1GB")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _loud(config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    gain = _gain(config)
+    normed = any("q_norm" in name for name, _ in model.named_parameters())
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+        if weight.ndim == 1:
+            weight.copy_(_vector(name, noise, gain, config))
+        else:
+            weight.copy_(_matrix(name, noise / math.sqrt(weight.shape[1]), 1.0 if normed else gain, config))
+    model.eval()
+    return model
+
+
+def _gain(config: PreTrainedConfig) -> float:
+    """Return how much larger queries and keys are than 1, so that scores of attention spread."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", dim) ** -0.5
+    spread = 5.0 if config.num_hidden_layers == 2 else 2.5  # what rounds differently grows from layer to layer
+    return math.sqrt(spread / (scale * math.sqrt(dim)))
+
+
+def _matrix(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> Tensor:
+    """Weights of a product that keeps the size of its input, or of the embedding. # noise [out, in]"""
+    outputs, inputs = noise.shape
+    if outputs == config.vocab_size:
+        apart = "embed" in name and not config.tie_word_embeddings
+        spread = _LOGIT_SPREAD * getattr(config, "logits_scaling", 1.0) * _tied_size(config)
+        return noise * (math.sqrt(inputs) if apart else spread)
+    if "o_proj" in name or "down_proj" in name or "c_proj" in name:
+        return noise * 2.0 / getattr(config, "residual_multiplier", 1.0)
+    if "qkv_proj" in name:
+        values = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+        return torch.cat([gain * noise[:-values], noise[-values:]])
+    return noise * gain if "q_proj" in name or "k_proj" in name else noise
+
+
+def _tied_size(config: PreTrainedConfig) -> float:
+    """Return by how much an embedding is larger that is the output layer too, so that it counts beside the layers'
+    outputs; by as much the last norm is smaller."""
+    scaled = "gemma" in config.model_type or hasattr(config, "embedding_multiplier")
+    return 4.0 if config.tie_word_embeddings and not scaled else 1.0
+
+
+def _vector(name: str, noise: Tensor, gain: float, config: PreTrainedConfig) -> Tensor:
+    """A norm's weights or a bias. The last norm has random signs: with a tied output layer each token would otherwise
+    be its own likeliest successor."""
+    of_scores = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    if name.endswith("bias"):
+        return 0.5 * noise * (gain if of_scores else 1.0)
+    value = (1.0 + 0.2 * noise) * (gain if of_scores else 1.0)
+    if name == "model.norm.weight":
+        value = value * noise.sign() / _tied_size(config)
+    return value - float("gemma" in config.model_type)  # these multiply by 1 + weight

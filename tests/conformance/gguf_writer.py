@@ -1,0 +1,179 @@
+"""Checkpoints as GGUF files, in the names, the layout and with the keys of llama.cpp's converter; and read back."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map, quantize
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+Array = npt.NDArray[Any]
+Value = str | bool | int | float | list[str] | list[int] | list[float] | list[bool]
+Quantise = Callable[[Array, Kind], Array]
+
+_PERMUTED = ("llama", "smollm3", "granite")  # llama.cpp rotates neighbours there, transformers the halves of a head
+_PLUS_ONE = ("gemma", "gemma2", "gemma3")
+_TRAINED = "original_max_position_embeddings"
+_ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+_ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is in a GGUF file."""
+
+    keys: dict[str, Value]
+    tensors: dict[str, tuple[Array, Kind]]  # # [rows, bytes] of blocks, else of float16 or float32
+
+    def write(self, file: Path, max_tensors: int = 0) -> Path:
+        """Write the file, or files of so many tensors; returns the first."""
+        arch = str(self.keys["general.architecture"])
+        writer = GGUFWriter(file, arch, split_max_tensors=max_tensors)
+        for key, value in self.keys.items():
+            if key != "general.architecture":
+                getattr(writer, _ADD[type(value)])(key, value)
+        for name, (data, kind) in self.tensors.items():
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return file if not max_tensors else min(file.parent.glob(f"{file.stem}-*.gguf"))
+
+
+def contents(
+    model: PreTrainedModel, arch: str, kind: Kind, tokenizer: Mapping[str, Value], by: Quantise = quantize
+) -> Contents:
+    """Return what llama.cpp's converter makes of a model, matrices quantised to this type."""
+    tensors = dict[str, tuple[Array, Kind]]()
+    state = {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
+    for name, gguf_name in _places(model, arch).items():
+        tensors[gguf_name] = _stored(gguf_name, state[name], model.config, arch, kind, by)
+    if (factors := _llama3_factors(model.config)) is not None:
+        tensors["rope_freqs.weight"] = factors, Kind.F32
+    described = {f"{arch}.{key}": value for key, value in _metadata(model.config, arch).items() if value is not None}
+    general: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": "Tiny"}
+    return Contents({**general, **described, **tokenizer}, tensors)
+
+
+def read_back(file: Path, config: PreTrainedConfig, arch: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return transformers' model of a file's dequantised weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    state = dict[str, Tensor]()
+    for name, gguf_name in _places(model, arch).items():
+        data = dequantize(tensors[gguf_name].data, tensors[gguf_name].tensor_type)
+        state[name] = torch.from_numpy(_permuted(gguf_name, data, config, arch, back=True) - _shift(gguf_name, arch))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"} if config.tie_word_embeddings else not missing
+    model.eval()
+    return model
+
+
+def _places(model: PreTrainedModel, arch: str) -> dict[str, str]:
+    """The tensor of the file for each weight of the model."""
+    known, places = get_tensor_name_map(_ARCHITECTURES[arch], model.config.num_hidden_layers), dict[str, str]()
+    for name in model.state_dict():
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert found is not None, name
+            places[name] = found
+    return places
+
+
+def _stored(
+    name: str, data: Array, config: PreTrainedConfig, arch: str, kind: Kind, by: Quantise
+) -> tuple[Array, Kind]:
+    if data.ndim == 1 or name.endswith("_norm.weight"):
+        return _permuted(name, data + np.float32(_shift(name, arch)), config, arch), Kind.F32
+    if data.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = Kind.F16
+    return _permuted(name, by(data, kind), config, arch), kind
+
+
+def _shift(name: str, arch: str) -> float:
+    """What llama.cpp's converter adds to a weight."""
+    return 1.0 if arch in _PLUS_ONE and name.endswith("norm.weight") else 0.0
+
+
+def _permuted(name: str, data: Array, config: PreTrainedConfig, arch: str, *, back: bool = False) -> Array:
+    """Rows of queries and keys in llama.cpp's order, or back in transformers'. # [rows, ...] -> [rows, ...]"""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if arch not in _PERMUTED or heads is None:
+        return data
+    half = data.shape[0] // heads // 2
+    shape = (heads, half, 2) if back else (heads, 2, half)
+    return data.reshape(*shape, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+
+
+def _llama3_factors(config: PreTrainedConfig) -> Array | None:
+    """By how much each frequency is slowed, which llama.cpp keeps as a tensor. # [head_dim / 2] float32"""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    dim = _head_dim(config)
+    turns = rope["original_max_position_embeddings"] / (
+        2 * math.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    )
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - kept) / rope["factor"] + kept), np.float32)
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
+    """Keys of an architecture; None: not in the file."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    dim, own_dim = _head_dim(config), None if arch in ("granite", "phi3") else getattr(config, "head_dim", None)
+    rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
+    scaled = rope["rope_type"] in ("linear", "yarn")
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", None),
+        "attention.key_length": own_dim,
+        "attention.value_length": own_dim,
+        "vocab_size": config.vocab_size if arch in _PERMUTED else None,
+        "rope.freq_base": None if arch in ("gemma", "gemma2") else rope["rope_theta"],  # which llama.cpp knows
+        "rope.dimension_count": rotated if arch in (*_PERMUTED, "phi3", "glm4") else None,
+        "rope.scaling.type": rope["rope_type"] if scaled else None,
+        "rope.scaling.factor": rope["factor"] if scaled else None,
+        "rope.scaling.original_context_length": (rope if scaled else config.to_dict()).get(_TRAINED),
+        **_more_metadata(config, arch),
+    }
+
+
+def _more_metadata(config: PreTrainedConfig, arch: str) -> dict[str, Value | None]:
+    """Keys that few have."""
+    window = {"attention.sliding_window": getattr(config, "sliding_window", None)}
+    capped = {"final_logit_softcapping": getattr(config, "final_logit_softcapping", None)}
+    match arch:
+        case "gemma2":
+            return window | capped | {"attn_logit_softcapping": config.attn_logit_softcapping}
+        case "gemma3":
+            return window | capped
+        case "phi3":
+            return {"attention.sliding_window": config.sliding_window or 0}
+        case "olmo2" if config.model_type == "olmo3":
+            windowed = [kind == "sliding_attention" for kind in config.layer_types]
+            return window | {"attention.sliding_window_pattern": windowed}
+        case "granite":
+            scales = {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
+            return scales | {"attention.scale": config.attention_multiplier, "logit_scale": config.logits_scaling}
+    return {}

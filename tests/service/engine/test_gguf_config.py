@@ -1,0 +1,179 @@
+"""What a GGUF file's keys mean: each is read, known to have no effect, or refuses the start."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from transformers import PreTrainedConfig
+
+from service.engine.gguf_config import ARCHITECTURES, config_of
+from service.engine.gguf_reader import GGUFFile, GGUFTensor
+from service.errors import StartupError
+
+EMBEDDING = GGUFTensor((320, 64), GGMLQuantizationType.F32, np.zeros((320, 64), dtype=np.float32))
+KEYS: dict[str, Any] = {
+    "context_length": 4096,
+    "embedding_length": 64,
+    "block_count": 6,
+    "feed_forward_length": 128,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5,
+}
+
+
+def file_of(architecture: str = "llama", *tensors: str, **keys: object) -> GGUFFile:
+    """A file of these keys, `a__b` for `a.b`; None: without the key."""
+    epsilon = ARCHITECTURES[architecture].epsilon[0] if architecture in ARCHITECTURES else ""
+    own = {name: value for name, value in KEYS.items() if "epsilon" not in name or name == epsilon}
+    own |= {name.replace("__", "."): value for name, value in keys.items()}
+    given = {f"{architecture}.{name}": value for name, value in own.items() if value is not None}
+    found = dict.fromkeys(["token_embd.weight", "output.weight", *tensors], EMBEDDING)
+    return GGUFFile(Path("a.gguf"), {"general.architecture": architecture, **given}, found, ())
+
+
+def rope(config: PreTrainedConfig) -> dict[str, Any]:
+    return dict(config.rope_parameters)
+
+
+def test_sizes_of_a_llama() -> None:
+    config = config_of(
+        file_of(
+            attention__head_count_kv=2, attention__key_length=32, attention__value_length=32, rope__dimension_count=32
+        )
+    )
+    assert (config.model_type, config.vocab_size, config.hidden_size, config.head_dim) == ("llama", 320, 64, 32)
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings) == (6, 2, 4096)
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert rope(config) == {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def test_what_is_not_stated_is_as_in_llama_cpp() -> None:
+    config = config_of(file_of())
+    assert (config.num_key_value_heads, config.head_dim, config.rope_parameters["rope_theta"]) == (4, 16, 10_000.0)
+
+
+def test_biases_are_there_if_their_tensors_are() -> None:
+    config = config_of(file_of("llama", "blk.0.attn_q.bias", "blk.0.ffn_up.bias"))
+    assert (config.attention_bias, config.mlp_bias) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, {"rope_type": "default"}),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 0.0}, {"rope_type": "default"}),
+        (
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 1024,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 1024,
+            },
+        ),
+    ],
+)
+def test_scaled_positions(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert rope(config_of(file_of("llama", **keys))) == {"rope_theta": 10_000.0, **expected}
+
+
+def test_yarn_has_the_attention_factor_of_the_file() -> None:
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
+    found = rope(config_of(file_of("qwen2", **keys)))
+    assert found["attention_factor"] == pytest.approx(0.5 * 1.1386294)
+    assert found["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "complaint"),
+    [
+        ("llama", {"context_length": None}, r"llama\.context_length is missing"),
+        ("llama", {"expert_count": 8}, "expert_count is 8"),
+        ("llama", {"attention__causal": False}, "attention.causal is False"),
+        ("llama", {"attention__sliding_window": 4096}, r"does not know the key llama\.attention\.sliding_window"),
+        ("llama", {"attention__value_length": 8}, "value_length is 8"),
+        ("llama", {"rope__dimension_count": 8}, "dimension_count is 8"),
+        ("llama", {"rope__scaling__type": "longrope"}, "scaling.type is 'longrope'"),
+        ("llama", {"rope__scaling__attn_factor": 2.0}, "attn_factor is 2.0"),
+        ("llama", {"attention__head_count": [4, 4, 4, 4, 4, 8]}, "head_count differs between layers"),
+        ("qwen2", {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
+        ("gemma3", {}, r"gemma3\.attention\.sliding_window is missing"),
+        ("phi3", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "scaling.type is 'yarn'"),
+        ("mamba", {}, "does not read GGUF files of architecture 'mamba'"),
+    ],
+)
+def test_what_would_change_the_forward_is_refused(architecture: str, keys: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(StartupError, match=complaint):
+        config_of(file_of(architecture, **keys))
+
+
+def test_keys_without_effect_are_passed_over() -> None:
+    without = {"vocab_size": 320, "expert_count": 0, "expert_used_count": 0, "attention__causal": True}
+    assert (
+        config_of(file_of("llama", rope__scaling__finetuned=False, **without)).to_dict()
+        == config_of(file_of()).to_dict()
+    )
+
+
+def test_lists_of_one_value_are_that_value() -> None:
+    assert config_of(file_of(attention__head_count_kv=[2] * 6)).num_key_value_heads == 2
+
+
+def test_longrope_is_named() -> None:
+    with pytest.raises(StartupError, match=r"rope_factors_long\.weight.*longrope"):
+        config_of(file_of("phi3", "rope_factors_long.weight"))
+
+
+def test_a_part_of_each_head_is_rotated() -> None:
+    assert rope(config_of(file_of("phi3", rope__dimension_count=12)))["partial_rotary_factor"] == 0.75
+
+
+def test_windows_of_gemma() -> None:
+    second = config_of(file_of("gemma2", attention__key_length=32, attention__value_length=32))
+    assert (second.sliding_window, second.attn_logit_softcapping, second.query_pre_attn_scalar) == (4096, 50.0, 32)
+    assert second.layer_types == ["sliding_attention", "full_attention"] * 3
+    scaled = {"rope__freq_base": 1e6, "rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+    third = config_of(file_of("gemma3", attention__sliding_window=512, **scaled))
+    assert third.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert third.rope_parameters["full_attention"] == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert third.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def test_olmo_with_windows_is_the_third() -> None:
+    pattern = {"attention__sliding_window": 512, "attention__sliding_window_pattern": [True, False, True] * 2}
+    scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
+    config = config_of(file_of("olmo2", **pattern, **scaled))
+    assert (config.model_type, config.sliding_window) == ("olmo3", 512)
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"] * 2
+    assert config.rope_parameters["full_attention"]["rope_type"] == "yarn"
+    assert config.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 5e5}
+    assert config_of(file_of("olmo2")).model_type == "olmo2"
+
+
+def test_the_largest_gemmas_scale_scores_by_the_width_of_all_heads() -> None:
+    config = config_of(file_of("gemma2", block_count=46, attention__key_length=32, attention__value_length=32))
+    assert config.query_pre_attn_scalar == 16
+
+
+def test_multipliers_of_granite() -> None:
+    keys = {"attention__scale": 0.02, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
+    config = config_of(file_of("granite", **keys))
+    found = (
+        config.attention_multiplier,
+        config.embedding_multiplier,
+        config.residual_multiplier,
+        config.logits_scaling,
+    )
+    assert found == (0.02, 12.0, 0.22, 8.0)
+    assert config_of(file_of("granite", logit_scale=1.0)).attention_multiplier == 0.25
