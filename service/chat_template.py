@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from typing import Any, Literal, NamedTuple
 
 import pydantic_core
@@ -187,15 +187,22 @@ class Traits:
             yield {name: value for name, value in turn.items() if name != "tool_calls"}
             turn = {"role": "assistant", "content": ""}
         groups = [[call] for call in calls] if self.calls == "one" else [calls]
-        for group in groups:
-            names = {call["id"]: call["function"]["name"] for call in group}
-            shown = [{**call, "id": short_id(call["id"])} if self.short_ids else call for call in group]
-            content = turn["content"] or (None if self.null_content else "")
-            yield {**turn, "content": content, "tool_calls": shown}
-            is_last = group is groups[-1]
-            yield from self._results([one for one in results if is_last or one.get("tool_call_id") in names], names)
-            results = [one for one in results if one.get("tool_call_id") not in names]
+        by_call: dict[str, list[Turn]] = {}
+        for result in results if len(groups) > 1 else ():
+            by_call.setdefault(str(result.get("tool_call_id")), []).append(result)
+        for group in groups[:-1]:
+            yield from self._group(turn, group, by_call.pop(str(group[0]["id"]), []))
             turn = {"role": "assistant", "content": ""}
+        left = results if len(groups) == 1 else [*chain.from_iterable(by_call.values())]
+        yield from self._group(turn, groups[-1], left)
+
+    def _group(self, turn: Turn, calls: Sequence[Any], results: Sequence[Turn]) -> Iterator[Turn]:
+        """A turn of these calls, and its results."""
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        shown = [{**call, "id": short_id(call["id"])} if self.short_ids else call for call in calls]
+        content = turn["content"] or (None if self.null_content else "")
+        yield {**turn, "content": content, "tool_calls": shown}
+        yield from self._results(results, names)
 
     def _results(self, results: Sequence[Turn], names: Mapping[str, str]) -> Iterator[Turn]:
         """Results of calls; `names`: of their functions, by id."""
@@ -233,21 +240,28 @@ class Traits:
             turns = [*turns[:start], {"role": "user", "content": ""}, *turns[start:]]
         if not self.alternates:
             return turns
-        ordered: list[Turn] = []
+        ordered: list[list[Turn]] = []  # each becomes one turn
         spoke = "assistant"
         for turn in turns:
             role = turn["role"]
             if role in ("user", "assistant") and not turn.get("tool_calls"):
-                before = ordered[-1] if ordered else {}
+                before = ordered[-1][0] if ordered else {}
                 if role == spoke == before.get("role") and not before.get("tool_calls"):
-                    texts = (name for name in ("content", "reasoning_content") if name in before or name in turn)
-                    ordered[-1] = before | {name: _joined(before.get(name), turn.get(name)) for name in texts}
+                    ordered[-1].append(turn)
                     continue
                 if role == spoke:
-                    ordered.append({"role": "user" if role == "assistant" else "assistant", "content": ""})
+                    ordered.append([{"role": "user" if role == "assistant" else "assistant", "content": ""}])
                 spoke = role
-            ordered.append(turn)
-        return ordered
+            ordered.append([turn])
+        return [_as_one(group) for group in ordered]
+
+
+def _as_one(turns: Sequence[Turn]) -> Turn:
+    """Neighbours of one role as one turn."""
+    if len(turns) == 1:
+        return turns[0]
+    texts = [name for name in ("content", "reasoning_content") if any(name in turn for turn in turns)]
+    return turns[0] | {name: _joined(*(turn.get(name) for turn in turns)) for name in texts}
 
 
 def _rounds(turns: Sequence[Turn]) -> Iterator[tuple[Turn, list[Turn]]]:

@@ -6,8 +6,6 @@ import copy
 import hashlib
 import inspect
 import json
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -15,7 +13,7 @@ from typing import Any
 
 import jinja2
 from pydantic import JsonValue
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -23,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from service.chat_template import Traits, Turn, probe
 from service.errors import InvalidRequest, StartupError
+from service.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
 
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -35,7 +34,6 @@ _ADDING = (
     ("Replace", "ByteFallback", "Fuse", "Strip"),
 )
 """Decoders that join the texts of whole tokens, but for what they strip from the beginning."""
-_CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>")
 _RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "messages",
     "conversations",
@@ -50,16 +48,6 @@ _TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-
-
-def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """Ids, by name, of the added tokens that are never text: special ones, and those in the form <|name|>, which some
-    families do not mark as special."""
-    return {
-        token.content: token_id
-        for token_id, token in added.items()
-        if token.special or _CONTROL_NAME.fullmatch(token.content)
-    }
 
 
 _NO_TEMPLATE = Traits(calls="text", results="user", arguments="text")
@@ -87,6 +75,11 @@ class IncrementalDetokenizer:
     def is_at_start(self) -> bool:
         """Whether neither text nor prompt precede: there, some tokenizers drop the blank before a word."""
         return not self._window
+
+    @property
+    def num_held(self) -> int:
+        """Number of tokens for single bytes that are held back."""
+        return len(self._run)
 
     @property
     def held(self) -> str:
@@ -209,6 +202,7 @@ class ChatTokenizer:
         self.skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = self._find_bytes()
         self.texts = _Texts(self, self._parsing)
+        self._names = SpecialNames(self.special_ids)
         self._reserved_kwargs = _RESERVED_TEMPLATE_KWARGS | tokenizer.special_tokens_map.keys()
         template = self.chat_template
         self._traits = (_NO_TEMPLATE, _NO_TEMPLATE) if template is None else probe(self._tried, template)
@@ -290,12 +284,10 @@ class ChatTokenizer:
         """Raise StartupError if the model has no row for one of the tokens."""
         if self.vocab_size + len(self.unknown_ids(vocab_size)) == vocab_size:
             return
-        # transformers adds the special tokens that a class of tokenizers has by default; none of them is ever text.
-        by_default = set(self._tokenizer.special_tokens_map.values())
+        # Control tokens may lie beyond: transformers adds its own, and a prompt that holds one is a 400.
         vocab = self._parsing.get_vocab(with_added_tokens=True)
-        beyond = sorted(
-            (index, name) for name, index in vocab.items() if index >= vocab_size and name not in by_default
-        )
+        special = self.special_ids
+        beyond = sorted((index, name) for name, index in vocab.items() if index >= vocab_size and name not in special)
         if beyond:
             first, name = beyond[0]
             raise StartupError(
@@ -320,7 +312,7 @@ class ChatTokenizer:
                 )
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
-        guard = _SpecialTokenGuard(tuple(self.special_ids))
+        guard = SpecialTokenGuard(self._names)
         turns, listed = self.traits(with_tools=bool(tools)).in_its_terms(messages, tools)
         try:
             rendered = self._rendered(
@@ -354,7 +346,7 @@ class ChatTokenizer:
         except _TEMPLATE_ERRORS:
             return ""
 
-    def _encode_guarded(self, rendered: str, guard: "_SpecialTokenGuard") -> list[int]:
+    def _encode_guarded(self, rendered: str, guard: SpecialTokenGuard) -> list[int]:
         """Parse the template's special tokens, and encode the text between them as plain text."""
         encoding = self._parsing.encode(rendered, add_special_tokens=False)
         control_ids = frozenset(self.special_ids.values())
@@ -366,35 +358,3 @@ class ChatTokenizer:
                 ids.append(token_id)
                 run_start = end
         return ids + self.encode(guard.reveal(rendered[run_start:]))
-
-
-class _SpecialTokenGuard:
-    """Replaces names of special tokens in a client's strings by random words, so that the rendered prompt does not
-    contain them as control tokens. A template sees the rest of the strings unchanged."""
-
-    def __init__(self, special_strings: Sequence[str]) -> None:
-        self._nonce = secrets.token_hex(12)
-        self._specials = sorted(special_strings, key=len, reverse=True)
-        self._find = re.compile("|".join(map(re.escape, self._specials))) if self._specials else None
-        self._find_word = re.compile(self._nonce + r"x(\d+)x")
-        self.hid_something = False
-
-    def hide(self, value: JsonValue) -> JsonValue:
-        """The value with the names in all of its strings replaced."""
-        if isinstance(value, list):
-            return [self.hide(item) for item in value]
-        if isinstance(value, dict):
-            return {str(self.hide(name)): self.hide(item) for name, item in value.items()}
-        if not isinstance(value, str) or self._find is None or self._find.search(value) is None:
-            return value
-        self.hid_something = True
-        return self._find.sub(lambda match: f"{self._nonce}x{self._specials.index(match[0])}x", value)
-
-    def reveal(self, text: str) -> str:
-        revealed = self._find_word.sub(lambda match: self._specials[int(match[1])], text)
-        if self._nonce in revealed.lower():
-            raise InvalidRequest(
-                "The messages contain special tokens that this model's chat template cannot keep as text.",
-                param="messages",
-            )
-        return revealed

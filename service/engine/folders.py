@@ -16,10 +16,12 @@ _INDEX = "model.safetensors.index.json"
 
 def refuse_doubled(folder: Path) -> None:
     """Raise StartupError where the files of a local folder hold a tensor twice: readers take the last one silently."""
-    index = folder / _INDEX
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+    index, names = folder / _INDEX, {"model.safetensors"}
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StartupError(f"{index}: it does not say which file holds which weight: {error!r}") from error
     found: dict[str, str] = {}
     for file in sorted(folder / name for name in names):
         for key in _keys(file) if file.is_file() else ():
@@ -31,12 +33,13 @@ def refuse_doubled(folder: Path) -> None:
 def _keys(file: Path) -> list[str]:
     """The names in a file's header, doubled ones twice: eight bytes of length, then JSON."""
     with file.open("rb") as stream:
-        header = stream.read(int.from_bytes(stream.read(8), "little"))
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, file.stat().st_size))
     try:
         pairs: list[tuple[str, Any]] = json.loads(header, object_pairs_hook=list)
-    except ValueError as error:
+        return [name for name, _ in pairs if name != "__metadata__"]
+    except (ValueError, TypeError) as error:
         raise StartupError(f"{file}: its weights are damaged, copy or download them again: {error}") from error
-    return [name for name, _ in pairs if name != "__metadata__"]
 
 
 def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from service.engine.gguf_reader import GGUFFile
@@ -31,7 +32,7 @@ _NO_EFFECT = frozenset(
     }
 )
 _LOCAL_THETA = 10_000.0  # of Gemma 3's windowed layers, which its files did not state at first
-_GEMMA_27B = {46: 144, 62: 168}  # layers of the two Gemmas whose scores are scaled by hidden_size / heads
+_GEMMA_27B = (46, 62)  # numbers of layers of the two Gemmas whose scores are scaled by hidden_size / heads
 
 
 class Metadata:
@@ -52,6 +53,10 @@ class Metadata:
         if len(set(value)) != 1:
             raise StartupError(f"{self._file}: {self.prefix}{name} differs between layers, which adaptree cannot run")
         return value[0]
+
+    def drop(self, *prefixes: str) -> None:
+        """Pass over the keys of a part that the file does not hold."""
+        self._unread = {name: value for name, value in self._unread.items() if not name.startswith(prefixes)}
 
     def need(self, name: str) -> Any:
         """The value of a key. Raises StartupError where the file has none."""
@@ -132,6 +137,16 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
     """The transformers config of a file. Raises StartupError for an architecture, a key or a value that adaptree does
     not run as llama.cpp does."""
     architecture, keys = architecture_of(file), Metadata(file)
+    _refuse_longrope(file)
+    try:
+        return _config(architecture, keys, file)
+    except (TypeError, ArithmeticError, StrictDataclassError) as error:
+        raise StartupError(
+            f"{file.path.name}: a key has a value of another kind than its name says: {error}"
+        ) from error
+
+
+def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTrainedConfig:
     values = _common(architecture, keys, file)
     values |= dict(architecture.constants)
     values |= architecture.more(values, keys, file)
@@ -140,6 +155,15 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
     keys.refuse_unread()
     config: PreTrainedConfig = CONFIG_MAPPING[values.pop("model_type", architecture.model_type)](**values)
     return config
+
+
+def _refuse_longrope(file: GGUFFile) -> None:
+    long = [name for name in file.tensors if name.startswith("rope_factors_")]
+    if long:
+        raise StartupError(
+            f"{file.path.name}: tensor {long[0]!r}: rotary positions are scaled by the length of the text (longrope), "
+            "which makes one request's text depend on another's length; use a file for a shorter context"
+        )
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -233,7 +257,8 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Rotary scaling is that of the layers without window."""
+    """Rotary scaling is that of the layers without window. Some files describe the part for images, too."""
+    keys.drop("mm.", "vision.")
     local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", _LOCAL_THETA)}
     return {
         "sliding_window": keys.need("attention.sliding_window"),
@@ -259,12 +284,6 @@ def _layer_types(values: Values, keys: Metadata, *, period: int) -> list[str]:
 
 
 def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    long = [name for name in file.tensors if name.startswith("rope_factors_")]
-    if long:
-        raise StartupError(
-            f"{file.path.name}: tensor {long[0]!r}: rotary positions are scaled by the length of the text (longrope), "
-            "which makes one request's text depend on another's length; use a file for a shorter context"
-        )
     rope = values["rope_parameters"]
     if rope["rope_type"] != "default":
         raise keys.refuse("rope.scaling.type", repr(rope["rope_type"]))

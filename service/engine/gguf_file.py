@@ -47,7 +47,7 @@ def load_gguf(
         try:
             ordered = _as_transformers_has_it(tensor, name, config, architecture)
             kept[_take(model, name, places.get(name), ordered, in_blocks)] += prod(tensor.shape)
-        except (NotImplementedError, ValueError, RuntimeError) as error:
+        except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
             raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
         file.give_back()
     if config.tie_word_embeddings:

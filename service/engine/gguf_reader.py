@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from service.errors import StartupError
 
+_KINDS = {kind.value for kind in GGMLQuantizationType}
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT = 32  # of tensors, where the file states none
 _SCALARS: Mapping[GGUFValueType, str] = {
@@ -75,7 +76,7 @@ class GGUFFile:
 def part_paths(path: Path) -> list[Path]:
     """The files of a model, given the first. Raises StartupError for another one than the first."""
     named = _PART.fullmatch(path.name)
-    if named is None:
+    if named is None or int(named[3]) == 0:
         return [path]
     parts = [path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf") for number in range(1, int(named[3]) + 1)]
     if int(named[2]) != 1:
@@ -92,7 +93,7 @@ def open_gguf(path: Path) -> GGUFFile:
     parts = [_open_part(one) for one in paths]
     tensors: dict[str, GGUFTensor] = {}
     for one in parts:
-        count = one.fields.get("split.count", 1)
+        count = one.fields.get("split.count") or 1  # merging leaves 0
         if count != len(paths):
             raise StartupError(
                 f"{one.path} is one of {count} files of a split model: keep their names, as in "
@@ -135,7 +136,9 @@ class _Cursor:
         num_tensors, num_fields = self._number("<Q"), self._number("<Q")
         fields = _distinct("key", self._fields(num_fields))
         infos = _distinct("tensor", self._infos(num_tensors))
-        alignment = int(fields.get("general.alignment", _ALIGNMENT))
+        alignment = fields.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         return fields, {name: self._tensor(name, start, *info) for name, info in infos.items()}
 
@@ -148,7 +151,12 @@ class _Cursor:
         for _ in range(count):
             name, dims = self._string(), self._number("<I")
             shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
-            yield name, (shape, GGMLQuantizationType(self._number("<I")), self._number("<Q"))
+            kind = self._number("<I")
+            if kind not in _KINDS:
+                raise StartupError(
+                    f"tensor {name!r} has the type {kind}, which adaptree does not know; use another file"
+                )
+            yield name, (shape, GGMLQuantizationType(kind), self._number("<Q"))
 
     def _tensor(
         self, name: str, start: int, shape: tuple[int, ...], kind: GGMLQuantizationType, offset: int

@@ -6,6 +6,7 @@ is refused, since any other cut gives other tokens than the model was trained on
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
 """The library's names of the special tokens that a file gives as `NAME_token_id`. One for padding may be plain text."""
 _ALWAYS_CONTROL = re.compile(
     r"<\|(?:eot_id|eom_id|im_end|end|endoftext|fim_prefix|fim_suffix|fim_middle)\|>"
-    "|<(?:end_of_turn|EOT|fim[-_]prefix|fim[-_]suffix|fim[-_]middle)>"
+    "|<(?:start_of_turn|end_of_turn|EOT|fim[-_]prefix|fim[-_]suffix|fim[-_]middle)>"
 )
 """Tokens that control, whatever type a careless conversion gave them."""
 _PHI3 = ("phi-3", "phi3")
@@ -104,15 +105,16 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
     names = [name or f"[EMPTY_{index}]" for index, name in enumerate(_list(fields, "tokens", str))]
     twice = len(names) - len(set(names))
     if twice:
-        name = next(name for index, name in enumerate(names) if name in names[:index])
+        ((name, _),) = Counter(names).most_common(1)
         raise _refused("tokens", f"{name!r} is in it twice ({twice} doubled tokens)")
     types = _list(fields, "token_type", int, len(names)) if _KEY + "token_type" in fields else [_NORMAL] * len(names)
     usual = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
     ids: dict[str, object] = {name: at for name, at in usual.items() if types[at : at + 1] in ([_UNKNOWN], [_CONTROL])}
     ids |= {name: fields[key] for name in _NAMED if (key := f"{_KEY}{name}_token_id") in fields}
-    wrong = [name for name, token in ids.items() if not isinstance(token, int) or not 0 <= token < len(names)]
+    ends = {name: fields[key] for name in ("eot", "eom") if (key := f"{_KEY}{name}_token_id") in fields}
+    wrong = [name for name, token in (ids | ends).items() if not isinstance(token, int) or not 0 <= token < len(names)]
     if wrong:
-        raise _refused(f"{wrong[0]}_token_id", f"there is no token {ids[wrong[0]]!r} among {len(names)}")
+        raise _refused(f"{wrong[0]}_token_id", f"there is no token {(ids | ends)[wrong[0]]!r} among {len(names)}")
     named = {_NAMED[name]: names[token] for name, token in ids.items() if isinstance(token, int)}
     return _Tokens(names, types, named, is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS)
 
@@ -122,7 +124,7 @@ def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
     name = str(fields.get(_KEY + "pre") or "default")
     if name not in _CUT_OF:
         raise _refused("pre", f"how {name!r} cuts text is not known here; known are {', '.join(sorted(_CUT_OF))}")
-    vocab = {token: index for index, token in enumerate(tokens.names) if tokens.types[index] != _UNUSED}
+    vocab = _used(tokens)
     merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUT_OF[name]]
@@ -144,7 +146,7 @@ def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
         for cut in range(1, len(name))
         if name[:cut] in made and name[cut:] in made
     ]
-    vocab = {name: index for index, name in enumerate(tokens.names)}
+    vocab = _used(tokens)
     backend = Tokenizer(
         BPE(vocab=vocab, merges=merges, unk_token=tokens.named.get("unk_token"), fuse_unk=True, byte_fallback=True)
     )
@@ -154,6 +156,13 @@ def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if begins_with_blank else steps)
     return backend
+
+
+def _used(tokens: _Tokens) -> dict[str, int]:
+    """Ids by name, without unused tokens that have no part to play."""
+    special = {*tokens.named.values(), *filter(_ALWAYS_CONTROL.fullmatch, tokens.names)}
+    both = enumerate(zip(tokens.names, tokens.types, strict=True))
+    return {name: index for index, (name, kind) in both if kind != _UNUSED or name in special}
 
 
 def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:

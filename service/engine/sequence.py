@@ -9,6 +9,8 @@ from service.engine.requests import FinishReason, GenerationRequest, SamplingPar
 from service.engine.sampling import SamplingState
 from service.tokenizer import IncrementalDetokenizer
 
+_SEARCHED_RUN = 256  # tokens for single bytes: each reads all that are held, to find a stop string among them
+
 
 class TextStream:
     """Detokenizes token by token and holds back text that may begin a stop string.
@@ -36,7 +38,7 @@ class TextStream:
         if not self._stop:
             return None  # read when the text is taken, all tokens of a step at once
         self._read()
-        held = self._detokenizer.held
+        held = self._detokenizer.held if self._detokenizer.num_held <= _SEARCHED_RUN else ""
         return self._search(self._pending if "\ufffd" in held else self._pending + held)
 
     def take(self) -> str:

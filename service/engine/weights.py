@@ -156,9 +156,9 @@ def _from_folder(
 def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     """The configuration of a model's decoder, without loading the model. Raises StartupError."""
     file = gguf_file(name)
-    if file is not None:
-        return config_of(open_gguf(file)).to_dict()
     try:
+        if file is not None:
+            return config_of(open_gguf(file)).to_dict()
         return _read_config(resolve(name), revision=revision or "main").get_text_config().to_dict()
     except (OSError, ValueError, StrictDataclassError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error

@@ -26,6 +26,7 @@ LEAVES = (
     "service.thinking",
     "service.tools",
     "service.chat_template",
+    "service.special_tokens",
 )
 RECORDS = (
     "service.engine.requests",

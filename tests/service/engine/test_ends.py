@@ -115,9 +115,9 @@ def test_a_word_of_the_template_is_no_end() -> None:
     ],
 )
 def test_ends_of_a_gguf_file(stated: dict[str, str], expected: set[str]) -> None:
-    """Those that it states, and control tokens with the name of one; <end_of_turn> is a word of this vocabulary."""
+    """Those that it states, and control tokens with the name of one; <EOT> is a word of this vocabulary."""
     tokenizer = tokenizer_of("<|endoftext|>", "<|eom_id|>", "<x>")
-    tokenizer.add_tokens(["<end_of_turn>"])
+    tokenizer.add_tokens(["<EOT>"])
     fields = {f"tokenizer.ggml.{key}_token_id": ids_of(tokenizer, name)[0] for key, name in stated.items()}
     found = names_of_ends(gguf_end_ids(fields, tokenizer), tokenizer)
     assert set(found.split()) == {IM_END, "<|endoftext|>", "<|eom_id|>"} | expected

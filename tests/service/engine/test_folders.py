@@ -88,6 +88,21 @@ def test_shards_are_read_and_a_tensor_in_two_of_them_is_named(tmp_path: Path) ->
         load(folder)
 
 
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1", "[" * 8 + "[]"])
+def test_a_file_that_is_no_checkpoint_is_named(text: str, tmp_path: Path) -> None:
+    folder = tiny_model("llama", tmp_path)
+    (folder / FILE).write_text(text)
+    with pytest.raises(StartupError, match="its weights are damaged"):
+        load(folder)
+
+
+def test_an_index_without_a_map_is_named(tmp_path: Path) -> None:
+    folder = sharded(tiny_model("llama", tmp_path))
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(StartupError, match="which file holds which weight"):
+        load(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tiny_model("llama", tmp_path))
     gone = sorted(folder.glob("model-*.safetensors"))[0]

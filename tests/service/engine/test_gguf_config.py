@@ -110,6 +110,8 @@ def test_yarn_has_the_attention_factor_of_the_file() -> None:
         ("qwen2", {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
         ("gemma3", {}, r"gemma3\.attention\.sliding_window is missing"),
         ("phi3", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "scaling.type is 'yarn'"),
+        ("llama", {"attention__head_count": 0}, "a value of another kind"),
+        ("llama", {"block_count": "two"}, "a value of another kind"),
         ("mamba", {}, "does not read GGUF files of architecture 'mamba'"),
     ],
 )
@@ -137,6 +139,11 @@ def test_longrope_is_named() -> None:
 
 def test_a_part_of_each_head_is_rotated() -> None:
     assert rope(config_of(file_of("phi3", rope__dimension_count=12)))["partial_rotary_factor"] == 0.75
+
+
+def test_keys_of_a_part_for_images_are_passed_over() -> None:
+    images = {"mm__tokens_per_image": 256, "vision__block_count": 27}
+    assert config_of(file_of("gemma3", attention__sliding_window=512, **images)).model_type == "gemma3_text"
 
 
 def test_windows_of_gemma() -> None:

@@ -113,6 +113,33 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
         open_gguf(first)
 
 
+def test_a_merged_file_is_whole(tmp_path: Path) -> None:
+    assert list(open_gguf(write(tmp_path / "merged.gguf", ["a"], part=(0, 0))).tensors) == ["a", "blocks-a"]
+
+
+def test_an_unknown_type_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", ["last"])
+    kind = GGMLQuantizationType.Q8_0.to_bytes(4, "little")
+    place = path.read_bytes().rindex(b"blocks-last")
+    data = bytearray(path.read_bytes())
+    at = data.index(kind, place + 28)
+    data[at : at + 4] = (99).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(StartupError, match="'blocks-last' has the type 99"):
+        open_gguf(path)
+
+
+def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_uint32("general.alignment", 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(StartupError, match=r"general\.alignment is 0"):
+        open_gguf(path)
+
+
 def test_parts_share_no_tensor(tmp_path: Path) -> None:
     first = write(tmp_path / "m-00001-of-00002.gguf", ["a"], part=(0, 2))
     write(tmp_path / "m-00002-of-00002.gguf", ["b", "a"], part=(1, 2))
