@@ -271,12 +271,12 @@ def start_up_line(assembly: Assembly) -> str:
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
         kernels += f" ({NO_KERNELS})"
-    family = assembly.loaded.model.config.get_text_config().model_type
+    family = loaded.model.config.get_text_config().model_type
     unverified = "" if family in VERIFIED else f" (family {family}: unverified)"
     steps = "in CUDA graphs" if target.capture is not None else "not in CUDA graphs"
     return (
         f"adaptree {__version__}: model {assembly.config.public_model_name}{unverified}, device {target.device}, "
-        f"dtype {assembly.loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
+        f"dtype {loaded.dtype_name}, KV cache {target.pool.num_slots - 1} tokens, "
         f"context {assembly.limits.max_model_len}, steps {steps}, numerics: {assembly.numerics}, kernels: {kernels}, "
         f"drafter {assembly.drafter_name}, ends {names_of_ends(loaded.eos_token_ids, loaded.tokenizer)}"
     )

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -100,7 +101,7 @@ def _model(config: ServiceConfig) -> str:
 
 
 def _ends(config: ServiceConfig) -> str:
-    name, tokenizer = config.model_source, _tokenizer(config)
+    name, tokenizer = config.model_source, _tokenizer(config.model_source, config.revision)
     described, file = AutoConfig.for_model(**target_config(name, revision=config.revision)), gguf_file(name)
     generation, gguf_ids = None, frozenset[int]()
     if file is not None:
@@ -112,19 +113,20 @@ def _ends(config: ServiceConfig) -> str:
 
 
 def _template(config: ServiceConfig) -> str:
-    tokenizer = ChatTokenizer(_tokenizer(config))
+    tokenizer = ChatTokenizer(_tokenizer(config.model_source, config.revision))
     if tokenizer.chat_template is None:
         return "none: only /v1/completions is of use"
     return tokenizer.traits(with_tools=True).described
 
 
-def _tokenizer(config: ServiceConfig) -> PreTrainedTokenizerBase:
+@cache  # two checks read it
+def _tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, without its weights. Raises StartupError."""
-    name, file = config.model_source, gguf_file(config.model_source)
+    file = gguf_file(name)
     if file is not None:
         return tokenizer_of(open_gguf(file).fields)
-    options = {"revision": config.revision or "main", "trust_remote_code": False}
-    described = AutoConfig.for_model(**target_config(name, revision=config.revision))
+    options = {"revision": revision or "main", "trust_remote_code": False}
+    described = AutoConfig.for_model(**target_config(name, revision=revision))
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(name), config=described, **options)
     except (OSError, ValueError) as error:

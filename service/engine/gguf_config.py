@@ -39,11 +39,9 @@ class Metadata:
     """The keys of a file's architecture, without its name; remembers which were read."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self._file, prefix = file.path.name, f"{file.architecture}."
-        self.prefix = prefix
-        self._unread = {
-            name.removeprefix(prefix): value for name, value in file.fields.items() if name.startswith(prefix)
-        }
+        self._file, self.prefix = file.path.name, f"{file.architecture}."
+        own = (name for name in file.fields if name.startswith(self.prefix))
+        self._unread = {name.removeprefix(self.prefix): file.fields[name] for name in own}
 
     def take(self, name: str, default: Any = None, *, by_layer: bool = False) -> Any:
         """The value of a key, or the default. `by_layer`: a list with a value for each layer may have several."""
@@ -94,8 +92,6 @@ class Architecture:
     """How the files of one architecture differ from Llama's."""
 
     model_type: str  # in transformers
-    constants: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Config fields that no key states."""
     tensors: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Modules of a layer by the names of their tensors, where they differ from `_LAYER`."""
     more: Callable[[Values, Metadata, GGUFFile], Values] = _nothing_more
@@ -148,7 +144,6 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
 
 def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTrainedConfig:
     values = _common(architecture, keys, file)
-    values |= dict(architecture.constants)
     values |= architecture.more(values, keys, file)
     keys.expect("attention.causal", True)
     keys.expect("expert_count", 0)
@@ -259,14 +254,19 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """Rotary scaling is that of the layers without window. Some files describe the part for images, too."""
     keys.drop("mm.", "vision.")
-    local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", _LOCAL_THETA)}
     return {
         "sliding_window": keys.need("attention.sliding_window"),
         "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _gemma_scalar(values),
         "layer_types": _layer_types(values, keys, period=6),
-        "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
+        "rope_parameters": _rope_by_layer(values, keys.take("rope.freq_base_swa", _LOCAL_THETA)),
     }
+
+
+def _rope_by_layer(values: Values, theta: float) -> Values:
+    """The file's rotary parameters for layers that see the whole text; unscaled ones of base `theta` for windows."""
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {"full_attention": values["rope_parameters"], "sliding_attention": local}
 
 
 def _gemma_scalar(values: Values) -> int:
@@ -303,15 +303,14 @@ def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
     """With windows it is an OLMo 3, whose windowed layers have unscaled positions."""
-    window, rope = keys.take("attention.sliding_window", 0), values["rope_parameters"]
+    window = keys.take("attention.sliding_window", 0)
     if not window:
         return {}
-    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {
         "model_type": "olmo3",
         "sliding_window": window,
         "layer_types": _layer_types(values, keys, period=4),
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "rope_parameters": _rope_by_layer(values, values["rope_parameters"]["rope_theta"]),
     }
 
 
@@ -319,7 +318,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", more=_biases, pairs_adjacent=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", tensors=_HEAD_NORMS),
-    "gemma": Architecture("gemma", constants={"hidden_act": "gelu_pytorch_tanh"}, norms_plus_one=True),
+    "gemma": Architecture("gemma", norms_plus_one=True),
     "gemma2": Architecture("gemma2", tensors=_GEMMA_NORMS, more=_gemma2, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", tensors=_HEAD_NORMS | _GEMMA_NORMS, more=_gemma3, norms_plus_one=True),
     "phi3": Architecture(
@@ -349,7 +348,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "starcoder2": Architecture(
         "starcoder2",
         tensors={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        constants={"sliding_window": None},
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
     ),
 }

@@ -47,7 +47,7 @@ def load_gguf(
         try:
             ordered = _as_transformers_has_it(tensor, name, config, architecture)
             kept[_take(model, name, places.get(name), ordered, in_blocks)] += prod(tensor.shape)
-        except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
+        except (NotImplementedError, ValueError, RuntimeError) as error:
             raise StartupError(f"{file.path.name}: tensor {name!r} cannot be used: {error}") from error
         file.give_back()
     if config.tie_word_embeddings:
@@ -100,7 +100,9 @@ def _as_transformers_has_it(
 
 def _scale_frequencies(model: PreTrainedModel, factors: GGUFTensor) -> str:
     """Divide rotary frequencies by the file's factors. # [rotated / 2]"""
-    frequencies = model.get_decoder().get_submodule("rotary_emb").get_buffer("inv_freq")
+    frequencies = dict(model.get_decoder().named_buffers()).get("rotary_emb.inv_freq")
+    if frequencies is None:
+        raise ValueError("the layers of this model have frequencies of their own")
     frequencies /= _numbers(factors).view_as(frequencies)
     return str(frequencies.dtype).removeprefix("torch.")
 

@@ -79,6 +79,7 @@ class _Tokens(NamedTuple):
     types: list[int]
     named: dict[str, str]  # special tokens by the library's name
     begins: bool  # whether a text begins with BOS where the file does not say so
+    special: frozenset[str]  # tokens that control, whatever their types
 
 
 def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
@@ -116,7 +117,9 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
     if wrong:
         raise _refused(f"{wrong[0]}_token_id", f"there is no token {(ids | ends)[wrong[0]]!r} among {len(names)}")
     named = {_NAMED[name]: names[token] for name, token in ids.items() if isinstance(token, int)}
-    return _Tokens(names, types, named, is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS)
+    begins = is_sentencepiece or fields.get(_KEY + "pre") in _BEGINS
+    special = frozenset({*named.values(), *filter(_ALWAYS_CONTROL.fullmatch, names)})
+    return _Tokens(names, types, named, begins, special)
 
 
 def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
@@ -160,25 +163,23 @@ def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 def _used(tokens: _Tokens) -> dict[str, int]:
     """Ids by name, without unused tokens that have no part to play."""
-    special = {*tokens.named.values(), *filter(_ALWAYS_CONTROL.fullmatch, tokens.names)}
     both = enumerate(zip(tokens.names, tokens.types, strict=True))
-    return {name: index for index, (name, kind) in both if kind != _UNUSED or name in special}
+    return {name: index for index, (name, kind) in both if kind != _UNUSED or name in tokens.special}
 
 
 def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
     """Tokens that are found in a text before anything is merged: user-defined ones in any text, control tokens only
     where the template wrote them."""
     swallows = any(part in str(fields.get("general.name", "")).lower() for part in _PHI3)
-    special = {*tokens.named.values(), *filter(_ALWAYS_CONTROL.fullmatch, tokens.names)}
     return [
         AddedToken(
             name,
-            special=kind != _USER_DEFINED or name in special,
+            special=kind != _USER_DEFINED or name in tokens.special,
             normalized=False,
             rstrip=swallows and name not in _KEEPS_BLANKS,
         )
         for name, kind in zip(tokens.names, tokens.types, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or name in special
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or name in tokens.special
     ]
 
 
