@@ -21,7 +21,7 @@ from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
 
-Replay = Callable[[SpecBlock, Example], float]  # -> tau
+Replay = Callable[[SpecBlock, Example], float | Pieces[float]]  # -> tau; pieces: it is computed elsewhere
 # Replays of whole trees as they are served take tens of times as long.
 _EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
 _NODES = 8  # some breadth: chains alone flatter a head that has only become more certain
@@ -111,7 +111,7 @@ _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse
 """Verdicts that the newest texts alone may give: a wrong one costs an update, not the serving drafter."""
 
 
-def replay_of(embed: Embed, *, beside_memory: bool) -> Replay:
+def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Example], float]:
     """Return a replay: tau of one block at every other position as a tree of its 8 likeliest paths, ranked with the
     noise that sampled the text; one forward per text. `beside_memory`: together with the memory drafter.
 
@@ -255,7 +255,8 @@ class OfflineEvaluator:
                 if self._loaded is not cached:
                     self._model, self._loaded = load(), cached
                 with torch.no_grad():
-                    cached.scores[text.number] = replay(self._model, text.example)
+                    score = replay(self._model, text.example)
+                cached.scores[text.number] = score if isinstance(score, float) else (yield from score)
             scores.append(cached.scores[text.number])
         for number in sorted(cached.scores)[: -self._max_scores]:
             del cached.scores[number]

@@ -93,10 +93,16 @@ class Learner:
         self.sampler.share = self._recorded_share()
         return filtered
 
+    @property
+    def waits(self) -> bool:
+        """Whether a piece of an update is under way in another process, which the scores of a query may need too."""
+        process = self.training.process
+        return process is not None and process.is_asked
+
     def work(self) -> bool:
         """Do the next piece of an update: an optimizer step, or a replay; begin an update if one is due. # -> whether
         there was a piece that may compute now"""
-        job = (self._job or self._due()) if self.training.time.may_compute else None
+        job = (self._job or self._due()) if self.waits or self.training.time.may_compute else None
         if job is None:
             return False
         self._job = None

@@ -1,7 +1,7 @@
 """Runs updates and replays in a process of their own: a training thread would hold the interpreter that serving needs.
 
-Weights lie in memory that both processes map, so that only samples and results are sent. A process that dies costs the
-update under way; the next request starts another one.
+Weights lie in memory that both processes map, so that only samples and results are sent. A process that dies, or does
+not answer in time, costs the update under way; the next request starts another one.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,7 +32,7 @@ from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
-from adaptation.timing import Pieces, TrainingTime
+from adaptation.timing import Pieces, TrainingTime, completed
 from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.specblock.model import SpecBlock, SpecBlockConfig
@@ -40,6 +41,11 @@ from kernels.threads import use_threads
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
 _ENDING_SECONDS = 5.0
+_POLL_SECONDS = 0.1  # between two looks for an answer, in which commands can come
+_LEAST_SHARE = 1 / 16
+"""Of a core: the process runs where nothing else wants to. With less than this it would learn of old texts only."""
+_UNKNOWN_SECONDS = 4.0
+"""CPU seconds of the imports, as measured, and of a request of which none was answered yet."""
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
@@ -68,8 +74,13 @@ class Setup:
 
 
 class TrainingProcess:
-    """Client of the other process, for the learning thread: sends one request at a time, and restarts a process that
-    died."""
+    """Client of the other process, for the learning thread: sends one request at a time, and replaces a process that
+    died or does not answer in time.
+
+    An answer is due once the process had time for it on `_LEAST_SHARE` of a core: for what the longest request of its
+    kind took, and for the imports before the first one. That time doubles with every process lost in a row, since a
+    request may take longer than ever before.
+    """
 
     def __init__(self, memory: int, setup: Setup, time: TrainingTime) -> None:
         """`memory`: a file descriptor, which this object closes; `time`: says when the process may compute."""
@@ -80,6 +91,10 @@ class TrainingProcess:
         self._time = time
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._answer = Future[object]()
+        self._longest: dict[str, float] = {}  # CPU seconds, by kind of request
+        self._imports = 0.0  # CPU seconds, until the first answer
+        self._num_lost = 0  # processes that did not answer in time, in a row
         self._closing = threading.Lock()
         weakref.finalize(self, os.close, memory)
 
@@ -104,24 +119,27 @@ class TrainingProcess:
             self._connection = Connection(ours.detach())
         _send(self._connection, self._setup)
         self.num_started += 1
+        self._imports = _UNKNOWN_SECONDS
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
-        """As `OnlineTrainer.update`. Raises TrainingLost if the process dies, RuntimeError for an exception in it."""
+        """As `OnlineTrainer.update`; yields also while the process computes. Raises TrainingLost if the process dies or
+        does not answer in time, RuntimeError for an exception in it."""
         self._revive()
-        report = self._ask("begin", arm, samples, rate_share=rate_share)
         try:
+            report = yield from self._ask("begin", arm, samples, rate_share=rate_share)
             while report is None:
                 yield
-                report = self._ask("go_on")
+                report = yield from self._ask("go_on")
         except GeneratorExit:
-            self._ask("abandon")
+            if not completed(self._ask("abandon")):
+                raise TrainingLost("the update was complete and cannot be undone") from None
             raise
         return cast(UpdateReport, report)
 
-    def replay(self, model: SpecBlock, example: Example) -> float:
-        """Score the replica, which is the only model that is scored. Raises as `update` does."""
+    def replay(self, model: SpecBlock, example: Example) -> Pieces[float]:
+        """Score the replica, which is the only model that is scored. Yields and raises as `update` does."""
         self._revive()
-        return cast(float, self._ask("replay", example))
+        return cast(float, (yield from self._ask("replay", example)))
 
     def quiet(self) -> None:
         """End the process if a request is under way: the thread that sent it may have died."""
@@ -134,11 +152,12 @@ class TrainingProcess:
             process, connection = self._process, self._connection
             self._process = self._connection = None
             busy, self.is_asked = self.is_asked, False
+        if process is not None and busy:
+            process.kill()
+            wait([self._answer], _ENDING_SECONDS)  # whose thread has the connection
         if connection is not None:
             connection.close()
         if process is not None:
-            if busy:
-                process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING_SECONDS)
                 return
@@ -152,19 +171,39 @@ class TrainingProcess:
             self.close()
         self.start()
 
-    def _ask(self, call: str, *given: object, **named: object) -> object:
-        connection = self._connection
-        if connection is None:
+    def _ask(self, call: str, *given: object, **named: object) -> Pieces[object]:
+        """Send a request and yield until it is answered. Closed before, it waits a moment for the answer."""
+        if self._connection is None:
             raise TrainingLost("the process that trains was ended")
         self.is_asked = True
+        self._answer = _exchanged(self._connection, (call, given, named))
+        work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
+        seconds = max(_ENDING_SECONDS, work / _LEAST_SHARE) * 2**self._num_lost
+        waited = 0.0  # without the time in which this thread did something else
         try:
-            _send(connection, (call, given, named))
-            answer = _received(connection)
+            while not wait([self._answer], _POLL_SECONDS).done:
+                waited += _POLL_SECONDS
+                if waited > seconds:
+                    self._num_lost += 1
+                    self.close()
+                    raise TrainingLost(f"the process that trains has not answered within {seconds:.0f} seconds")
+                yield
+        except GeneratorExit:
+            if not wait([self._answer], _ENDING_SECONDS).done:
+                self.close()
+            self.is_asked = False
+            raise
+        return self._result(call)
+
+    def _result(self, call: str) -> object:
+        try:
+            answer = self._answer.result()
         except (EOFError, OSError) as error:
             self.close()
             raise TrainingLost("the process that trains has died") from error
-        self.is_asked = False
+        self.is_asked, self._imports, self._num_lost = False, 0.0, 0
         result, failure, seconds = cast(tuple[object, str | None, float], answer)
+        self._longest[call] = max(seconds, self._longest.get(call, 0.0))
         self._time.add_process_seconds(seconds)
         if failure is not None:
             raise RuntimeError(f"the process that trains has failed:\n{failure}")
@@ -306,10 +345,32 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
         try:
             return next(begun[0])
         except StopIteration as end:
+            begun.clear()
             return cast(UpdateReport, end.value)
 
+    def abandon() -> bool:
+        """Undo the update under way. # -> False: it was complete already"""
+        for update in begun:
+            update.close()
+        return bool(begun)
+
     replay = partial(replay_of(embed, beside_memory=setup.beside_memory), replica)
-    return {"begin": begin, "go_on": go_on, "abandon": lambda: begun[0].close(), "replay": replay}
+    return {"begin": begin, "go_on": go_on, "abandon": abandon, "replay": replay}
+
+
+def _exchanged(connection: Connection, request: object) -> "Future[object]":
+    """Send a request and receive its answer, in a thread: a process that stands still takes no large request."""
+    answer = Future[object]()
+
+    def exchange() -> None:
+        try:
+            _send(connection, request)
+            answer.set_result(_received(connection))
+        except BaseException as error:  # for the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=exchange, name="training", daemon=True).start()
+    return answer
 
 
 def _send(connection: Connection, what: object) -> None:

@@ -123,7 +123,8 @@ class DrafterWeights:
         return self._staged is not None
 
     def between_steps(self) -> int:
-        """Write what is staged, if anything. Called by the engine thread. # -> the version of the next step"""
+        """Write what is staged, if anything. Called by the engine thread. An exception leaves the former weights whole,
+        and the others staged. # -> the version of the next step"""
         if self._staged is not None:
             with self._lock:
                 self._write(self._staged)
@@ -239,7 +240,11 @@ class DrafterWeights:
 
     @torch.no_grad()
     def _write(self, staged: Version) -> None:
-        staged.write()
+        try:
+            staged.write()
+        except Exception:
+            self._prepare(self._served.weights)()  # a part may have been written
+            raise
         for value in staged.weights.values():
             if value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(value.device))

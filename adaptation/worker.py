@@ -28,11 +28,17 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _Command = tuple[Future[Any], Callable[[], object]]
 _POLL_SECONDS = 0.1  # between two looks whether something is due and may compute
+_LONGEST_POLL_SECONDS = 1.0  # the time between doubles up to this while nothing is
 _MAX_NICENESS = 19
 
 
 class Loop(Protocol):
     """What the thread runs: the learner, or a test's stand-in."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a piece is under way elsewhere: only commands come before its end."""
+        ...
 
     def observe(self, feedback: QueryFeedback) -> object:
         """Take in one finished query."""
@@ -80,12 +86,13 @@ class Inbox:
             answer.cancel()
         return answer
 
-    def take(self, timeout_seconds: float) -> QueryFeedback | _Command | None:
-        """Remove what is next; None: nothing came in time, or the thread is to end."""
+    def take(self, timeout_seconds: float, *, queries: bool = True) -> QueryFeedback | _Command | None:
+        """Remove what is next, a query only with `queries`; None: nothing came in time, or the thread is to end."""
+        waiting = (self._commands, self.queries) if queries else (self._commands,)
         with self._ready:
-            if not (self._commands or self.queries or self.stopping):
+            if not (any(waiting) or self.stopping):
                 self._ready.wait(timeout_seconds)
-            return next((queue.popleft() for queue in (self._commands, self.queries) if queue), None)
+            return next((queue.popleft() for queue in waiting if queue), None)
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -115,14 +122,20 @@ class Worker:
         self.failures: Counter[Stage] = Counter()
         self.num_restarts = 0
         self.loop = loop  # may be replaced before `start`
+        self.on_death: Callable[[], None] = lambda: None  # called by the thread that starts another one
         self.trains = True  # False: queries are observed, and no update is computed; set from any thread
         self.inbox = Inbox(max_waiting)
         self.niceness = niceness
         self._device = device or torch.device("cpu")
-        self.works = False  # a piece of an update may be due
+        self._pause_seconds = _POLL_SECONDS  # before the next look; 0: a piece of an update may be due
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
+
+    @property
+    def works(self) -> bool:
+        """Whether a piece of an update may be due."""
+        return not self._pause_seconds
 
     @property
     def alive(self) -> bool:
@@ -162,6 +175,7 @@ class Worker:
                 return
             self.num_restarts += 1
             logger.error("the adaptation thread has died; starting another one")
+            self.on_death()
             self.start()
 
     def _run(self) -> None:
@@ -175,19 +189,21 @@ class Worker:
 
     def _turn(self) -> None:
         """Do what is next: commands, then queries, then a piece of an update."""
-        taken = self.inbox.take(0.0 if self.works else _POLL_SECONDS)
+        taken = self.inbox.take(self._pause_seconds, queries=not self.loop.waits)
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
         elif taken is not None:
             self._attempt("observe", partial(self.loop.observe, taken))
         else:
             self._attempt("update", self._work)
-        self.works = self.works or taken is not None
+        if taken is not None:
+            self._pause_seconds = 0.0
 
     def _work(self) -> None:
-        self.works = False  # nor after a piece that fails
+        # Longer after a piece that fails, too.
+        self._pause_seconds = min(max(_POLL_SECONDS, 2 * self._pause_seconds), _LONGEST_POLL_SECONDS)
         if self.trains and not self.inbox.stopping:
-            self.works = self.loop.work()
+            self._pause_seconds = 0.0 if self.loop.work() else self._pause_seconds
         else:
             self.loop.abandon()
 

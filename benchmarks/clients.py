@@ -39,7 +39,7 @@ from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest
-from service.engine.scheduler import PROMPT_SHARE
+from service.engine.waiting import PROMPT_SHARE
 from service.errors import StartupError
 from service.prompts import PromptSet
 

@@ -14,14 +14,14 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from benchmarks.checkpoint import dummy_config
+from benchmarks.gpu import check_device, figures_table, forget
+from benchmarks.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
 from kernels import ops
 from kernels.graph_runner import capture_for
 from kernels.linear import Product
 from kernels.rows import ExtendRows, ForwardRows
 from service.assembly import device_of
 from service.bench.commands import Out
-from service.bench.gpu import check_device, figures_table, forget
-from service.bench.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
 from service.conditions import refuse_unwritable, surroundings, write_report
 from service.config import LoadedConfig
 from service.engine.kv_pool import KVShape, SlotPool, SlotTable

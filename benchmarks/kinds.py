@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.draft_records import SteeredDrafter, observed
@@ -233,6 +232,8 @@ def _alpha(accepted: Sequence[int]) -> list[float]:
 def plot_kinds(rows: Sequence[Row], file: Path) -> None:
     """Plot tokens per step over the cost of a step, with lines of equal speedup. Lines join the fixed trees of a kind;
     a hollow mark is the served budget."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.5, 6.0), layout="constrained")
     axes = figure.subplots()
     groups: dict[tuple[str, float], list[Row]] = {}

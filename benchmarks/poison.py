@@ -116,7 +116,7 @@ def honest_turns(stream: Stream, size: int, clients: int, measure: Measure, rng:
     """Return the stream in turns of `size` queries, each query from a random client."""
 
     def owned(request: GenerationRequest) -> GenerationRequest:
-        return replace(request, scope=Scope(name=f"honest {rng.randrange(clients) + 1}"))
+        return replace(request, scope=Scope(address=f"honest {rng.randrange(clients) + 1}"))
 
     return [replace(turn, requests=tuple(map(owned, turn.requests))) for turn in turns_of(stream, size, measure)]
 
@@ -142,14 +142,14 @@ def attacked(
 def answers_of(played: Played, clients: Callable[[str], bool]) -> Run:
     """Return the answers to some clients."""
     pairs = zip(played.turn.requests, played.run.answers, strict=True)
-    return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.scope.name)))
+    return replace(played.run, answers=tuple(answer for asked, answer in pairs if clients(asked.scope.address)))
 
 
 def honest_part(played: Sequence[Played], turns: Sequence[Turn]) -> list[Played]:
     """Return what a run did for honest clients; events are counted by honest queries too."""
     parts, answered = [], 0
     for mine, turn in zip(played, turns, strict=True):
-        honest = [asked.scope.name not in HOSTILE for asked in mine.turn.requests]
+        honest = [asked.scope.address not in HOSTILE for asked in mine.turn.requests]
         run = answers_of(mine, lambda client: client not in HOSTILE)
         noted = tuple(
             replace(one, query=turn.first + sum(honest[: max(0, one.query - answered)])) for one in mine.noted
@@ -280,7 +280,7 @@ def run(
 
 
 def _rows(name: str, windows: Sequence[Played], played: Sequence[Played], stream: Stream) -> list[Row]:
-    came = Counter(one.turn.window for one in played for asked in one.turn.requests if asked.scope.name in HOSTILE)
+    came = Counter(one.turn.window for one in played for asked in one.turn.requests if asked.scope.address in HOSTILE)
     return [{"run": name, **row, "hostile_queries": came[row["window"]]} for row in rows_of(windows, stream)]
 
 

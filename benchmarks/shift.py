@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Annotated, get_args
 
 import typer
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from adaptation.config import PolicyName
@@ -233,6 +232,8 @@ def _cells(summary: Row) -> dict[str, object]:
 
 def draw(file: Path, windows: Mapping[str, Sequence[Played]], stream: Stream) -> None:
     """Draw tau and speed of all runs by window, where phases begin, and the events of learning."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 8), layout="constrained")
     taus, speeds = figure.subplots(2, 1, sharex=True)
     for index, (name, mine) in enumerate(windows.items()):

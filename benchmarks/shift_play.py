@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ PLAIN: Final = "never"
 """The policy that all others are compared with."""
 
 _PATIENCE_SECONDS = 900.0
-_POLL_SECONDS = 0.002
 _WARM_UP_TOKENS = 16
 _WINDOWS = 24  # of the whole stream, about
 
@@ -94,11 +92,9 @@ class Learning:
         """Stop learning. Raises StartupError if it goes on."""
         asked = self._adaptive.worker.ask(lambda: None)  # wakes an idle thread
         self._free.clear()
+        if not self._standing.wait(_PATIENCE_SECONDS):
+            raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         self._signal(signal.SIGSTOP)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (self._standing.wait(_POLL_SECONDS) or (self._process is not None and self._process.is_asked)):
-            if time.monotonic() > deadline:
-                raise StartupError(f"learning does not stand still after {_PATIENCE_SECONDS:.0f} s; the log says why")
         asked.cancel()
 
     def counts(self) -> Counts:
@@ -115,6 +111,11 @@ class Learning:
         """End learning."""
         self.go_on()
         self._adaptive.stop()
+
+    @property
+    def waits(self) -> bool:
+        """As of the wrapped loop."""
+        return self._loop.waits
 
     def observe(self, feedback: QueryFeedback) -> object:
         """Learn from a query, once not held."""

@@ -126,10 +126,12 @@ async def _watch(
             assembly.tokenizer,
             card_of(assembly),
         ),
-        max_waiting=1,
+        max_waiting=2,
     )
     settings = api_settings(assembly.config.model_copy(update={"api_keys": ()}))
-    app = create_app(runtime, settings, live=live, render_metrics=lambda: rendered(metrics, runtime, settings.tenants))
+    app = create_app(
+        runtime, settings, live=live, render_metrics=lambda: rendered(metrics, live, runtime, settings.tenants)
+    )
     traces: dict[str, list[list[Trace]]] = {way: [[] for _ in bodies] for way in ways}
     async with _listening(uvicorn.Config(app, port=0, log_config=None, log_level="warning", access_log=False)) as url:
         await runtime.wait_until_loaded()

@@ -125,6 +125,11 @@ def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ..
     return layers
 
 
+def reads_predictions(name: str) -> bool:
+    """Return whether the drafter of that name drafts from a client's prediction; those of other distributions may."""
+    return any(one.name in (MEMORY, "random") or one.name not in _KINDS for one in _resolved(name))
+
+
 def trained_kind_of(name: str) -> str | None:
     """Return the trained kind in that name, if there is one."""
     kinds = (part.partition("(")[0] for part in _parts_of(name))

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic_core
 from pydantic import JsonValue
 
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, parsed_json, refuse_deep_json
 
 Turn = dict[str, Any]
 Write = Callable[[Sequence[Turn], Sequence[JsonValue]], str]
@@ -83,13 +83,14 @@ def past_arguments(text: str, param: str) -> tuple[str, JsonValue]:
     """The arguments of a past call, as JSON and parsed; of a call that a limit cut, as far as they go. Raises
     InvalidRequest naming the field `param`."""
     text = text or "{}"
+    refuse_deep_json(text, param)  # a part of a call may be too deep, too
     try:
-        return text, json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if _is_cut(text):
-            parsed: JsonValue = pydantic_core.from_json(text, allow_partial="trailing-strings")
-            return json.dumps(parsed, ensure_ascii=False), parsed
-        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
+        return text, parsed_json(text, param)
+    except InvalidRequest:
+        if not _is_cut(text):
+            raise
+        parsed: JsonValue = pydantic_core.from_json(text, allow_partial="trailing-strings")
+        return json.dumps(parsed, ensure_ascii=False), parsed
 
 
 def _is_cut(text: str) -> bool:

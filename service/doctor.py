@@ -7,9 +7,11 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
+import httpx
 import torch
 from rich.console import Console
 from rich.table import Column, Table
@@ -30,6 +32,8 @@ from service.engine.memory_planner import check_free_memory
 from service.engine.weights import gguf_file, resolve, target_config
 from service.errors import StartupError
 from service.tokenizer import ChatTokenizer
+
+_ANSWER_SECONDS = 2.0  # a probe takes milliseconds, and the server may be busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +165,23 @@ def _state_dir(config: ServiceConfig) -> str:
 
 
 def _port(config: ServiceConfig) -> str:
-    listen(config.host, config.port).close()
+    try:
+        listen(config.host, config.port).close()
+    except StartupError as error:
+        raise StartupError(f"{error}{_serving_there(config)}") from error
     return f"{config.host}:{config.port} is free"
+
+
+def _serving_there(config: ServiceConfig) -> str:
+    """What an adaptree server at the configured address says of itself; empty: there is none that is ready."""
+    host = "127.0.0.1" if config.host in ("", "0.0.0.0", "::") else config.host
+    try:
+        url = httpx.URL(scheme="http", host=host, port=config.port, path="/readyz")
+        parts = httpx.get(url, timeout=_ANSWER_SECONDS).json()["switched_off"]
+    except (httpx.HTTPError, ValueError, TypeError, KeyError):
+        return ""
+    since = [f"{part} (since {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M})" for part, seconds in parts.items()]
+    return f"; adaptree serves there, switched off after errors: {', '.join(since) or 'nothing'}"
 
 
 _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {

@@ -1,16 +1,16 @@
-"""Grammars of clients (JSON schemas, regular expressions, choices, Lark and GBNF), compiled once and cached, and the
-state of a text in its grammar.
+"""Grammars of clients (JSON schemas, regular expressions, choices, Lark and GBNF), and the state of a text in its
+grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and matches tokens. The matcher of a text is
 positioned after its last committed token; for a node of a tree it moves down the path and back again."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -18,15 +18,25 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
 from service.json_schemas import translated
-from service.schema_keywords import DEFINITIONS, Schema
+from service.schema_keywords import DEFINITIONS, Schema, with_definitions
 from service.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # which exists for type checkers only
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+"""Work in steps, of which each compiles at most once: it may be left between two of them."""
 
-_MAX_CACHED = 256  # compiled grammars
+_MAX_CHARACTERS = 2**18
+"""Of a grammar in Lark's form. The slowest forms that were found take llguidance, which nothing interrupts, about two
+seconds; as functions they would be 65,000 tokens of a prompt."""
+_MAX_PARTS = 8_000  # rules, and objects in a schema
+STACK_BYTES = 2**26
+"""Of a thread that compiles: llguidance descends from rule to rule and from reference to reference, and a full stack
+ends the process. A rule took up to 3.5 kB, an object up to 6.7 kB, as measured."""
+_MAX_GBNF_RULES = 1_000  # llguidance's converter takes two seconds for so many, and four times that for twice as many
 _MAX_TRIED = 256  # parts of a schema that are compiled to find the unsupported one
 _MAX_DROPPED = 32  # keywords of one schema
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -100,52 +110,75 @@ class GrammarError(ValueError):
         self.path = path
 
 
+def finished(steps: Steps[Result]) -> Result:
+    """Take all steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
 class GrammarCompiler:
-    """Compiles and caches grammars. May be called from any thread; compiling takes milliseconds, for large schemas
-    seconds."""
+    """Compiles grammars. May be called from any thread; a step takes milliseconds, for large schemas seconds."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
-        self._relaxed = lru_cache(_MAX_CACHED)(self._relax)
 
     def compile(self, kind: GrammarKind, source: JsonValue) -> Grammar:
         """Compile a grammar. `source`: a schema, an expression, a list of choices or a grammar. Raises GrammarError."""
-        return self._compiled(kind, json.dumps(source))
+        return finished(self.compiling(kind, source))
 
-    def relaxed(self, schema: Schema) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
-        """An enforceable schema that allows all that this one allows, and the paths of the keywords it leaves out."""
-        return self._relaxed(json.dumps(schema))
+    def compiling(self, kind: GrammarKind, source: JsonValue) -> Steps[Grammar]:
+        """Compile a grammar in steps. Raises GrammarError."""
+        yield
+        try:
+            matcher = self._matcher_of(kind, source)
+        except GrammarError as error:
+            raise GrammarError(str(error), (yield from self._path(kind, source))) from error
+        if matcher.is_error():
+            raise GrammarError(_refusal(matcher), (yield from self._path(kind, source)))
+        begun = matcher.deep_copy()
+        begun.compute_bitmask()
+        if begun.is_stopped() and not begun.is_accepting():
+            raise GrammarError("no text matches it")
+        return Grammar(matcher)
 
-    def _relax(self, source: str) -> tuple[Schema, tuple[tuple[str, ...], ...]]:
-        schema: Schema = json.loads(source)
+    def fitting(self, given: Schema, *, strict: bool) -> Steps[tuple[Schema, tuple[tuple[str, ...], ...]]]:
+        """An enforceable schema, fit to be a part of another one, that allows all that the given one allows, and the
+        paths of the keywords it leaves out. `strict`: raise GrammarError rather than leave out."""
+        schema: Schema = json.loads(json.dumps(with_definitions(given)))
         dropped: list[tuple[str, ...]] = []
         while len(dropped) < _MAX_DROPPED:
             try:
-                self.compile("json_schema", schema)
+                yield from self.compiling("json_schema", schema)
                 return schema, tuple(dropped)
             except GrammarError as error:
+                if strict:
+                    raise
                 part = _part_at(schema, error.path)
-                dropped.append((*error.path, *self._drop_from(part, schema)))
+                dropped.append((*error.path, *(yield from self._drop_from(part, schema))))
         return {"type": "object"}, ((),)
 
-    def _drop_from(self, part: Schema, schema: Schema) -> tuple[str, ...]:
+    def _drop_from(self, part: Schema, schema: Schema) -> Steps[tuple[str, ...]]:
         """Remove the keyword that cannot be enforced from a part; returns it, or nothing if all keywords were
         removed."""
         definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
         rest = {key: value for key, value in part.items() if key not in DEFINITIONS}
-        alone = (key for key in rest if self._is_refused({key: rest[key], **definitions}))
-        decisive = (key for key in rest if not self._is_refused({**_without(rest, key), **definitions}))
-        at_fault = next(chain(alone, decisive), None)
-        if at_fault is None:
-            part.clear()
-            return ()
-        value = part.pop(at_fault)
-        if at_fault == "oneOf" and "anyOf" not in part and not self._is_refused({"anyOf": value, **definitions}):
-            part["anyOf"] = value  # any of them, if exactly one cannot be enforced
-        return (at_fault,)
+        alone = ((key, {key: rest[key], **definitions}, True) for key in rest)
+        decisive = ((key, {**_without(rest, key), **definitions}, False) for key in rest)
+        for key, tried, is_refused in chain(alone, decisive):
+            if (yield from self._is_refused(tried)) is not is_refused:
+                continue
+            value, any_of_them = part.pop(key), {"anyOf": rest[key], **definitions}
+            if key == "oneOf" and "anyOf" not in part and not (yield from self._is_refused(any_of_them)):
+                part["anyOf"] = value  # any of them, if exactly one cannot be enforced
+            return (key,)
+        part.clear()
+        return ()
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -159,40 +192,21 @@ class GrammarCompiler:
         except Exception as error:  # its library raises various types
             raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 
-    def _compile(self, kind: GrammarKind, source: str) -> Grammar:
-        value = json.loads(source)
-        try:
-            matcher = self._matcher_of(kind, value)
-        except GrammarError as error:
-            raise GrammarError(str(error), self._path(kind, value)) from error
-        if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()), self._path(kind, value))
-        begun = matcher.deep_copy()
-        begun.compute_bitmask()
-        if begun.is_stopped() and not begun.is_accepting():
-            raise GrammarError("no text matches it")
-        return Grammar(matcher)
-
-    def _path(self, kind: GrammarKind, value: Any) -> tuple[str, ...]:
-        """The path to the part of a schema that cannot be enforced."""
-        return next(self._faulty(value), ()) if kind == "json_schema" and isinstance(value, dict) else ()
-
-    def _faulty(self, schema: Any) -> Iterator[tuple[str, ...]]:
-        """Yield the paths to parts of a schema that cannot be enforced, the innermost first."""
+    def _path(self, kind: GrammarKind, schema: Any) -> Steps[tuple[str, ...]]:
+        """The path to the innermost part of a schema that cannot be enforced, of the first such parts."""
+        path: tuple[str, ...] = ()
+        if kind != "json_schema" or not isinstance(schema, dict):
+            return path
         definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-        tried = 0
+        parts, tried = _parts(schema), 0
+        while tried < _MAX_TRIED and (found := next(parts, None)) is not None:
+            tried, (name, inner) = tried + 1, found
+            if (yield from self._is_refused({**inner, **definitions})):
+                path, parts = (*path, *name), _parts(inner)
+        return path
 
-        def search(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-            nonlocal tried
-            for name, inner in _parts(part):
-                tried += 1
-                if tried <= _MAX_TRIED and self._is_refused({**inner, **definitions}):
-                    yield from search(inner, (*path, *name))
-                    yield (*path, *name)
-
-        yield from search(schema, ())
-
-    def _is_refused(self, schema: dict[str, Any]) -> bool:
+    def _is_refused(self, schema: dict[str, Any]) -> Steps[bool]:
+        yield
         try:
             return self._matcher_of("json_schema", schema).is_error()
         except GrammarError:
@@ -200,6 +214,7 @@ class GrammarCompiler:
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
         lark = as_lark(kind, value)
+        _refuse_large(lark)
         _refuse_least_integer(lark)
         return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
 
@@ -222,6 +237,14 @@ class _LiteralTokenizer(TokenizerWrapper):
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+
+def _refuse_large(lark: str) -> None:
+    """Raise GrammarError for a grammar on which llguidance may take long, or fill the stack."""
+    if len(lark) > _MAX_CHARACTERS:
+        raise GrammarError(f"it is longer than {_MAX_CHARACTERS} characters")
+    if lark.count("\n") + max(schema.count("{") for schema in lark.split("%json")) > _MAX_PARTS:
+        raise GrammarError(f"it has more than {_MAX_PARTS} parts")
 
 
 def _refuse_least_integer(lark: str) -> None:
@@ -265,6 +288,8 @@ def as_lark(kind: GrammarKind, value: Any) -> str:
         return "start: " + " | ".join(json.dumps(choice) for choice in value)
     if kind == "lark":
         return str(value)
+    if len(value) > _MAX_CHARACTERS or value.count("::=") > _MAX_GBNF_RULES:
+        raise GrammarError(f"it is longer than {_MAX_CHARACTERS} characters, or has more than {_MAX_GBNF_RULES} rules")
     try:
         return str(any_to_lark(value))
     except Exception as error:  # its parser raises various types
@@ -284,6 +309,7 @@ def json_rule(schema: JsonValue) -> str:
     return f"%json {json.dumps({**supported, 'x-guidance': _JSON_FORM})}"
 
 
-def _first_line(message: str) -> str:
+def _refusal(matcher: LLMatcher) -> str:
     """The compiler's message without the position in the generated grammar and the quotation of it."""
-    return _PLACE.sub("", message.strip()).partition("\n   1 |")[0].strip()
+    message = _PLACE.sub("", matcher.get_error().strip())
+    return "it is too large" if message.startswith("panic:") else message.partition("\n   1 |")[0].strip()

@@ -58,6 +58,7 @@ class _Translation:
         self._definitions = definitions
         self._closes = closes
         self._wanted: list[str] = []
+        self._are_wanted: set[str] = set()
         self._negated_count = 0
         self._compared = 0
 
@@ -86,7 +87,8 @@ class _Translation:
             add_part(result, opposite)
         expand_contains(result)
         result = {key: map_subschemas(key, value, self._translated) for key, value in result.items()}
-        if (reference := result.get("$ref")) in self._definitions and reference not in self._wanted:
+        if (reference := result.get("$ref")) in self._definitions and reference not in self._are_wanted:
+            self._are_wanted.add(reference)
             self._wanted.append(reference)
         if self._closes and "properties" in result and "patternProperties" not in result:
             result.setdefault("additionalProperties", False)

@@ -3,7 +3,8 @@ event loop never waits for a lock that the engine holds, and a consumer that sto
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,12 @@ import anyio
 import anyio.to_thread
 
 from adaptation.records import AdaptationStatus
-from service.engine.requests import GenerationRequest, SequenceOutput
-from service.errors import EngineFailure, NotFound, NotReady, QueueFull, RequestError, StartupError
+from service.door import Door, Meter, OutputStream, not_ready
+from service.engine.requests import GenerationRequest, SequenceOutput, Submission
+from service.errors import EngineFailure, NotFound, StartupError
+from service.grammar_pool import GrammarPool
 from service.grammars import GrammarCompiler
+from service.observability.guard import Guard
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -24,12 +28,9 @@ logger = logging.getLogger(__name__)
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
-_LOOP_WATCH_SECONDS = 0.05  # between two measurements of the loop's delay
 _DRAIN_POLL_SECONDS = 0.01
-_LOADING_RETRY_SECONDS = 5
 _TOKENIZER_THREADS = 2
 _OPERATOR_THREADS = 4
-_MAX_RETRY_SECONDS = 30
 _NOT_LEARNING = (
     "This server does not learn while it serves: start it with --adaptation.enabled true and --drafter auto, or a "
     "drafter that has weights."
@@ -40,13 +41,13 @@ class EngineHandle(Protocol):
     """The engine as the bridge uses it; all methods may be called from any thread."""
 
     def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
-        """Start the engine's thread, which calls `deliver` once per step."""
+        """Start the engine's thread, which calls `deliver` once per step, and with no outputs when it has failed."""
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Add a request to the waiting queue."""
+    def submit(self, body: Submission) -> None:
+        """Add the requests of a body to the waiting queue."""
 
-    def abort(self, request_id: str) -> None:
-        """End a request within one step; no more of its outputs are delivered. Unknown ids are ignored."""
+    def abort(self, *request_ids: str) -> None:
+        """End these requests within one step; no more of their outputs are delivered. Unknown ids are ignored."""
 
     def forget(self, scope: str | None = None) -> None:
         """Forget the past answers of a scope, or of all scopes, before the next step."""
@@ -65,8 +66,8 @@ class EngineHandle(Protocol):
         """The exception that ended the thread, if one did."""
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences in the waiting queue."""
+    def guard(self) -> Guard:
+        """Counts exceptions of what only keeps books."""
 
     @property
     def num_running(self) -> int:
@@ -112,6 +113,7 @@ class ModelCard:
     vocab_size: int
     num_spec_tokens: int  # the longest path that a step can accept
     eos_token_ids: frozenset[int]
+    reads_predictions: bool = True  # whether the drafter drafts from a client's `prediction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,91 +127,15 @@ class ServedModel:
     seeds: tuple[tuple[int, ...], ...] = ()  # bootstrap prompts, to answer while the server is idle
 
 
-class Meter(Protocol):
-    """Counts the tokens that requests use of their reservation."""
-
-    def use(self, tokens: int) -> None:
-        """Use up a part of the reservation."""
-
-    def release(self) -> None:
-        """Give back the rest; harmless when repeated."""
-
-
-class OutputStream:
-    """The outputs of some requests, in the order in which the engine delivers them. Closing early (`with stream:`)
-    aborts unfinished requests. The last output of each sequence has a `finish_reason`; an error of the engine is raised
-    instead."""
-
-    def __init__(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        abort: Callable[[str], None],
-        release: Callable[[str], object],
-        meter: Meter | None,
-    ) -> None:
-        self._unfinished = {request.request_id: request.n for request in requests}  # sequences, by request
-        self._abort = abort
-        self._release = release
-        self._meter = meter
-        self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
-
-    def __aiter__(self) -> "OutputStream":
-        return self
-
-    async def __anext__(self) -> SequenceOutput:
-        if not any(self._unfinished.values()):
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, RequestError):
-            raise item
-        if item.finish_reason == "error":
-            raise EngineFailure(item.error or "The engine could not finish this request.", code="engine_error")
-        if item.finish_reason == "abort":
-            raise _not_ready("The server aborted this request because it is shutting down.")
-        self._unfinished[item.request_id] -= item.finish_reason is not None
-        return item
-
-    def __enter__(self) -> "OutputStream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def put(self, item: SequenceOutput) -> None:
-        """Count and queue an output."""
-        if self._meter is not None:
-            self._meter.use(len(item.token_ids))
-        self._queue.put_nowait(item)
-
-    def fail(self, error: RequestError) -> None:
-        """End with an error and drop queued outputs, so that a slow reader receives the error too."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(error)
-
-    def close(self) -> None:
-        """Abort unfinished requests and release the reservation; harmless when repeated."""
-        for request_id, num_unfinished in self._unfinished.items():
-            self._release(request_id)
-            if num_unfinished:
-                self._abort(request_id)
-        self._unfinished = {}
-        if self._meter is not None:
-            self._meter.release()
-
-
 class Runtime:
     """Loads the model in the background, admits requests, distributes their outputs, drains and stops."""
 
     def __init__(self, load: Callable[[], ServedModel], *, max_waiting: int) -> None:
         self._load_served = load
-        self._max_waiting = max_waiting
+        self._door = Door(max_waiting)
         self._served: ServedModel | None = None
         self.state: State = "loading"
-        self._streams: dict[str, OutputStream] = {}
         self._max_lag_seconds = 0.0
-        self.num_refused = 0  # requests refused because too many were waiting
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -218,7 +144,7 @@ class Runtime:
         self._limiter = anyio.CapacityLimiter(_TOKENIZER_THREADS)
         self._operators = anyio.CapacityLimiter(_OPERATOR_THREADS)
         self._loading = self._loop.create_task(self._load())
-        self._tasks = [self._loading, self._loop.create_task(self._watch())]
+        self._tasks = [self._loading]
 
     async def wait_until_loaded(self) -> None:
         """Wait until the model is loaded, or raise what prevented it."""
@@ -226,8 +152,13 @@ class Runtime:
 
     @property
     def num_open(self) -> int:
-        """Requests that were accepted and have not ended."""
-        return len(self._streams)
+        """Bodies that were accepted and have not ended."""
+        return len(self._door)
+
+    @property
+    def num_refused(self) -> int:
+        """Bodies that were refused because the queue had no place for them."""
+        return self._door.num_refused
 
     @property
     def card(self) -> ModelCard:
@@ -245,16 +176,18 @@ class Runtime:
         return self._loaded().seeds
 
     @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of grammars for the loaded model."""
-        return GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
+    def grammars(self) -> GrammarPool:
+        """The compiler of grammars for the loaded model, with threads of its own."""
+        compiler = GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
+        return GrammarPool(compiler, self.off_loop)
 
     def check_ready(self) -> None:
         """Raise NotReady or EngineFailure if new requests are not admitted."""
+        self._check_engine()
         if self.state == "loading":
-            raise _not_ready("The model is still loading.")
+            raise not_ready("The model is still loading.")
         if self.state == "draining":
-            raise _not_ready("The server is shutting down.")
+            raise not_ready("The server is shutting down.")
         if self.state == "failed":
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
@@ -264,25 +197,11 @@ class Runtime:
         `meter` counts every output token, and is released when the stream is closed.
         """
         self.check_ready()
-        engine = self._loaded().engine
-        if (waiting := engine.num_waiting) >= self._max_waiting:
-            self.num_refused += 1
-            raise QueueFull(
-                f"{waiting} requests are waiting already; try again later.",
-                code="queue_full",
-                retry_after_seconds=min(_MAX_RETRY_SECONDS, 1 + waiting // max(1, engine.num_running)),
-            )
-        stream = OutputStream(
-            requests, abort=engine.abort, release=lambda name: self._streams.pop(name, None), meter=meter
-        )
-        try:
-            for request in requests:
-                assert request.request_id not in self._streams, "request ids must be unique"
-                self._streams[request.request_id] = stream
-                engine.submit(request)
-        except BaseException:
-            stream.close()
-            raise
+        engine, body = self._loaded().engine, Submission(requests)
+        places = self._door.places(body, self.card.max_model_len)
+        stream = OutputStream(body, places, abort=engine.abort, release=self._door.leave, meter=meter)
+        self._door.admit(stream, engine.num_running)
+        engine.submit(body)
         return stream
 
     def forget(self, scope: str | None = None) -> None:
@@ -304,10 +223,10 @@ class Runtime:
             # Separate threads: the call may wait for an update, and tokenization must not wait with it.
             return await anyio.to_thread.run_sync(ask, control, limiter=self._operators, abandon_on_cancel=True)
         except CancelledError as error:
-            raise _not_ready("Learning is being stopped.") from error
+            raise not_ready("Learning is being stopped.") from error
 
     def max_loop_lag_seconds(self) -> float:
-        """The longest delay of the event loop since the last call."""
+        """The longest time that outputs waited for the event loop since the last call; 0.0: no outputs came."""
         lag, self._max_lag_seconds = self._max_lag_seconds, 0.0
         return lag
 
@@ -317,7 +236,7 @@ class Runtime:
         if self._served is not None:
             with anyio.move_on_after(timeout_seconds):
                 await anyio.to_thread.run_sync(self._served.engine.drain, abandon_on_cancel=True)
-                while self._streams:
+                while self.num_open:
                     await asyncio.sleep(_DRAIN_POLL_SECONDS)
         await self.stop()
 
@@ -330,7 +249,7 @@ class Runtime:
         self._tasks = []
         if self._served is not None:
             await anyio.to_thread.run_sync(_stop, self._served)
-        self._fail_all(_not_ready("The server is shutting down."))
+        self._door.fail_all(not_ready("The server is shutting down."))
 
     def _loaded(self) -> ServedModel:
         if self._served is None:
@@ -354,30 +273,25 @@ class Runtime:
         self.state = "ready"
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)  # one call per engine step for all requests
+        # One call per engine step for all requests.
+        self._loop.call_soon_threadsafe(self._dispatch, outputs, time.monotonic())
 
-    def _dispatch(self, outputs: list[SequenceOutput]) -> None:
+    def _dispatch(self, outputs: list[SequenceOutput], delivered_at: float) -> None:
+        self._max_lag_seconds = max(self._max_lag_seconds, time.monotonic() - delivered_at)
         for output in outputs:
             # A request may have been aborted while its outputs were on their way.
-            if (stream := self._streams.get(output.request_id)) is not None:
-                stream.put(output)
-
-    async def _watch(self) -> None:
-        while True:
-            due = self._loop.time() + _LOOP_WATCH_SECONDS
-            await asyncio.sleep(_LOOP_WATCH_SECONDS)
-            self._max_lag_seconds = max(self._max_lag_seconds, self._loop.time() - due)
-            self._check_engine()
+            if (stream := self._door.find(output.request_id)) is not None:
+                try:
+                    stream.put(output)
+                except Exception as error:  # of counting its tokens, whose reservation stands as the charge
+                    self._loaded().engine.guard.count("limits", error)
+        self._check_engine()  # a thread that fails delivers nothing, as its last
 
     def _check_engine(self) -> None:
         if self.state == "failed" or self._served is None or self._served.engine.failure is None:
             return
         self.state = "failed"
-        self._fail_all(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
-
-    def _fail_all(self, error: RequestError) -> None:
-        for stream in set(self._streams.values()):
-            stream.fail(error)
+        self._door.fail_all(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
 
 
 def _stop(served: ServedModel) -> None:
@@ -385,7 +299,3 @@ def _stop(served: ServedModel) -> None:
     served.engine.stop()
     if served.adaptation is not None:
         served.adaptation.stop()
-
-
-def _not_ready(message: str) -> NotReady:
-    return NotReady(message, code="not_ready", retry_after_seconds=_LOADING_RETRY_SECONDS)

@@ -62,6 +62,9 @@ class _References:
             if re.fullmatch(r"[\w.-]+", name, re.ASCII)
         }
         self._wanted: list[Part] = []
+        self._are_wanted: set[int] = set()  # their identities
+        taken = {*self._references.values()}
+        self._free = (name for number in count() if (name := f"#/$defs/part-{number}") not in taken)
         self._look(schema, "")
 
     def gathered(self) -> Schema:
@@ -121,9 +124,9 @@ class _References:
 
     def _reference_to(self, target: Part) -> str:
         if id(target) not in self._references:
-            free = (f"#/$defs/part-{number}" for number in count())
-            self._references[id(target)] = next(name for name in free if name not in self._references.values())
-        if not any(target is one for one in self._wanted):
+            self._references[id(target)] = next(self._free)
+        if id(target) not in self._are_wanted:
+            self._are_wanted.add(id(target))
             self._wanted.append(target)
         return self._references[id(target)]
 

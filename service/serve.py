@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from adaptation.persistence import owned
 from adaptation.records import Event
 from drafters.protocol import Drafter
-from drafters.registry import memory_of
+from drafters.registry import memory_of, reads_predictions
 from drafters.tree import MAX_DEPTH
 from service import __version__
 from service.api.app import create_app
@@ -36,6 +36,7 @@ from service.engine.stats import LoadStats
 from service.engine.thread import EngineThread, Observe
 from service.errors import RequestError
 from service.learning.adaptive import Adaptive, build_adaptive, learning_folder, log_event
+from service.observability.guard import Part
 from service.observability.live import Live
 from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
@@ -51,7 +52,7 @@ _SCRAPE_PATIENCE_SECONDS = 0.5
 _SPARE_CONNECTIONS = 256  # in addition to one for each request that runs or waits
 _IDLE_CHECK_SECONDS = 0.25
 _BOOTSTRAP_TOKENS = 256  # of an answer, at most: learning uses no more of a text
-_BOOTSTRAP_SCOPE = Scope(name="bootstrap prompts")
+_BOOTSTRAP_SCOPE = Scope(address="bootstrap prompts")
 
 
 def serve(config: ServiceConfig) -> None:
@@ -89,7 +90,7 @@ def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
     """The ASGI application, and the runtime that its lifespan starts and stops. Raises StartupError."""
     metrics, live, api = metrics_of(config), Live(), api_settings(config)
     runtime = Runtime(lambda: load_model_service(config, metrics, live), max_waiting=config.max_waiting)
-    app = create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, runtime, api.tenants))
+    app = create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, live, runtime, api.tenants))
     return app, runtime
 
 
@@ -103,7 +104,7 @@ def metrics_of(config: ServiceConfig) -> Metrics:
     )
 
 
-async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tuple[bytes, str]:
+async def rendered(metrics: Metrics, live: Live, runtime: Runtime, tenants: Tenants) -> tuple[bytes, str]:
     """The metrics page and its content type. While an update keeps learning from answering, its last state is shown."""
     with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
         metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
@@ -113,6 +114,8 @@ async def rendered(metrics: Metrics, runtime: Runtime, tenants: Tenants) -> tupl
         requests_refused=runtime.num_refused,
         requests_limited=tenants.refusals(),
         loop_lag_seconds=runtime.max_loop_lag_seconds(),
+        internal_errors=live.guard.errors,
+        switched_off=live.guard.switched_off,
     )
     metrics.observe_server(status)
     return metrics.render()
@@ -174,7 +177,9 @@ def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> S
     if gains is not None:
         restore_gains(engine.policy, gains)
     ended: list[Callable[[], None]] = [] if gains is None else [partial(keep_gains, engine.policy, gains)]
-    thread = EngineThread(engine, observed_by(metrics, live), ended, num_threads=config.num_threads)
+    live.guard = engine.guard
+    observers: Mapping[Part, Observe] = {"metrics": observed_by(metrics), "observers": observed_by(live)}
+    thread = EngineThread(engine, observers, ended, num_threads=config.num_threads)
     ended += keep_past_answers(assembly, engine.drafter, thread)
     return ServedModel(thread, assembly.tokenizer, card_of(assembly), adaptive, seeds_of(assembly))
 
@@ -214,16 +219,15 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
     return prompts
 
 
-def observed_by(*observers: Metrics | Live) -> Observe:
-    """The callback of the engine's thread that passes each step to all observers."""
+def observed_by(observer: Metrics | Live) -> Observe:
+    """The callback of the engine's thread that passes each step to an observer."""
 
     def observe(report: EngineOutput, load: LoadStats) -> None:
-        for observer in observers:
-            observer.observe_load(load)
-            if report.stats is not None:
-                observer.observe_step(report.stats)
-            for finished in report.finished:
-                observer.observe_finish(finished)
+        observer.observe_load(load)
+        if report.stats is not None:
+            observer.observe_step(report.stats)
+        for finished in report.finished:
+            observer.observe_finish(finished)
 
     return observe
 
@@ -238,9 +242,9 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         return None
 
     def emit(event: Event) -> None:
-        metrics.observe_event(event)
+        live.guard.run("metrics", partial(metrics.observe_event, event), lambda: None)
         log_event(event)
-        live.observe_event(event)
+        live.guard.run("observers", partial(live.observe_event, event), lambda: None)
 
     folder = owned(learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder))
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
@@ -259,6 +263,7 @@ def card_of(assembly: Assembly) -> ModelCard:
         vocab_size=assembly.target.vocab_size,
         num_spec_tokens=MAX_DEPTH,
         eos_token_ids=assembly.loaded.eos_token_ids,
+        reads_predictions=reads_predictions(assembly.drafter_name),
     )
 
 

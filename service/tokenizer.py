@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -228,6 +229,18 @@ class ChatTokenizer:
         """Number of tokens, added ones included."""
         return self._parsing.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """The most bytes of text that one token stands for, or more: names of bytes are longer than they."""
+        return max(len(token.encode()) for token in self._parsing.get_vocab(with_added_tokens=True))
+
+    def refuse_longer(self, text: str, most_tokens: int | None, param: str) -> None:
+        """Raise InvalidRequest for a text that so many tokens cannot stand for: encoding it would take seconds."""
+        if most_tokens is not None and len(text) > most_tokens * self.longest_token_bytes:
+            message = f"This model's maximum context length is {most_tokens} tokens. Your {param} has {len(text)} "
+            message += f"characters, which are more. Please reduce the length of the {param}."
+            raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
     def encode(self, text: str, *, add_special_tokens: bool = False, control: bool = False) -> list[int]:
         """Tokens of a client's text, in which names of special tokens are plain text unless `control`.
         `add_special_tokens`: with those that the tokenizer adds itself, but no second one at the beginning."""
@@ -303,8 +316,10 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
-        """Tokens of a conversation in the model's own chat format. What its template cannot say is put in its terms."""
+        """Tokens of a conversation in the model's own chat format. What its template cannot say is put in its terms.
+        One that cannot be encoded in `most_tokens` is refused before it is. Raises InvalidRequest."""
         for name in chat_template_kwargs or {}:
             if name in self._reserved_kwargs:
                 raise InvalidRequest(
@@ -325,6 +340,7 @@ class ChatTokenizer:
         except _TEMPLATE_ERRORS as error:
             message = f"The chat template refused these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
+        self.refuse_longer(rendered, most_tokens, "messages")
         if not guard.hid_something:
             return list(self._parsing.encode(rendered, add_special_tokens=False).ids)
         return self._encode_guarded(rendered, guard)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pydantic import JsonValue
 
 from service.chat_template import CALL_BEGINS, Call, ToolForm
-from service.grammars import json_rule
+from service.grammars import Steps, json_rule
 from service.schema_keywords import DEFINITIONS
 from service.thinking import Thinking, ThoughtReader, overlap
 
@@ -26,14 +26,17 @@ class Calling:
     short_ids: bool = False  # whether the ids of calls must have nine letters and digits
     relaxed: tuple[str, ...] = ()  # paths of the request that the grammar does not enforce
 
-    def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> str:
-        """The answer's grammar in Lark. `answer`: the schema of an answer without calls; None: any text. `special_ids`:
-        token ids of strings that are special tokens."""
+    def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> Steps[str]:
+        """Write the answer's grammar in Lark, a function in each step. `answer`: the schema of an answer without calls;
+        None: any text. `special_ids`: token ids of strings that are special tokens."""
         form = self.form
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
         trigger = f"<[{special_ids[form.trigger]}]>" if form.trigger in special_ids else _literal(form.trigger)
-        objects = [json_rule(self._call_of(name, schema)) for name, schema in self.schemas.items()]
+        objects = []
+        for name, schema in self.schemas.items():
+            yield
+            objects.append(json_rule(self._call_of(name, schema)))
         lines = [f"call: {' | '.join(objects)}", f"calls: {rest}", _TEXT]
         if self.must:
             return "\n".join((f"start: {trigger} calls", *lines))

@@ -68,6 +68,10 @@ class Witness:
         self._learner = learner
         self._num_updates = learner.training.num_updates.total()
 
+    @property
+    def waits(self) -> bool:
+        return self._learner.waits
+
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
         self.turns += 1
         taken = self._learner.observe(feedback)

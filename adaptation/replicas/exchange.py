@@ -16,7 +16,7 @@ from typing import Final
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner, worker_of
-from adaptation.records import ReplicaStatus, Role, StoreLost
+from adaptation.records import Refused, ReplicaStatus, Role, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
 from adaptation.replicas.leader import Leader
 from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
@@ -149,6 +149,10 @@ class Exchange:
     def _connect(self) -> None:
         """Join the store, which may be another one than before, or emptied."""
         self._replica.store.join()
+        try:
+            self._replica.store.inherit(lambda raw: self._replica.state.check(raw).sha256)
+        except Refused as refusal:
+            logger.warning("what replicas of 0.3.0 left in the store is not taken over: %s", refusal)
         self._replica.lease.raise_epoch(self._replica.state.record.epoch)
         self.connected = True
         self._retry_seconds = _FIRST_RETRY_SECONDS

@@ -7,6 +7,7 @@ time or raises StoreLost; the one thread that calls waits and retries.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ _RENEWALS: Final = 3  # per lease time
 _GROUP: Final = "learner"
 _FIRST: Final = "0-0"
 _RAW_REPLIES: Final = 2  # protocol version whose replies are plain lists
+_INHERITED: Final = ("epoch", "state", "queries", "heard", "version")
 
 # Scripts run atomically. KEYS begin with lease and epoch if needed.
 _UNLESS_LEADING: Final = """
@@ -90,7 +92,7 @@ Entry = tuple[bytes, QueryMessage | None]
 
 
 class RedisStore:
-    """One connection of one replica, one command at a time.
+    """One connection of one replica, one command at a time: to one server, or to all nodes of its cluster.
 
     Only the holder of the lease can announce and share, which the store checks in the same script: a leader whose lease
     has ended cannot overwrite what its successor announced. Queries are delivered at least once: a consumer group keeps
@@ -100,8 +102,9 @@ class RedisStore:
     def __init__(
         self, url: str, prefix: str, *, name: str, timeout_seconds: float, max_queries: int = MAX_QUERIES
     ) -> None:
-        """Connects at the first command. `max_queries`: kept in the store, approximately. Raises ValueError for an
-        invalid URL, or without the package."""
+        """Connects at the first command. `timeout_seconds`: for an answer of a server; a cluster's nodes may be asked
+        one after the other. `max_queries`: kept in the store, approximately. Raises ValueError for an invalid URL, or
+        without the package."""
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -109,29 +112,41 @@ class RedisStore:
         except ModuleNotFoundError as error:
             raise ValueError(f"{error}: install it with `pip install 'adaptree[redis]'`") from error
         self.name = name
-        self.lease_keys = f"{prefix}:lease", f"{prefix}:epoch"
-        self._version, self._state, self._weights = f"{prefix}:version", f"{prefix}:state", f"{prefix}:weights:"
-        self._queries, self._offsets = f"{prefix}:queries", f"{prefix}:heard"
+        self.prefix = f"{{{prefix}}}"  # in braces, by which a cluster keeps all keys on one node, as scripts need
+        self.lease_keys = f"{self.prefix}:lease", f"{self.prefix}:epoch"
+        self._version, self._weights = f"{self.prefix}:version", f"{self.prefix}:weights:"
+        self._queries, self._offsets = f"{self.prefix}:queries", f"{self.prefix}:heard"
         self._max_queries = max_queries
         self._claim_from = b""
         self._errors = redis.exceptions
-        self._client = redis.Redis.from_url(
-            url,
-            protocol=_RAW_REPLIES,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(NoBackoff(), 0),  # a second try would double the time that a command may take
-        )
+        options: dict[str, Any] = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_seconds)
+        # A second try would double the time that a command may take.
+        options |= {"protocol": _RAW_REPLIES, "retry": Retry(NoBackoff(), 0)}
+        self._client: Any = redis.Redis.from_url(url, **options)
+        self._as_cluster: Callable[[], Any] | None = partial(redis.RedisCluster.from_url, url, **options)
 
     def command(self, *parts: Part) -> Any:
         """Run one Redis command. Raises StoreLost, and then it may have been carried out or not; StoreRefused: it was
         not."""
+        errors = self._errors
+        lost = errors.ConnectionError, errors.TimeoutError, errors.ClusterError, errors.RedisClusterException, OSError
         try:
-            return self._client.execute_command(*parts)  # type: ignore[no-untyped-call]
-        except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
+            if self._as_cluster is not None:
+                self._recognise(self._as_cluster)
+            return self._client.execute_command(*parts)
+        except lost as error:
             raise StoreLost(f"{parts[0]!s}: {type(error).__name__}: {error}") from error
-        except self._errors.RedisError as error:
+        except errors.RedisError as error:
             raise StoreRefused(f"{parts[0]!s}: {error}") from error
+
+    def _recognise(self, as_cluster: Callable[[], Any]) -> None:
+        """Connect with all nodes if the server is one of a cluster: another may have the keys, now or later."""
+        self._client.execute_command("PING")  # names a missing password; HELLO says only how to call it
+        server: list[Any] = self._client.execute_command("HELLO")
+        if server[server.index(b"mode") + 1] == b"cluster":
+            self._client.close()
+            self._client = as_cluster()
+        self._as_cluster = None
 
     def script(self, text: str, keys: Sequence[str], *arguments: Part) -> int:
         """Run a Lua script that returns an integer. Raises as `command`."""
@@ -188,11 +203,11 @@ class RedisStore:
 
     def share(self, epoch: int, raw: bytes) -> bool:
         """Replace the state for the next leader. # -> False: another replica leads"""
-        return bool(self.script(_SHARE, [*self.lease_keys, self._state], self.name, epoch, raw))
+        return bool(self.script(_SHARE, [*self.lease_keys, f"{self.prefix}:state"], self.name, epoch, raw))
 
     def shared(self) -> bytes | None:
         """The learning state that a leader stored for the next one; None: none is stored."""
-        found: bytes | None = self.command("GET", self._state)
+        found: bytes | None = self.command("GET", f"{self.prefix}:state")
         return found
 
     def join(self) -> None:
@@ -202,6 +217,17 @@ class RedisStore:
         except StoreRefused as error:
             if "BUSYGROUP" not in str(error):
                 raise
+
+    def inherit(self, sha256_of: Callable[[bytes], str]) -> None:
+        """Take over what replicas of 0.3.0 left under names without braces, unless a version is announced.
+        `sha256_of`: that of a version's weights; what it raises is passed on."""
+        former = self.prefix[1:-1]
+        raw: bytes | None = self.command("GET", f"{former}:version")
+        if raw is None or self.current() is not None:
+            return
+        for name in (f"weights:{sha256_of(raw)}", *_INHERITED):  # the version last: until then another may complete it
+            if self.command("EXISTS", f"{former}:{name}"):
+                self.command("RENAME", f"{former}:{name}", f"{self.prefix}:{name}")
 
     def send(self, message: QueryMessage) -> None:
         """Append a query to the stream; the oldest are dropped. Raises StoreRefused if the store has no room for it."""

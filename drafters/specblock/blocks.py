@@ -5,6 +5,7 @@ nodes (of one forward) = starts * block * rank, live as in serving.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ COUNTS = (4, 16, WAITING)
 """Numbers of waiting entries for which graphs are captured."""
 
 
+Attempt = Callable[[Callable[[], None], Callable[[], None], str], None]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
     """A trained drafter network, the target's embedding of tokens, and how trees grow."""
@@ -42,8 +46,15 @@ class TrainedWeights:
     starts: int = 4  # blocks begun at once after the first forward
     policy: str = "best_first"  # of POLICIES
     recorder: FeedbackRecorder | None = None  # collects what may be learnt from
+    attempt: Attempt = lambda call, otherwise, name: call()  # calls the recorder, or `otherwise` where that raises
     version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
     ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
+
+    def record(self, name: str, call: Callable[[FeedbackRecorder], None]) -> None:
+        """Call the recorder's method `name`, if there is one. Where that fails, nothing of the running sequences is
+        learnt."""
+        if self.recorder is not None:
+            self.attempt(partial(call, self.recorder), self.recorder.forget, name)
 
 
 class HostSizes(NamedTuple):
@@ -149,8 +160,8 @@ class TreeGrower:
         root = root._replace(survival=root.survival * anchored[:, None])
         block, logits = self._block(states, live, root, start, [])
         if self._weights.recorder is not None:
-            roots = keys.roots.where(anchored, NOWHERE)
-            self._weights.recorder.grown(keys.rows, roots, self._for_heads(states)[:, 0], logits[:, 0])
+            roots, read = keys.roots.where(anchored, NOWHERE), self._for_heads(states)[:, 0]
+            self._weights.record("grown", lambda recorder: recorder.grown(keys.rows, roots, read, logits[:, 0]))
         return start, block
 
     def _follow(self, start: TreeStart, before: Sequence[GrownBlock]) -> GrownBlock:

@@ -54,8 +54,7 @@ class SpecBlockDrafter(Drafter):
         return recorder is not None and recorder.wants_scores
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        if self._weights.recorder is not None:
-            self._weights.recorder.start(contexts)
+        self._weights.record("start", lambda recorder: recorder.start(contexts))
         rows = [context.row for context in contexts]
         self._forget_never_run()
         self._grower.state.start(rows)
@@ -69,8 +68,7 @@ class SpecBlockDrafter(Drafter):
     @torch.inference_mode()
     def read(self, read: Read) -> None:
         """Run the entries of prompt positions that later blocks can attend to; the others are never attended to."""
-        if self._weights.recorder is not None:
-            self._weights.recorder.read(read)
+        self._weights.record("read", lambda recorder: recorder.read(read))
         if not self.ready:
             return
         pool, state = self._grower.pool, self._grower.state
@@ -111,8 +109,7 @@ class SpecBlockDrafter(Drafter):
 
     @torch.inference_mode()
     def commit(self, committed: Committed) -> None:
-        if self._weights.recorder is not None:
-            self._weights.recorder.commit(committed, grown=self._has_grown)
+        self._weights.record("commit", lambda recorder: recorder.commit(committed, grown=self._has_grown))
         if not self.ready:
             return
         rows, positions, counts, slots = committed.rows, committed.positions, committed.counts, committed.slots
@@ -133,8 +130,7 @@ class SpecBlockDrafter(Drafter):
 
     def finish(self, rows: Sequence[int]) -> list[int]:
         self._grower.calibration.forget(rows)
-        if self._weights.recorder is not None:
-            self._weights.recorder.end(rows)
+        self._weights.record("end", lambda recorder: recorder.end(rows))
         return [0] * len(rows)
 
     def timed(self, times: StepTimes) -> None:

@@ -102,10 +102,10 @@ class ServingNetwork:
             if self._in_place:
                 for destination, value in zip(self._kept, kept, strict=True):
                     destination.copy_(value)
-                kept.clear()  # a caller that keeps this function must not keep the tensors
             else:
                 self._planned = planned
             self._set_vocabulary(weights[VOCABULARY])
+            kept.clear()  # a caller that keeps this function must not keep the tensors
 
         return write
 

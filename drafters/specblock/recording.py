@@ -87,6 +87,11 @@ class FeedbackRecorder:
         """Whether any running sequence is recorded."""
         return bool(self._recorded)
 
+    def forget(self) -> None:
+        """Record the running sequences no further; what was recorded of them is not used."""
+        for recorded in (self._recorded, self._waiting, self._prompt, self._first):
+            recorded.clear()
+
     @torch.inference_mode()
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Begin these sequences, and decide which to record; tokens generated before a preemption count as prompt."""

@@ -86,7 +86,7 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
     install_error_handlers(app)
     app.include_router(completions_router(server))
     app.include_router(responses_router(server))
-    app.include_router(info_router(server, render_metrics))
+    app.include_router(info_router(server, live, render_metrics))
     app.include_router(adaptation_router(server))
     app.include_router(memory_router(server))
     app.include_router(page_router())

@@ -1,58 +1,63 @@
 """Parse the JSON body of a request into its schema, and report errors in OpenAI's terms."""
 
+import re
 import zlib
 from functools import partial
 from typing import TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, JsonValue, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from service.api.settings import Server
-from service.errors import InvalidRequest, RequestTooLarge, UnsupportedMedia
+from service.errors import InvalidRequest, RequestTooLarge, UnsupportedMedia, refuse_deep_json
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
-_LARGE_BODY_BYTES = 64 * 1024
+LARGE_BODY_BYTES = 64 * 1024
 _MAX_QUOTED_CHARACTERS = 80
+_PIECE_BYTES = 4096  # of a packed body: of each, what follows a member is copied
 _GZIP = 16  # added to zlib's window bits: expect gzip's header and trailer
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
     """Read and validate the body. Raises RequestError."""
     _check_content_type(request)
-    is_packed = _is_packed(request)
+    was_packed = is_packed(request.headers)
     body = await request.body()
-    if is_packed:  # a few bytes may unpack to millions
-        body = await server.runtime.off_loop(partial(_unpacked, body, server.settings.max_request_bytes))
+    if was_packed:  # a few bytes may unpack to millions
+        body = await server.runtime.off_loop(partial(unpack, body, server.settings.max_request_bytes))
     parse = partial(parse_body, body, schema)
     # A large body takes milliseconds, which would delay every running stream.
-    return parse() if len(body) < _LARGE_BODY_BYTES else await server.runtime.off_loop(parse)
+    return parse() if len(body) < LARGE_BODY_BYTES else await server.runtime.off_loop(parse)
 
 
-def _is_packed(request: Request) -> bool:
+def is_packed(headers: Headers) -> bool:
     """Whether the body is packed with gzip. Raises UnsupportedMedia for other encodings."""
-    encoding = ",".join(request.headers.getlist("content-encoding")).strip().lower()
+    encoding = ",".join(headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
         message = f"The Content-Encoding may be gzip or identity, not '{encoding[:_MAX_QUOTED_CHARACTERS]}'."
         raise UnsupportedMedia(message, param="content-encoding", code="unsupported_content_encoding")
     return encoding.endswith("gzip")
 
 
-def _unpacked(body: bytes, max_bytes: int) -> bytes:
+def unpack(body: bytes, max_bytes: int) -> bytes:
     """Unpack all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before more than `max_bytes` are
     unpacked."""
-    unpacked = bytearray()
+    unpacked, at, member = bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
-        while body:
-            member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
-            unpacked += member.decompress(body, max_bytes + 1 - len(unpacked))
+        while at < len(body):
+            if member.eof:
+                member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
+            piece = body[at : at + _PIECE_BYTES]
+            unpacked += member.decompress(piece, max_bytes + 1 - len(unpacked))
             if len(unpacked) > max_bytes:
                 message = f"The request is larger than {max_bytes} bytes once it is unpacked."
                 raise RequestTooLarge(message, code="request_too_large")
-            if not member.eof:
-                raise InvalidRequest("The body is not valid gzip: it ends too soon.", param="content-encoding")
-            body = member.unused_data
+            at += len(piece) - len(member.unused_data)
+        if body and not member.eof:
+            raise InvalidRequest("The body is not valid gzip: it ends too soon.", param="content-encoding")
     except zlib.error as error:
         raise InvalidRequest(f"The body is not valid gzip: {error}.", param="content-encoding") from error
     return bytes(unpacked)
@@ -67,6 +72,7 @@ def _check_content_type(request: Request) -> None:
 
 def parse_body(body: bytes, schema: type[Schema]) -> Schema:
     """Validate a body. Raises InvalidRequest naming the field."""
+    refuse_deep_json(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -98,7 +104,8 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
     given = failure["input"]
     quote = f" (got {given!r:.{_MAX_QUOTED_CHARACTERS}})" if isinstance(given, str | int | float) else ""
     where = f" for '{path}'" if path else ""
-    return InvalidRequest(f"Invalid value{where}: {failure['msg']}{quote}.", param=path or None)
+    reason = re.sub(r" found using \S+", "", failure["msg"])  # in which pydantic names our function
+    return InvalidRequest(f"Invalid value{where}: {reason}{quote}.", param=path or None)
 
 
 def _path(failure: pydantic_core.ErrorDetails, value: JsonValue) -> list[int | str]:

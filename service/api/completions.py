@@ -16,7 +16,7 @@ from service.api.request_builder import Completion, Job, build, start
 from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, CompletionRequest
 from service.api.settings import Server
-from service.api.sse import EventStream, collect, events, json_response
+from service.api.sse import EventStream, collect, events, json_response, unless_client_gone
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
@@ -44,7 +44,8 @@ def completions_router(server: Server) -> APIRouter:
 async def _answer(request: Request, body: Completion, server: Server, form: type[Reply]) -> Response:
     runtime, resumed = server.runtime, resume_point(body, request.headers.get(HEADER))
     origin = None if resumed is None else resumed.origin
-    job = await build(body, server, scope=server.scope_of(request, body.safety_identifier or body.user), origin=origin)
+    scope = server.scope_of(request, body.safety_identifier or body.user)
+    job = await unless_client_gone(request.receive, build(body, server, scope=scope, origin=origin))
     if not body.stream:
         reply, outputs = form(job, runtime.card, runtime.tokenizer), start(job, server, request)
         return json_response(reply.whole(await collect(request, outputs, job.release)), headers=job.headers)

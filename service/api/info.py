@@ -16,11 +16,13 @@ from starlette.responses import Response
 from adaptation.records import AdaptationError, AdaptationStatus
 from service import __version__
 from service.api.body import read_body
-from service.api.request_builder import check_model, check_token_ids, render
+from service.api.raw_prompts import check_token_ids
+from service.api.request_builder import check_model, render
 from service.api.schemas import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest
 from service.api.settings import Server
 from service.api.sse import json_response
-from service.errors import InvalidRequest, NotReady
+from service.errors import EngineFailure, InvalidRequest, NotReady
+from service.observability.live import Live
 from service.runtime import AdaptationControl
 from service.tokenizer import ChatTokenizer
 
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 RenderMetrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
-def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
+def info_router(server: Server, live: Live, render_metrics: RenderMetrics) -> APIRouter:
     """The routes of models, tokenization, probes, metrics and version."""
     router = APIRouter()
 
@@ -63,16 +65,17 @@ def info_router(server: Server, render_metrics: RenderMetrics) -> APIRouter:
         return json_response({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
 
     @router.get("/livez")
-    async def live() -> Response:
+    async def alive() -> Response:
         return json_response({"status": "alive"})
 
     @router.get("/readyz")
     @router.get("/health")
     async def ready() -> Response:
-        if server.runtime.state == "failed":
-            raise NotReady("The engine has stopped.", code="engine_stopped")
-        server.runtime.check_ready()
-        return json_response({"status": server.runtime.state})
+        try:
+            server.runtime.check_ready()
+        except EngineFailure as error:
+            raise NotReady("The engine has stopped.", code="engine_stopped") from error
+        return json_response({"status": server.runtime.state, "switched_off": {**live.guard.switched_off}})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -62,7 +62,9 @@ class PerMinute(_Limit):
 
         used + reserved at the end <= level at the beginning + limit * T / 60 <= limit * (1 + T / 60).
 
-    So concurrent requests never overrun the limit, and an idle key may start with a burst of one minute's worth.
+    So concurrent requests never overrun the limit, and an idle key may start with a burst of one minute's worth. A
+    request that may use more than that reserves it all: what it then uses beyond is a debt (a level below 0), which
+    refills before the key's next request is admitted.
     """
 
     def __init__(self, limit: int, *, clock: Clock) -> None:
@@ -85,10 +87,10 @@ class PerMinute(_Limit):
         """Seconds until `amount` can be reserved, if every reservation is used."""
         return max(0.0, amount - self._free() - _SLACK) * _MINUTE_SECONDS / self.limit
 
-    def use(self, amount: int) -> None:
-        """Use up a part of a reservation."""
+    def use(self, amount: int, *, reserved: int) -> None:
+        """Use an amount, of which so much was reserved."""
         self._refill()
-        self._reserved -= amount
+        self._reserved -= reserved
         self._level -= amount
 
     def _free(self) -> float:
@@ -207,9 +209,9 @@ class PerMonth(_Limit):
         """The start of the next month as text, and the seconds until then."""
         return self._use.next_month
 
-    def use(self, amount: int) -> None:
-        """Use up a part of a reservation."""
-        self._reserved -= amount
+    def use(self, amount: int, *, reserved: int) -> None:
+        """Use an amount, of which so much was reserved."""
+        self._reserved -= reserved
         self._use.add(self._account, amount)
 
 

@@ -1,10 +1,12 @@
 """The prompts of `/v1/completions`: the client's own, or with `suffix` a text with a gap, written as the model was
 trained to fill it (fill in the middle)."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from service.api.schemas import CompletionFields, CompletionRequest
+from service.api.schemas import CompletionFields, CompletionRequest, Prediction, text_of
 from service.errors import InvalidRequest
+from service.runtime import ModelCard
 from service.tokenizer import ChatTokenizer
 
 _LAYOUTS = (
@@ -26,12 +28,16 @@ file."""
 _ANCHOR = "\u263a"  # a character that joins with no other one to a token
 
 
-def encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer, *, control: bool) -> list[list[int]]:
-    """Token ids of each prompt. `control`: the names of control tokens in a prompt without `suffix` are control tokens.
-    Raises InvalidRequest."""
+def encode_prompts(
+    body: CompletionRequest, tokenizer: ChatTokenizer, most_tokens: int | None = None, *, control: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, none of which may be longer than `most_tokens`. `control`: the names of control tokens
+    in a prompt without `suffix` are control tokens. Raises InvalidRequest."""
     prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
     if not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
+    for text in (one for one in (*prompts, body.suffix) if isinstance(one, str)):
+        tokenizer.refuse_longer(text, most_tokens, "prompt")
     special = body.add_special_tokens is not False
     if body.suffix:
         return [_with_gap(one, body, tokenizer, special=special) for one in prompts]
@@ -39,6 +45,12 @@ def encode_prompts(body: CompletionRequest, tokenizer: ChatTokenizer, *, control
         tokenizer.encode(one, add_special_tokens=special, control=control) if isinstance(one, str) else one
         for one in prompts
     ]
+
+
+def encode_begun(predicted: Prediction, tokenizer: ChatTokenizer, most_tokens: int) -> list[int]:
+    """The first tokens of a predicted answer, encoded from no more text than they may have."""
+    begun = text_of(predicted.content).encode()[: most_tokens * tokenizer.longest_token_bytes]
+    return tokenizer.encode(begun.decode(errors="ignore"))[:most_tokens]  # without a part of a character
 
 
 def gap_ends(body: CompletionFields, tokenizer: ChatTokenizer) -> frozenset[int]:
@@ -72,3 +84,14 @@ def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
     if not (tokenizer.token_string(anchor[0]) or "").startswith("\u2581"):
         return tokenizer.encode(text)
     return tokenizer.encode(_ANCHOR + text)[len(anchor) :]
+
+
+def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
+    """Raise InvalidRequest for a token outside of the vocabulary."""
+    for token_id in ids:
+        if token_id >= card.vocab_size:
+            raise InvalidRequest(
+                f"Invalid value for '{param}': token {token_id} is outside of the vocabulary "
+                f"of {card.vocab_size} tokens.",
+                param=param,
+            )

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from pydantic import JsonValue
 from starlette.requests import Request
 
-from service.api.raw_prompts import encode_prompts, gap_ends
+from service.api.raw_prompts import check_token_ids, encode_begun, encode_prompts, gap_ends
 from service.api.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -29,9 +29,10 @@ from service.api.sse import Release, release_of
 from service.api.structured import calling_of, grammar_of
 from service.api.tenants import AdmittedRequest
 from service.chat_template import Traits, past_arguments, short_id
+from service.door import OutputStream
 from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
-from service.runtime import ModelCard, OutputStream
+from service.grammar_pool import Compilations
 from service.sampling_params import SamplingParams, sampling_params
 from service.thinking import BEGIN, END, Thinking, thinks
 from service.tokenizer import ChatTokenizer
@@ -145,26 +146,34 @@ class Job:
         return AnswerReader(self.thinking, CallReader(self.calling.form, must=self.calling.must, holds_calls=stops))
 
 
-async def build(body: Completion, server: Server, *, scope: Scope, origin: AnswerIdentity | None = None) -> Job:
-    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed. Raises
-    RequestError."""
+async def build(
+    body: Completion,
+    server: Server,
+    *,
+    scope: Scope,
+    origin: AnswerIdentity | None = None,
+    compilations: Compilations | None = None,
+) -> Job:
+    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed; `compilations`: of
+    this request, if it has compiled something already. Raises RequestError."""
     runtime, n = server.runtime, body.n or 1
     runtime.check_ready()
+    compilations = compilations or runtime.grammars.of_request(scope.account, scope.cache_namespace)
     _check_fields(body, server)
-    calling = thinking = None
+    calling, thinking, most = None, None, runtime.card.max_model_len
     if isinstance(body, ChatCompletionRequest):
         kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
-        calling = await calling_of(body, runtime)
+        calling = await calling_of(body, runtime.tokenizer, compilations)
         tools = [] if calling is None else body.tools or []
         for path in () if calling is None else calling.relaxed:
             server.note_relaxed(path)
-        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools))]
+        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools, most))]
         if thinks(runtime.tokenizer.chat_template):
             thinking = Thinking.after(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         control = server.settings.control_in_prompts
-        prompts = await runtime.off_loop(partial(encode_prompts, body, runtime.tokenizer, control=control))
+        prompts = await runtime.off_loop(partial(encode_prompts, body, runtime.tokenizer, most, control=control))
     run, origin = secrets.token_hex(8), origin or AnswerIdentity.drawn(body.seed)
     job_id = f"{kind}-{origin.uid}"
     release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
@@ -179,8 +188,8 @@ async def build(body: Completion, server: Server, *, scope: Scope, origin: Answe
             keep_special_tokens=any(tag in runtime.tokenizer.special_ids for tag in _tags(calling, thinking)),
         ),
         n=n,
-        prediction=await _encode_prediction(body, server),
-        grammar=await grammar_of(body, calling, thinking, runtime),
+        grammar=await grammar_of(body, calling, thinking, runtime.tokenizer, compilations),
+        prediction=await _encode_prediction(body, prompts, server, source=source),
         scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
         speculation=_speculation(body),
         store=body.store is not False,
@@ -203,7 +212,13 @@ def _of_prompt(
     min_tokens = min(body.min_tokens or 0, max_tokens)
     stops = shared.sampling.stop_token_ids | gap_ends(body, server.runtime.tokenizer)
     sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stops)
-    return replace(shared, request_id=f"{shared.request_id}-{index}", prompt=tuple(prompt), sampling=sampling)
+    return replace(
+        shared,
+        request_id=f"{shared.request_id}-{index}",
+        prompt=tuple(prompt),
+        prediction=shared.prediction[:max_tokens],
+        sampling=sampling,
+    )
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:
@@ -214,7 +229,7 @@ def start(job: Job, server: Server, request: Request) -> OutputStream:
         return server.runtime.generate(*job.requests)
     prompts = sum(len(request.prompt) for request in job.requests)
     answers = sum(request.n * request.sampling.max_tokens for request in job.requests)
-    admission.reserve(prompts + answers, param=_length_field(job.body))
+    admission.reserve(prompts, answers, param=_length_field(job.body))
     try:
         outputs = server.runtime.generate(*job.requests, meter=admission)
     except BaseException:
@@ -246,8 +261,10 @@ def render(
     body: ChatTemplateFields,
     tokenizer: ChatTokenizer,
     tools: Sequence[ToolDefinition] = (),
+    most_tokens: int | None = None,
 ) -> list[int]:
-    """The tokens of a conversation by the model's chat template. Raises InvalidRequest."""
+    """The tokens of a conversation by the model's chat template, refused early beyond `most_tokens`. Raises
+    InvalidRequest."""
     if body.continue_final_message and body.add_generation_prompt:
         reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
         raise InvalidRequest(reason, param="continue_final_message")
@@ -258,6 +275,7 @@ def render(
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
         chat_template_kwargs=body.chat_template_kwargs,
+        most_tokens=most_tokens,
     )
 
 
@@ -292,17 +310,6 @@ def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
     text, parsed = past_arguments(call.function.arguments, param)
     arguments = parsed if traits.arguments == "object" else text
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
-    """Raise InvalidRequest for a token outside of the vocabulary."""
-    for token_id in ids:
-        if token_id >= card.vocab_size:
-            raise InvalidRequest(
-                f"Invalid value for '{param}': token {token_id} is outside of the vocabulary "
-                f"of {card.vocab_size} tokens.",
-                param=param,
-            )
 
 
 def _check_fields(body: Completion, server: Server) -> None:
@@ -343,11 +350,15 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
         raise InvalidRequest(f"This server does not support '{path}'{other}.", param=path)
 
 
-async def _encode_prediction(body: CompletionFields, server: Server) -> tuple[int, ...]:
-    if body.prediction is None:
+async def _encode_prediction(
+    body: CompletionFields, prompts: Sequence[Sequence[int]], server: Server, *, source: str
+) -> tuple[int, ...]:
+    """The predicted tokens, as many as an answer may have; none where nothing drafts from them. Raises
+    InvalidRequest."""
+    if body.prediction is None or not server.runtime.card.reads_predictions:
         return ()
-    text = text_of(body.prediction.content)
-    return tuple(await server.runtime.off_loop(lambda: server.runtime.tokenizer.encode(text)))
+    most = max(_max_tokens(body, len(prompt), server, source=source) for prompt in prompts)
+    return tuple(await server.runtime.off_loop(partial(encode_begun, body.prediction, server.runtime.tokenizer, most)))
 
 
 def _speculation(body: CompletionFields) -> SpeculationParams:

@@ -1,12 +1,12 @@
-"""`/v1/responses`: chat completions in the form of OpenAI's newer API, and the store of conversations that it keeps."""
+"""`/v1/responses`: chat completions in the form of OpenAI's newer API, with conversations that the server remembers."""
 
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic_core
 from fastapi import APIRouter
@@ -14,16 +14,17 @@ from pydantic import JsonValue, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.api.body import parse_body, read_body
+from service.api.body import LARGE_BODY_BYTES, parse_body, read_body
 from service.api.reply import Json
 from service.api.request_builder import Job, build, refuse, start
-from service.api.responses_reply import ResponseReply
+from service.api.responses_reply import ResponseReply, echo_of
 from service.api.responses_schemas import (
     INPUT,
     CallOutput,
     ClientTools,
     InputMessage,
     Item,
+    ItemReference,
     PastCall,
     PastCustomCall,
     Reasoning,
@@ -31,16 +32,19 @@ from service.api.responses_schemas import (
     ToolReference,
     function_name,
 )
+from service.api.responses_store import ResponseStore, Turn
 from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
-from service.api.sse import EventIds, EventStream, collect, events, json_response
+from service.api.sse import EventIds, EventStream, collect, events, json_response, unless_client_gone
 from service.api.structured import Constraint, compiled
 from service.chat_template import past_arguments
-from service.errors import InvalidRequest, NotFound
+from service.errors import InvalidRequest, RequestTooLarge
 from service.sampling_params import SamplingFields
 
-_MAX_STORED_BYTES = 64 * 1024**2
+Result = TypeVar("Result")
+
+_MAX_QUOTED_CHARACTERS = 80
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _RENAMED = (
     (r"^messages", "input"),
@@ -58,54 +62,13 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
 """Fields of chat completions that a response cannot report, with the values that have no effect."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A stored response, and the items of its conversation so far."""
+class _Prepared(NamedTuple):
+    """A request as it runs, and what a stored response repeats of it, as JSON."""
 
-    response: Mapping[str, JsonValue]
-    items: Sequence[JsonValue]
-
-
-class ResponseStore:
-    """Responses of each owner (`Scope.owner`) by id, invisible to other owners; the least recently used are evicted.
-
-    Used on the event loop only.
-    """
-
-    def __init__(self, *, max_bytes: int = _MAX_STORED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._held: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()
-        self._num_bytes = 0
-
-    def keep(self, owner: str, stored: Stored) -> None:
-        """Store a response under its id; replaces the owner's one with the same id."""
-        key, size = (owner, str(stored.response["id"])), len(pydantic_core.to_json([stored.response, stored.items]))
-        _, replaced = self._held.pop(key, (None, 0))
-        self._held[key] = stored, size
-        self._num_bytes += size - replaced
-        while self._num_bytes > self._max_bytes:
-            _, (_, freed) = self._held.popitem(last=False)
-            self._num_bytes -= freed
-
-    def find(self, owner: str, response_id: str) -> Stored | None:
-        """The owner's response with this id; None: there is none."""
-        found, _ = self._held.get((owner, response_id), (None, 0))
-        if found is not None:
-            self._held.move_to_end((owner, response_id))
-        return found
-
-    def get(self, owner: str, response_id: str) -> Stored:
-        """The owner's response with this id. Raises NotFound."""
-        found = self.find(owner, response_id)
-        if found is None:
-            message = f"Response with id '{response_id}' not found."
-            raise NotFound(message, param="response_id", code="response_not_found")
-        return found
-
-    def delete(self, owner: str, response_id: str) -> None:
-        """Delete the owner's response. Raises NotFound."""
-        self.get(owner, response_id)
-        self._num_bytes -= self._held.pop((owner, response_id))[1]
+    chat: ChatCompletionRequest
+    items: bytes  # new in this turn, joined by commas
+    echo: Json
+    echo_text: bytes
 
 
 def responses_router(server: Server) -> APIRouter:
@@ -116,39 +79,49 @@ def responses_router(server: Server) -> APIRouter:
     async def create_response(request: Request) -> Response:
         body, runtime = await read_body(request, ResponsesRequest, server), server.runtime
         scope = server.scope_of(request, body.safety_identifier or body.user)
-        items, tools = _conversation(body, store, scope.owner), ClientTools(body.tools or ())
-        num_stored = len(items) - (1 if isinstance(body.input, str) else len(body.input))
-        with _renamed_errors(tools):
+        previous = _previous(body, store, scope.owner)
+        is_large = await _is_large(request, body, previous)
+
+        async def away(call: Callable[[], Result]) -> Result:
+            return await runtime.off_loop(call) if is_large else call()
+
+        async def built() -> Job:
+            compilations = runtime.grammars.of_request(scope.account, scope.cache_namespace)
             for path, definition in tools.grammars.items():
-                await compiled(Constraint(path, "lark", definition), runtime)
-            chat = _as_chat(body, items, num_stored, tools)
-            resumed = resume_point(chat, request.headers.get(HEADER))
+                await compiled(Constraint(path, "lark", definition), compilations)
             origin = None if resumed is None else resumed.origin
-            job = _with_relaxed(tools, await build(chat, server, scope=scope, origin=origin), server)
-            ids = EventIds()
-            if chat.stream:
+            job = await build(prepared.chat, server, scope=scope, origin=origin, compilations=compilations)
+            return _with_relaxed(tools, job, server)
+
+        tools = await away(partial(ClientTools, body.tools or ()))
+        with _renamed_errors(tools):
+            find, max_bytes = partial(store.item, scope.owner), server.settings.max_request_bytes
+            prepared = await away(partial(_prepared, body, tools, previous, find, max_bytes))
+            resumed = resume_point(prepared.chat, request.headers.get(HEADER))
+            job, ids = await unless_client_gone(request.receive, built()), EventIds()
+            if body.stream:
                 job, ids = await resumable(job, body, resumed, runtime)
 
         def keep(response: Json) -> None:
             if body.store is not False:
-                output = response["output"]
-                assert isinstance(output, list)
-                store.keep(scope.owner, Stored(response, [*items, *output]))
+                store.keep(scope.owner, str(response["id"]), _turn(response, prepared, previous))
 
-        reply = ResponseReply(job, runtime.card, runtime.tokenizer, body, tools, keep)
+        reply = ResponseReply(job, runtime.card, runtime.tokenizer, tools, prepared.echo, keep)
         with _renamed_errors(tools):
             outputs = start(job, server, request)
         if body.stream:
             frames = events(outputs, reply, ids, done=b"", pads=job.release.pads)
             return EventStream(frames, outputs, release=job.release, headers=job.headers)
-        return json_response(reply.whole(await collect(request, outputs, job.release)), headers=job.headers)
+        response = reply.whole(await collect(request, outputs, job.release))
+        return await away(partial(json_response, response, headers=job.headers))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
             how = f"send the request that made it again, with '{HEADER}'"
             raise InvalidRequest(f"Stored responses are not streamed; to go on with a stream {how}.", param="stream")
-        return json_response(store.get(server.scope_of(request).owner, response_id).response)
+        turn = store.get(server.scope_of(request).owner, response_id)
+        return Response(turn.response(), media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -158,32 +131,86 @@ def responses_router(server: Server) -> APIRouter:
     return router
 
 
-def _conversation(body: ResponsesRequest, store: ResponseStore, owner: str) -> list[JsonValue]:
-    """All items of the conversation, the new ones last. Raises InvalidRequest."""
-    new: list[JsonValue]
-    if isinstance(body.input, str):
-        new = [{"type": "message", "role": "user", "content": body.input}]
-    else:
-        new = [item.model_dump(mode="json", exclude_none=True) for item in body.input]
+def _previous(body: ResponsesRequest, store: ResponseStore, owner: str) -> Turn | None:
+    """The turn from which the conversation goes on; None: it begins. Raises InvalidRequest."""
     if body.previous_response_id is None:
-        return new
-    found = store.find(owner, body.previous_response_id)
-    if found is None:
+        return None
+    turn = store.find(owner, body.previous_response_id)
+    if turn is None:
         raise InvalidRequest(
             f"Previous response with id '{body.previous_response_id}' not found.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return [*found.items, *new]
+    return turn
+
+
+async def _is_large(request: Request, body: ResponsesRequest, previous: Turn | None) -> bool:
+    """Whether preparing the conversation may take milliseconds. A packed body and references stand for more text than
+    was sent."""
+    num_bytes = len(await request.body()) + (0 if previous is None else previous.conversation_bytes)
+    if num_bytes >= LARGE_BODY_BYTES or "content-encoding" in request.headers:
+        return True
+    return not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input)
+
+
+def _prepared(
+    body: ResponsesRequest,
+    tools: ClientTools,
+    previous: Turn | None,
+    find: Callable[[str], bytes | None],
+    max_bytes: int,
+) -> _Prepared:
+    """Read and validate the conversation. `find`: the stored item with an id; `max_bytes`: of a body, in which a client
+    could send what is read from the store. Raises RequestError."""
+    sent: Sequence[Item]
+    sent = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    found = {index: _found(item, find, index) for index, item in enumerate(sent) if isinstance(item, ItemReference)}
+    num_bytes = sum(map(len, found.values())) + (0 if previous is None else previous.conversation_bytes)
+    if num_bytes > max_bytes:
+        message = f"The stored items of this conversation are larger than {max_bytes} bytes."
+        raise RequestTooLarge(message, param="input", code="request_too_large")
+    new = [_parsed(found[index])[0] if index in found else item for index, item in enumerate(sent)]
+    stored = [] if previous is None else _parsed(previous.conversation())
+    chat, echo = _as_chat(body, [*stored, *new], len(stored), tools), echo_of(body)
+    read_again = [item for item in new if not isinstance(item, Reasoning)]
+    return _Prepared(
+        chat, pydantic_core.to_json(read_again, exclude_none=True)[1:-1], echo, pydantic_core.to_json(echo)[1:-1]
+    )
+
+
+def _found(reference: ItemReference, find: Callable[[str], bytes | None], index: int) -> bytes:
+    """The stored item for a reference. Raises InvalidRequest."""
+    found = find(reference.id)
+    if found is None:
+        quoted, what = reference.id[:_MAX_QUOTED_CHARACTERS], "an item that a stored response put out"
+        message = f"Item with id '{quoted}' not found: an 'item_reference' stands for {what}."
+        raise InvalidRequest(message, param=f"input.{index}", code="item_not_found")
+    return found
+
+
+def _parsed(items: bytes) -> list[Item]:
+    """Stored items, joined by commas."""
+    return _ITEMS.validate_json(b"[%b]" % items)
+
+
+def _turn(response: Json, prepared: _Prepared, previous: Turn | None) -> Turn:
+    """The stored form of a finished response. It writes the answer only; the rest has been written before."""
+    output: Any = response["output"]
+    rest = {name: value for name, value in response.items() if name != "output" and name not in prepared.echo}
+    outputs = {item["id"]: pydantic_core.to_json(item) for item in output}
+    read = (outputs[item["id"]] for item in output if item["type"] != "reasoning")  # thoughts are not sent again
+    head = b"%b,%b" % (pydantic_core.to_json(rest)[1:-1], prepared.echo_text)
+    return Turn(previous, (*filter(None, [prepared.items]), *read), head, outputs)
 
 
 def _as_chat(
-    body: ResponsesRequest, items: Sequence[JsonValue], num_stored: int, tools: ClientTools
+    body: ResponsesRequest, items: Sequence[Item], num_stored: int, tools: ClientTools
 ) -> ChatCompletionRequest:
     """The request as a chat completion; the first `num_stored` items come from the store. Raises InvalidRequest with
     the field names of chat completions."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += _messages(_ITEMS.validate_python(items), num_stored)
+    messages += _messages(items, num_stored)
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,

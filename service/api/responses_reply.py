@@ -27,6 +27,7 @@ class _ItemType(NamedTuple):
     field: str = "text"  # which grows
 
 
+_DUMPED = {"metadata", "text", "tool_choice", "tools"}
 _NO_LOGPROBS: Json = {"logprobs": []}
 _MESSAGE = _ItemType("message", "msg", "output_text", {"type": "output_text", "annotations": [], **_NO_LOGPROBS})
 _THOUGHT = _ItemType("reasoning", "rs", "reasoning_text", {"type": "reasoning_text"})
@@ -72,15 +73,16 @@ class ResponseReply:
         job: Job,
         card: ModelCard,
         tokenizer: ChatTokenizer,
-        request: ResponsesRequest,
         tools: ClientTools,
+        echo: Json,
         keep: Callable[[Json], None],
     ) -> None:
+        """`echo`: the fields that repeat the request (`echo_of`)."""
         self._job = job
         self._card = card
         self._totals = Totals(job, card, tokenizer)
-        self._request = request
         self._tools = tools
+        self._echo = echo
         self._keep = keep
         self._reader = job.reader()
         self._done: list[JsonValue] = []
@@ -181,8 +183,7 @@ class ResponseReply:
         return {"type": kind, **fields}
 
     def _response(self, status: str) -> Json:
-        request, ends = self._request, status != "in_progress"
-        sent: Json = request.model_dump(mode="json", by_alias=True, exclude_none=True)
+        ends = status != "in_progress"
         return {
             "id": f"resp_{self._job.origin.uid}",
             "object": "response",
@@ -190,25 +191,13 @@ class ResponseReply:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": sent.get("metadata", {}),
-            "model": request.model,
             "output": list(self._done) if ends else [],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": request.store is not False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": sent.get("text", {"format": {"type": "text"}}),
-            "tool_choice": sent.get("tool_choice", "auto"),
-            "tools": sent.get("tools", []),
-            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ends else None,
-            "user": request.user,
             "system_fingerprint": self._card.system_fingerprint,
             "seed": self._job.sampling.seed,
+            **self._echo,
         }
 
     def _usage(self) -> Json:
@@ -221,6 +210,26 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": self._totals.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def echo_of(request: ResponsesRequest) -> Json:
+    """The fields of a response that repeat its request, with the defaults of those that were left out."""
+    sent: Json = request.model_dump(mode="json", by_alias=True, exclude_none=True, include=_DUMPED)
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": sent.get("metadata", {}),
+        "model": request.model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "store": request.store is not False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": sent.get("text", {"format": {"type": "text"}}),
+        "tool_choice": sent.get("tool_choice", "auto"),
+        "tools": sent.get("tools", []),
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "user": request.user,
+    }
 
 
 def _parsed(arguments: str) -> dict[str, JsonValue] | None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import Discriminator, Field, JsonValue, Tag
 
 from service.api.schemas import FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
 from service.sampling_params import Body, SamplingFields
@@ -24,7 +24,7 @@ InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 class InputMessage(Body):
     """A message of the conversation."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(fail_fast=True, min_length=1)]
 
@@ -65,7 +65,35 @@ class Reasoning(Body):
     type: Literal["reasoning"]
 
 
-Item = InputMessage | PastCall | PastCustomCall | CallOutput | Reasoning
+class ItemReference(Body):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
+_MAX_TYPE_CHARACTERS = 80  # of one that is no type, in an error's message
+
+
+def item_type(item: object) -> str:
+    """The type of an item as it was sent: clients leave out that of a message and of a reference."""
+    if not isinstance(item, dict):
+        return "message"
+    if item.get("type") is not None:
+        return str(item["type"])[:_MAX_TYPE_CHARACTERS]
+    return "item_reference" if "id" in item and item.keys() <= {"id", "type"} else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[PastCall, Tag("function_call")]
+    | Annotated[PastCustomCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(item_type),
+]
 
 
 class TextFormat(StrictBody):

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
+from service.api.raw_prompts import check_token_ids
 from service.api.reply import merged
-from service.api.request_builder import AnswerIdentity, Completion, Job, check_token_ids
+from service.api.request_builder import AnswerIdentity, Completion, Job
 from service.api.sse import Chunk, Event, EventIds, StreamForm
 from service.engine.requests import SequenceOutput
 from service.errors import Conflict, InvalidRequest

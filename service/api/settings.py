@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import secrets
 from dataclasses import dataclass, field
@@ -66,12 +67,27 @@ class Server:
         `safety_identifier`, else its `user`), or else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
-        name = f"user:{user}" if user else f"address:{request.client.host if request.client else ''}"
-        key = "" if tenant is None else self._hash(f"key:{tenant.digest.hex()}")
-        return Scope(key, self._hash(name), self.settings.separate_names)
+        address = f"address:{network_of(request.client.host) if request.client else ''}"
+        return Scope(
+            key="" if tenant is None else self._hash(f"key:{tenant.digest.hex()}"),
+            name=self._hash(f"user:{user}" if user else address),
+            separate_names=self.settings.separate_names,
+            address=self._hash(address) if tenant is None else "",
+            max_running=None if tenant is None else tenant.max_concurrent,
+        )
 
     def _hash(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.settings.naming_key).hexdigest()
+
+
+def network_of(host: str) -> str:
+    """The network of an address that one client has to itself: a whole /64 of IPv6, whose addresses it may use at
+    will."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host
+    return host if address.version == 4 else str(ipaddress.ip_network((host, 64), strict=False))
 
 
 def naming_key(secret: bytes | None) -> bytes:

@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.errors import ClientGoneError, internal_error
 from service.api.schemas import LEAST_RELEASE_SECONDS, CompletionFields
+from service.door import OutputStream
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.errors import InvalidRequest, RequestError
-from service.runtime import OutputStream
 
 logger = logging.getLogger(__name__)
 

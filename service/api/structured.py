@@ -1,8 +1,7 @@
 """The constraints of a request on its answer: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
 `guided_*`, and `json_schema`, `regex`, `ebnf` and `grammar` of SGLang and llama.cpp."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +9,11 @@ from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, CompletionFields, ResponseFormat, StructuredOutputs, ToolChoice
 from service.chat_template import HERMES
-from service.errors import InvalidRequest
-from service.grammars import Grammar, GrammarError, GrammarKind, as_lark
-from service.runtime import Runtime
-from service.schema_keywords import with_definitions
+from service.errors import InvalidRequest, parsed_json
+from service.grammar_pool import Compilations
+from service.grammars import Grammar, GrammarError, GrammarKind, Result, Steps, as_lark
 from service.thinking import Thinking
+from service.tokenizer import ChatTokenizer
 from service.tools import Calling
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
@@ -31,13 +30,17 @@ class Constraint(NamedTuple):
 
 
 async def grammar_of(
-    body: CompletionFields, calling: Calling | None, thinking: Thinking | None, runtime: Runtime
+    body: CompletionFields,
+    calling: Calling | None,
+    thinking: Thinking | None,
+    tokenizer: ChatTokenizer,
+    compilations: Compilations,
 ) -> Grammar | None:
     """The grammar of an answer; None: it is free. Raises InvalidRequest for several constraints, or an impossible
     one."""
-    constraints = _constraints(body)
+    constraints = [await _parsed(constraint, compilations) for constraint in _constraints(body)]
     if calling is not None:
-        constraints = [await _with_calls(constraints, calling, runtime)]
+        constraints = [await _with_calls(constraints, calling, tokenizer, compilations)]
     if not constraints:
         return None
     if len(constraints) > 1:
@@ -46,23 +49,38 @@ async def grammar_of(
     for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
         if given:
             raise InvalidRequest(f"'{name}' cannot be honoured beside '{constraints[0].param}'.", param=name)
-    grammar = await compiled(constraints[0], runtime)
+    grammar = await compiled(constraints[0], compilations)
     if thinking is None:
         return grammar
-    before = thinking.grammar(as_lark(constraints[0].kind, constraints[0].source), runtime.tokenizer.special_ids)
-    return await compiled(Constraint(constraints[0].param, "lark", before), runtime)
+
+    def after_a_thought() -> Steps[str]:
+        yield
+        return thinking.grammar(as_lark(constraints[0].kind, constraints[0].source), tokenizer.special_ids)
+
+    param = constraints[0].param
+    written = await _refused_at(param, compilations.taken(after_a_thought()))
+    return await compiled(Constraint(param, "lark", written), compilations)
 
 
-async def compiled(constraint: Constraint, runtime: Runtime) -> Grammar:
+async def compiled(constraint: Constraint, compilations: Compilations) -> Grammar:
     """Compile a constraint. Raises InvalidRequest naming the path in a schema."""
+    param, kind, source = constraint
+    steps = partial(compilations.compiler.compiling, kind, source)
+    return await _refused_at(param, compilations.result(kind, source, steps))
+
+
+async def _refused_at(param: str, work: Awaitable[Result]) -> Result:
+    """What the work for a field makes. Raises InvalidRequest naming the path in it."""
     try:
-        return await runtime.off_loop(lambda: runtime.grammars.compile(constraint.kind, constraint.source))
+        return await work
     except GrammarError as error:
-        path = ".".join((constraint.param, *error.path))
+        path = ".".join((param, *error.path))
         raise InvalidRequest(f"Invalid value for '{path}': {error}.", param=path) from error
 
 
-async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling | None:
+async def calling_of(
+    body: ChatCompletionRequest, tokenizer: ChatTokenizer, compilations: Compilations
+) -> Calling | None:
     """The functions that the answer may call. Raises InvalidRequest."""
     tools, choice = body.tools, body.tool_choice
     if tools is None and choice not in (None, "none"):
@@ -76,14 +94,12 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
         if name in schemas:
             param = f"tools.{position}.function.name"
             raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
-        param, schema = f"tools.{position}.function.parameters", with_definitions(schema)
-        if tool.function.strict:
-            await compiled(Constraint(param, "json_schema", schema), runtime)
-        else:
-            schema, dropped = await runtime.off_loop(partial(runtime.grammars.relaxed, schema))
-            relaxed += [".".join((param, *path)) for path in dropped]
-        schemas[name] = schema
-    traits = runtime.tokenizer.traits(with_tools=True)
+        param, strict = f"tools.{position}.function.parameters", tool.function.strict is True
+        steps = partial(compilations.compiler.fitting, schema, strict=strict)
+        fitting = compilations.result("strict" if strict else "fitting", schema, steps)
+        schemas[name], dropped = await _refused_at(param, fitting)
+        relaxed += [".".join((param, *path)) for path in dropped]
+    traits = tokenizer.traits(with_tools=True)
     parallel = traits.calls != "one" if body.parallel_tool_calls is None else body.parallel_tool_calls
     if isinstance(choice, ToolChoice):
         if choice.function.name not in schemas:
@@ -102,15 +118,18 @@ async def calling_of(body: ChatCompletionRequest, runtime: Runtime) -> Calling |
     )
 
 
-async def _with_calls(constraints: list[Constraint], calling: Calling, runtime: Runtime) -> Constraint:
+async def _with_calls(
+    constraints: list[Constraint], calling: Calling, tokenizer: ChatTokenizer, compilations: Compilations
+) -> Constraint:
     """One constraint for answers that call functions, and for those that do not."""
     schema: dict[str, JsonValue] | None = None
     for constraint in constraints:
         if constraint.kind != "json_schema" or not isinstance(constraint.source, dict):
             raise InvalidRequest(f"'{constraint.param}' cannot be honoured beside 'tools'.", param=constraint.param)
-        await compiled(constraint, runtime)
+        await compiled(constraint, compilations)
         schema = constraint.source
-    return Constraint("tools", "lark", calling.grammar(schema, runtime.tokenizer.special_ids))
+    written = await _refused_at("tools", compilations.taken(calling.grammar(schema, tokenizer.special_ids)))
+    return Constraint("tools", "lark", written)
 
 
 def _constraints(body: CompletionFields) -> list[Constraint]:
@@ -135,11 +154,15 @@ def _constraints(body: CompletionFields) -> list[Constraint]:
         ("regex", "regex", body.regex),
         ("ebnf", "grammar", body.ebnf),
     ]
-    return [
-        Constraint(param, kind, _parsed(source, param) if kind == "json_schema" else source)
-        for param, kind, source in fields
-        if source is not None
-    ]
+    return [Constraint(*field) for field in fields if field[-1] is not None]
+
+
+async def _parsed(constraint: Constraint, compilations: Compilations) -> Constraint:
+    """The constraint with a schema, which may be sent as text."""
+    param, kind, source = constraint
+    if kind != "json_schema" or not isinstance(source, str):
+        return constraint
+    return Constraint(param, kind, await compilations.off_loop(partial(parsed_json, source, param)))
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
@@ -160,14 +183,3 @@ def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, 
         yield param, "json_schema", schema
     if not schemas:
         yield "response_format", "json_schema", _ANY_OBJECT
-
-
-def _parsed(source: JsonValue, param: str) -> JsonValue:
-    """A schema that may be sent as text."""
-    if not isinstance(source, str):
-        return source
-    try:
-        parsed: JsonValue = json.loads(source)
-    except ValueError as error:
-        raise InvalidRequest(f"Invalid value for '{param}': no valid JSON: {error}.", param=param) from error
-    return parsed

@@ -30,13 +30,13 @@ class Tenant:
         self._requests = None if requests is None else PerMinute(requests, clock=clock)
         self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)
         self._budget = None if use is None or budget is None else PerMonth(budget, use, self._account)
-        self._max_concurrent = key.max_concurrent
+        self.max_concurrent = key.max_concurrent
         self._num_running = 0
 
     @property
     def is_limited(self) -> bool:
         """Whether the key has any limit."""
-        return any(limit is not None for limit in (self._requests, self._tokens, self._budget, self._max_concurrent))
+        return any(limit is not None for limit in (self._requests, self._tokens, self._budget, self.max_concurrent))
 
     @property
     def _account(self) -> str:
@@ -56,15 +56,15 @@ class Tenant:
 
     def admit(self) -> "AdmittedRequest":
         """Count a request of this key until its `end`. Raises RequestLimit."""
-        if self._max_concurrent is not None and self._num_running >= self._max_concurrent:
-            what = f"concurrent requests: Limit {self._max_concurrent}, Running {self._num_running}, Requested 1"
+        if self.max_concurrent is not None and self._num_running >= self.max_concurrent:
+            what = f"concurrent requests: Limit {self.max_concurrent}, Running {self._num_running}, Requested 1"
             raise self._refusal("concurrency", RequestLimit, what, _SOON_SECONDS)
         if (limit := self._requests) is not None:
             if limit.remaining < 1:
                 what = f"requests per min (RPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}, Requested 1"
                 raise self._refusal("requests", RequestLimit, what, limit.seconds_until(1))
             limit.reserve(1)
-            limit.use(1)
+            limit.use(1, reserved=1)
         self._num_running += 1
         return AdmittedRequest(self)
 
@@ -79,35 +79,38 @@ class Tenant:
         """Count the end of a request."""
         self._num_running -= 1
 
-    def reserve(self, tokens: int, *, param: str) -> None:
-        """Reserve the most tokens that a request may use. Raises InvalidRequest if it exceeds a whole limit, naming
-        `param`, the field that bounds the answer's length; TokenLimit or QuotaUsedUp if it does not fit now."""
+    def reserve(self, prompts: int, answers: int, *, param: str) -> "dict[PerMinute | PerMonth, int]":
+        """Reserve the most tokens that a request may use, but no more than one minute's worth of those per minute: long
+        answers are seldom as long as they may be. Raises InvalidRequest for what can never fit, naming `param`, the
+        field that bounds the answer's length, where that would help; TokenLimit or QuotaUsedUp if it does not fit now.
+        # -> the reservation, by limit"""
         # 400, not 429: clients repeat a 429, and this request could never be admitted.
-        if self._tokens is not None and tokens > self._tokens.limit:
-            raise self._too_large(tokens, f"{self._tokens.limit} tokens per minute", param, reason="tokens")
-        if self._budget is not None and tokens > self._budget.limit:
-            raise self._too_large(tokens, f"{self._budget.limit} tokens per month", param, reason="budget")
-        if self._budget is not None and tokens > self._budget.remaining:
-            raise self._beyond_budget(tokens, self._budget)
-        if (limit := self._tokens) is not None and tokens > limit.remaining:
-            what = f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}"
-            raise self._refusal("tokens", TokenLimit, f"{what}, Requested {tokens}", limit.seconds_until(tokens))
-        for limited in self.token_limits:
-            limited.reserve(tokens)
+        tokens, found = prompts + answers, dict[PerMinute | PerMonth, int]()
+        if (budget := self._budget) is not None:
+            if tokens > budget.limit:
+                raise self._too_large(f"{budget.limit} tokens per month", tokens, param, reason="budget")
+            if tokens > budget.remaining:
+                raise self._beyond_budget(tokens, budget)
+            found[budget] = tokens
+        if (limit := self._tokens) is not None:
+            if prompts > limit.limit:
+                raise self._too_large(f"{limit.limit} tokens per minute", prompts, None, reason="tokens")
+            found[limit] = min(tokens, limit.limit)
+            if found[limit] > limit.remaining:
+                what = f"tokens per min (TPM): Limit {limit.limit}, Used {limit.limit - limit.remaining}"
+                wait = limit.seconds_until(found[limit])
+                raise self._refusal("tokens", TokenLimit, f"{what}, Requested {found[limit]}", wait)
+        for limited, amount in found.items():
+            limited.reserve(amount)
+        return found
 
-    @property
-    def token_limits(self) -> list[PerMinute | PerMonth]:
-        """The limits that count tokens."""
-        return [limit for limit in (self._tokens, self._budget) if limit is not None]
-
-    def _too_large(self, tokens: int, limit: str, param: str, *, reason: str) -> InvalidRequest:
+    def _too_large(self, limit: str, tokens: int, param: str | None, *, reason: str) -> InvalidRequest:
         self.refused[reason] += 1
-        return InvalidRequest(
-            f"Request too large: its prompt and its longest possible answers are {tokens} tokens, and "
-            f"this API key is limited to {limit}. Shorten the prompt or lower '{param}'.",
-            param=param,
-            code=_CODE,
-        )
+        what, how = "prompt is", "Shorten it."
+        if param is not None:
+            what, how = "prompt and its longest possible answers are", f"Shorten the prompt or lower '{param}'."
+        message = f"Request too large: its {what} {tokens} tokens, and this API key is limited to {limit}. {how}"
+        return InvalidRequest(message, param=param or "prompt", code=_CODE)
 
     def _beyond_budget(self, tokens: int, budget: PerMonth) -> RequestError:
         what = f"tokens per month: Limit {budget.limit}, Used {budget.used}, Requested {tokens}"
@@ -125,24 +128,24 @@ class AdmittedRequest:
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant = tenant
-        self._reserved = 0  # tokens
+        self._reserved: dict[PerMinute | PerMonth, int] = {}  # tokens
 
-    def reserve(self, tokens: int, *, param: str) -> None:
+    def reserve(self, prompts: int, answers: int, *, param: str) -> None:
         """As `Tenant.reserve`."""
-        self._tenant.reserve(tokens, param=param)
-        self._reserved += tokens
+        self._reserved = self._tenant.reserve(prompts, answers, param=param)
 
     def use(self, tokens: int) -> None:
-        """Use up a part of the reservation."""
-        self._reserved -= tokens
-        for limit in self._tenant.token_limits:
-            limit.use(tokens)
+        """Use up a part of the reservation; beyond it, what the limit will have later."""
+        for limit, left in self._reserved.items():
+            covered = min(tokens, left)
+            self._reserved[limit] -= covered
+            limit.use(tokens, reserved=covered)
 
     def release(self) -> None:
         """Give back what is left of the reservation; harmless when repeated."""
-        for limit in self._tenant.token_limits:
-            limit.release(self._reserved)
-        self._reserved = 0
+        for limit, left in self._reserved.items():
+            limit.release(left)
+            self._reserved[limit] = 0
 
     def end(self) -> None:
         """Release the reservation and count the end of the request."""

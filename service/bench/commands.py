@@ -4,7 +4,6 @@ Heavy imports wait until a command runs, so that --help is fast.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -57,7 +56,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     """Return the command group `adaptree bench`."""
     app = typer.Typer(help="Measure speed with these settings.", no_args_is_help=True)
-    for run in (_serve, _speed, _load, _gpu):
+    for run in (_serve, _speed, _load):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
@@ -168,38 +167,6 @@ def _load(
     return run_load(loaded.config, plan, out=out)
 
 
-def _gpu(
-    loaded: LoadedConfig,
-    sections: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Some of tests,exactness,steps,speed,load,training. Unset: all.")
-    ] = "",
-    prompts: PromptFile = None,
-    answers: Annotated[int, typer.Option(min=1, help="Prompts answered in each measurement of speed.")] = 16,
-    large: Annotated[
-        str, typer.Option(metavar="FOLDER,...", help="Checkpoints with random weights, for steps: costs only.")
-    ] = "",
-    deepened: Annotated[
-        str, typer.Option(metavar="FOLDER,...", help="Checkpoints of deepened models, for speed.")
-    ] = "",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Try every part on a CPU; the figures are not those of a GPU.")
-    ] = False,
-    out: Out = None,
-) -> bool:
-    """Test and measure this GPU, section by section. `python -m benchmarks checkpoint` writes checkpoints for --large
-    and --deepened. Exit code 1 if anything fails or a token differs."""
-    from service.bench.gpu import SECTIONS, run_gpu
-    from service.bench.gpu_sections import DRY, FULL
-
-    asked = _parts(sections) or SECTIONS
-    unknown = [name for name in asked if name not in SECTIONS]
-    if unknown:
-        raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
-    plan = DRY if dry_run else replace(FULL, answers=answers)
-    plan = replace(plan, large=tuple(map(Path, _parts(large))), deepened=tuple(map(Path, _parts(deepened))))
-    return run_gpu(loaded.config, asked, replace(plan, prompts=prompts), out=out)
-
-
 def _lossless(
     loaded: LoadedConfig,
     tokens: Annotated[int, typer.Option(min=1, help="Compare at least so many tokens.")] = 20_000,
@@ -216,11 +183,12 @@ def _lossless(
 
 def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     """Parse a list of positive numbers with commas. Raises StartupError naming the option."""
-    parts = _parts(text)
+    parts = names(text)
     if not parts or not all(part.isdigit() and int(part) for part in parts):
         raise StartupError(f"{option} {text!r}: give positive numbers such as 1,2,4,8")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _parts(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Parse a list with commas, without empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]

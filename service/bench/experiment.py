@@ -110,7 +110,7 @@ def request_of(
         temperature=measure.temperature,
         ignore_eos=ignore_eos,
     )
-    return GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling, scope=Scope(name=client))
+    return GenerationRequest(request_id=str(number), prompt=prompt, sampling=sampling, scope=Scope(address=client))
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:

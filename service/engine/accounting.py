@@ -1,19 +1,47 @@
-"""What steps take and bring: their record for metrics, the ledger's time, and each query's costs for learning."""
+"""What steps take and bring: their record for metrics, the ledger's time, and each query's costs for learning. All of
+it is done after a step's outputs have left, and guarded: an exception costs no text."""
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from itertools import pairwise
-from typing import Protocol
+from functools import partial
+from itertools import chain, pairwise
+from typing import NamedTuple, Protocol
 
 from drafters.feedback import Query
-from drafters.protocol import Drafter
+from drafters.protocol import Committed, Drafter
 from drafters.readback import Clock, Timestamp
-from drafters.regret import RegretLedger
+from drafters.regret import SHARE, RegretLedger
 from service.engine.budget import DraftBudget
+from service.engine.emit import tokens_of
 from service.engine.requests import SequenceOutput
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import FinishStats, StepStats
+from service.observability.guard import Guard
+
+_PLAIN_STEPS = round(1 / SHARE)
+"""Steps without drafts after one whose loss was not entered in the ledger: if such a step is lost whole, so is the
+share of steps that drafting may lose, and no more."""
+
+
+class SentStep(NamedTuple):
+    """A step whose outputs have left, for its books."""
+
+    batch: StepBatch
+    budget: DraftBudget
+    committed: Committed
+    clock: "StepClock"
+    sent: list[list[SequenceOutput]]  # by completing sequence
+    gaps: tuple[float, ...]  # seconds between emissions
+    preemptions: int
+
+
+class Learn(Protocol):
+    """`DraftStage.learn`."""
+
+    def __call__(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool) -> None:
+        """Learn from a step, and complete its record."""
 
 
 class StepClock:
@@ -41,6 +69,11 @@ class StepClock:
 class LearningHooks(Protocol):
     """What the engine calls for learning while serving. All calls come from the engine thread and must return fast."""
 
+    @property
+    def guard(self) -> Guard:
+        """What the engine's books are guarded by."""
+        ...
+
     def between_steps(self) -> int:
         """Weights may change during this call, and at no other time. # -> version of the drafter from now on"""
         ...
@@ -61,12 +94,56 @@ class StepAccounting:
         self, drafter: Drafter, now: Clock, ledger: RegretLedger | None = None, learning: LearningHooks | None = None
     ) -> None:
         """`ledger` gets the time that steps take."""
+        self.guard = Guard() if learning is None else learning.guard
         self._drafter, self._now, self._ledger, self._learning = drafter, now, ledger, learning
         self._credited: dict[str, int] = dict(drafter.credits())
+        self._num_plain = 0  # steps from now on that may have no drafts
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step may have drafts: what it loses can be entered in the ledger, or hardly counts."""
+        return not (self._num_plain or self.guard.is_off("end_step") or self.guard.is_off("learn"))
 
     def start_step(self) -> StepClock:
         """Let weights change, then start the step's clock."""
-        return StepClock(self._now, self._learning.between_steps() if self._learning is not None else 0)
+        learning, drafter = self._learning, self._drafter
+        if learning is None:
+            return StepClock(self._now)
+        return StepClock(self._now, self.guard.run("weights", learning.between_steps, lambda: drafter.version))
+
+    def keep(self, step: SentStep, learn: Learn) -> tuple[list[FinishStats], StepStats | None]:
+        """Keep the books of a step, each part guarded by itself.
+        # -> records of the sequences that finished, and the step's; None: it could not be made"""
+        batch, budget, clock = step.batch, step.budget, step.clock
+        accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in step.sent]
+        self.guard.run(
+            "charge",
+            lambda: charge(batch, clock.version, budget.num_nodes, accepted, clock.seconds()),
+            partial(leave_uncharged, batch),
+        )
+        last = [of_one[-1] for of_one in step.sent]
+        finished = self.guard.run(
+            "end_queries", lambda: self.end_queries(batch.completing, batch.host.rows, last), list[FinishStats]
+        )
+        outputs = list(chain.from_iterable(step.sent))
+        recorded = self.guard.run(
+            "end_step",
+            lambda: self.end_step(
+                batch, budget, accepted, outputs, clock, gaps=step.gaps, preemptions=step.preemptions
+            ),
+            lambda: None,
+        )
+        self._num_plain = max(0, self._num_plain - 1)
+        if recorded is None:
+            self._leave_unlearnt()
+            return finished, None
+        stats, undisturbed = recorded
+        self.guard.run("learn", partial(learn, budget, step.committed, stats, timed=undisturbed), self._leave_unlearnt)
+        return finished, stats
+
+    def _leave_unlearnt(self) -> None:
+        """What the step lost is in no account."""
+        self._num_plain = _PLAIN_STEPS if self._ledger is not None else 0
 
     def end_step(
         self,
@@ -81,6 +158,7 @@ class StepAccounting:
     ) -> tuple[StepStats, bool]:
         """Record a step: `accepted` lengths by completing sequence, `gaps` in seconds between emissions.
         # -> its record, and whether its times are those of serving alone"""
+        clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)
         seconds = clock.seconds()
         stats = StepStats(
@@ -112,7 +190,8 @@ class StepAccounting:
         finished = []
         for sequence, row, output in zip(sequences, rows, outputs, strict=True):
             if output.finish_reason is not None:
-                if self._learning is not None and output.finish_reason in ("stop", "length"):
+                is_charged = not math.isnan(sequence.costs.seconds)
+                if self._learning is not None and is_charged and output.finish_reason in ("stop", "length"):
                     self._learning.ended(query_of(sequence, row))
                 finished.append(finish_stats(sequence, output))
         return finished
@@ -153,6 +232,12 @@ def charge(
             costs.accepted.append(length)
         else:
             costs.plain_steps += 1
+
+
+def leave_uncharged(batch: StepBatch) -> None:
+    """Mark the queries that took part in a step that is not charged: nothing is learnt from wrong costs."""
+    for sequence in batch.completing:
+        sequence.costs.seconds = math.nan
 
 
 def query_of(sequence: Sequence, row: int) -> Query:

@@ -7,7 +7,7 @@ Each stage lives in a module of its own; this one composes them. One thread driv
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,9 +20,8 @@ from drafters.readback import clock_of
 from drafters.regret import RegretLedger
 from kernels.rows import ForwardRows
 from kernels.tree_attention import NULL_SLOT
-from service.engine.accounting import LearningHooks, StepAccounting, StepClock, charge, finish_stats
+from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
 from service.engine.budget import BudgetPolicy
-from service.engine.draft_gate import SequenceGain, traffic_class
 from service.engine.drafting import DraftStage
 from service.engine.emit import (
     EmitStage,
@@ -32,22 +31,24 @@ from service.engine.emit import (
     prompt_scores_in,
     read_result,
     scored_rows,
-    tokens_of,
 )
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput
+from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
 from service.engine.scheduler import Scheduled, Scheduler, StepBatch
-from service.engine.sequence import Finish, Sequence, TextStream
+from service.engine.sequence import Finish, Sequence, TextStream, new_sequence
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target, TargetOutput
 from service.engine.tree_pruning import tree_widths_up_to
 from service.engine.verify import VerifyStage
+from service.observability.guard import Guard
 from service.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
+
+Deliver = Callable[[list[SequenceOutput]], None]
 
 _PROBE = GenerationRequest(
     request_id="probe",
@@ -87,7 +88,7 @@ class EngineOutput:
 
     outputs: list[SequenceOutput]
     finished: list[FinishStats]
-    stats: StepStats | None  # None when there was nothing to do
+    stats: StepStats | None  # None when there was nothing to do, or no record could be made
 
 
 @dataclass(slots=True)
@@ -96,7 +97,6 @@ class _Recovery:
 
     rejected: list[EngineOutput] = field(default_factory=list)  # ends of requests that could not start, not yet sent
     parts: list[list[Scheduled]] = field(default_factory=list)  # of a failed step, to be run again, the last one first
-    failed_late: bool = False  # whether the last step failed after sequences had changed
 
 
 class Engine:
@@ -134,6 +134,7 @@ class Engine:
             self.slots,
             self.table,
             prefill_chunk=limits.prefill_chunk,
+            on_start=self._begin,
             on_stop=self._draft_stage.stop,
             cache=PrefixCache(target.device, keep=limits.prefix_cache),
             tree_nodes=limits.max_budget,
@@ -148,7 +149,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether the next step would have nothing to do."""
-        return not (self.scheduler.running or self.scheduler.waiting or self._recovery.rejected)
+        return not (self.scheduler.running or self.scheduler.queue.num_sequences or self._recovery.rejected)
 
     @property
     def policy(self) -> BudgetPolicy:
@@ -160,50 +161,59 @@ class Engine:
         """How busy the engine is now."""
         return LoadStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=self.scheduler.queue.num_sequences,
             slots_used=self.slots.capacity - self.scheduler.num_available,
             slots_total=self.slots.capacity,
         )
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request's n sequences; where one cannot be built, the next step reports the request's failure."""
-        try:
-            sequences = [self._new_sequence(request, index) for index in range(request.n)]
-        except Exception as error:
-            bare, finish = replace(request, grammar=None, sampling=_PROBE.sampling), _failure(request, error)
-            ends = {self._new_sequence(bare, index): finish for index in range(request.n)}
-            self._recovery.rejected.append(self._end(ends))
-            return
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+    def add(self, *requests: GenerationRequest) -> None:
+        """Queue the requests of a body."""
+        self.submit(Submission(requests))
 
-    def abort(self, request_id: str) -> EngineOutput:
-        """End a request's sequences now and free their slots."""
-        every = (*self.scheduler.running, *self.scheduler.waiting)
-        return self._end({one: Finish("abort") for one in every if one.request.request_id == request_id})
+    def submit(self, body: Submission) -> None:
+        """Queue a body of requests."""
+        self.scheduler.add(body)
 
-    def step(self) -> EngineOutput:
+    def abort(self, *request_ids: str) -> EngineOutput:
+        """End all sequences of these requests now and free their slots."""
+        return self._end(dict.fromkeys(self.scheduler.withdraw(request_ids), Finish("abort")))
+
+    @property
+    def guard(self) -> Guard:
+        """Runs what only keeps books."""
+        return self._accounting.guard
+
+    def step(self, deliver: Deliver = lambda outputs: None) -> EngineOutput:
         """Advance every scheduled sequence: by a prompt chunk, or by the accepted tokens of its tree and one more.
 
         A step that raises before any sequence has changed is repeated by the next calls: first whole and without
         drafts, then in halves, until the sequence that raises is alone and ends with an error. The others' texts stay
         the same, since rows do not depend on their company. An exception that every sequence causes is raised.
+        `deliver` is called with the outputs, if there are any, before the books are kept.
         """
+        output, sent = self._advance_all()
+        if output.outputs:
+            deliver(output.outputs)
+        if sent is None:
+            return output
+        finished, stats = self._accounting.keep(sent, self._draft_stage.learn)
+        return EngineOutput(output.outputs, finished, stats)
+
+    def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
+        """`step` without its books. # -> its outputs, and what the books are kept of"""
         if self._recovery.rejected:
-            return self._recovery.rejected.pop()
+            return self._recovery.rejected.pop(), None
         clock = self._accounting.start_step()
         self._claim_slots()
         batch, drafts = self._next_batch()
         if not batch.items:
-            return EngineOutput([], [], None)
+            return EngineOutput([], [], None), None
         num_free = self.slots.num_free
         try:
-            result = self._draft_and_verify(batch, clock, drafts=drafts)
-            output = self._commit_and_emit(batch, result, clock)
+            result = self._draft_and_verify(batch, clock, drafts=drafts and self._accounting.may_draft)
         except Exception as error:
-            return self._recover(batch, num_free, error, drafts=drafts)
-        self._recovery.failed_late = False
-        return output
+            return self._recover(batch, num_free, error, drafts=drafts), None
+        return self._commit_and_emit(batch, result, clock)
 
     def _claim_slots(self) -> None:
         """Forget cached prefixes if another engine has written to these slots since the last step."""
@@ -258,23 +268,15 @@ class Engine:
                 self.drafter.read(read)
         self.drafter.commit(committed)
 
-    def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> EngineOutput:
-        """Append the step's tokens to their sequences, free rejected slots, send outputs, and learn from the step."""
-        budget, lengths = result.budget, [len(tokens) - 1 for tokens in result.tokens]
+    def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> tuple[EngineOutput, SentStep]:
+        """Append the step's tokens to their sequences, free rejected slots, and make the outputs."""
+        lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
-        self.slots.free(result.verified.freed[: sum(budget.node_rows) - sum(lengths)])
+        self.slots.free(result.verified.freed[: sum(result.budget.node_rows) - sum(lengths)])
         sent = [self._emit(sequence, index, result) for index, sequence in enumerate(batch.completing)]
-        outputs = list(chain.from_iterable(sent))
-        accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in sent]
-        charge(batch, clock.version, budget.num_nodes, accepted, clock.seconds())
-        finished = self._accounting.end_queries(batch.completing, batch.host.rows, [of_one[-1] for of_one in sent])
-        clock.lap("other")
         preemptions = self.scheduler.take_preemptions()
-        stats, undisturbed = self._accounting.end_step(
-            batch, budget, accepted, outputs, clock, gaps=gaps, preemptions=preemptions
-        )
-        self._draft_stage.learn(budget, result.committed, stats, timed=undisturbed)
-        return EngineOutput(outputs, finished, stats)
+        books = SentStep(batch, result.budget, result.committed, clock, sent, gaps, preemptions)
+        return EngineOutput(list(chain.from_iterable(sent)), [], None), books
 
     def _emit(self, sequence: Sequence, index: int, result: StepResult) -> list[SequenceOutput]:
         """Outputs of one completing sequence; one that raises ends with an error."""
@@ -284,17 +286,11 @@ class Engine:
             return self._end({sequence: _failure(sequence.request, error)}).outputs
 
     def _recover(self, batch: StepBatch, num_free: int, error: Exception, *, drafts: bool) -> EngineOutput:
-        """Undo a step that raised and queue its parts to be repeated; end its sequences where that is not possible.
+        """Undo a step that raised and queue its parts to be repeated; end a sequence that raises alone.
 
-        num_free: slots that were free before the step. Raises `error` if sequences have changed in this step and in the
-        one before, and whatever `_probe` raises.
+        num_free: slots that were free before the step. Raises whatever `_probe` raises.
         """
         items, sequences = batch.items, [item.sequence for item in batch.items]
-        if any(item.sequence.num_computed != item.start for item in items):
-            if self._recovery.failed_late:
-                raise error
-            self._recovery.failed_late = True
-            return self._end({sequence: _failure(sequence.request, error) for sequence in sequences})
         self.slots.num_free = num_free  # nothing was freed since, so what was taken is still in the stack
         for sequence in sequences:
             self._draft_stage.stop(sequence)
@@ -309,7 +305,9 @@ class Engine:
 
     def _probe(self) -> None:
         """Run a step without drafts for a request of the engine's own, and undo it; raises what that step raises."""
-        sequence, num_free = self._new_sequence(_PROBE, 0), self.slots.num_free
+        sequence, num_free = new_sequence(_PROBE, 0), self.slots.num_free
+        if not self._begin(sequence):
+            raise RuntimeError("no sequence can begin")
         sequence.row = self.table.take_row()
         batch = StepBatch([Scheduled.of(sequence, 1)], [sequence])
         self._draft_and_verify(batch, StepClock(clock_of(self.target.device)), drafts=False)
@@ -318,11 +316,9 @@ class Engine:
         self.slots.num_free = num_free
 
     def _end(self, ends: Mapping[Sequence, Finish]) -> EngineOutput:
-        """Remove sequences that are still queued or running, and send their last outputs, without text."""
-        present = {*self.scheduler.running, *self.scheduler.waiting}
+        """Stop sequences that run, and send their last outputs, without text."""
         for sequence in ends:
-            if sequence in present:
-                self.scheduler.remove(sequence)
+            self.scheduler.remove(sequence)
         outputs = [self._emit_stage.last(sequence, finish) for sequence, finish in ends.items()]
         return EngineOutput(outputs, list(map(finish_stats, ends, outputs)), None)
 
@@ -333,25 +329,27 @@ class Engine:
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
 
-    def _new_sequence(self, request: GenerationRequest, index: int) -> Sequence:
-        params = replace(request.sampling, seed=signed64(request.sampling.seed + index))
-        sampling = SamplingState(
-            params,
-            request.prompt,
-            eos_ids=self._vocabulary.eos_ids,
-            vocab=self.target.vocab_size,
-            device=self.target.device,
-            grammar=request.grammar,
-        )
-        return Sequence(
-            request=request,
-            index=index,
-            tokens=list(request.prompt),
-            sampling=sampling,
-            text=TextStream(self._vocabulary.tokenizer.detokenizer(params.skip_special_tokens, request.prompt), params),
-            num_prompt=len(request.prompt),
-            gain=SequenceGain(traffic_class(params.temperature, has_grammar=request.grammar is not None)),
-        )
+    def _begin(self, sequence: Sequence) -> bool:
+        """Make what a sequence samples and writes with, from its tokens so far. One that raises ends with an error."""
+        request, num_prompt = sequence.request, sequence.num_prompt
+        try:
+            sequence.sampling = SamplingState(
+                replace(request.sampling, seed=signed64(request.sampling.seed + sequence.index)),
+                request.prompt,
+                eos_ids=self._vocabulary.eos_ids,
+                vocab=self.target.vocab_size,
+                device=self.target.device,
+                grammar=request.grammar,
+            )
+            sequence.sampling.extend(sequence.tokens[num_prompt:])
+            if not sequence.preemptions:
+                skips = request.sampling.skip_special_tokens
+                detokenizer = self._vocabulary.tokenizer.detokenizer(skips, request.prompt)
+                sequence.text = TextStream(detokenizer, request.sampling)
+        except Exception as error:
+            self._recovery.rejected.append(self._end({sequence: _failure(request, error)}))
+            return False
+        return True
 
 
 def _advance(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:

@@ -27,6 +27,7 @@ from service.engine.weights import LoadedModel
 from service.errors import StartupError
 
 _SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, in fp32
+_HISTORY_BYTES = 1 + 4  # of a sequence with penalties, per token of the vocabulary: whether the prompt has it, a count
 _SCORED_BLOCKS = 16  # four at once, each as log-probabilities, with noise, sorted, and the noise itself
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
 
@@ -149,6 +150,7 @@ def needs_of(
     needs = [
         Need("a step's activations", _measured(target, _trial_rows(limits)), "lower prefill_chunk"),
         Need("choosing tokens", logits * _SCORE_BYTES, "lower max_sequences or max_budget"),
+        Need("penalties", limits.max_sequences * target.vocab_size * _HISTORY_BYTES, "lower max_sequences"),
         Need("what libraries keep", _SPARE_BYTES, "use a device with more memory"),
         Need("texts and past answers", _remembering_bytes(limits), "lower memory or max_sequences"),
     ]

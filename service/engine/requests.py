@@ -23,6 +23,8 @@ class Scope:
     key: str = ""  # hash of the API key; "" without configured keys: one scope for all senders
     name: str = ""  # hash of `safety_identifier`, else of `user`, else of the sender's address
     separate_names: bool = False  # `prefix_cache: per_client`
+    address: str = ""  # hash of the sender's address
+    max_running: int | None = None  # sequences of its account that run at once: `max_concurrent` of the key
 
     @property
     def owner(self) -> str:
@@ -41,9 +43,9 @@ class Scope:
 
     @property
     def account(self) -> str:
-        """The account that fairness charges for tokens and the learner for samples. A key gains nothing by many
-        names."""
-        return self.key or self.name
+        """The account that fairness charges for tokens and the learner for samples: names are claims, so that nothing
+        is gained by many."""
+        return self.key or self.address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,14 @@ class GenerationRequest:
     scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
     single_token_outputs: int = 0  # how many first tokens of a sequence are each an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """The requests of one body, all of one client and priority. They wait as one entry."""
+
+    requests: Tokens[GenerationRequest]
+    waits: bool = True  # whether a sequence has not started yet; written by the engine
 
 
 @dataclass(frozen=True, slots=True)

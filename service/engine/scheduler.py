@@ -7,9 +7,8 @@ the same bits.
 """
 
 import time
-from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,9 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
+from service.engine.requests import Submission
 from service.engine.sequence import Sequence
+from service.engine.waiting import Entry, ServiceCounters, WaitingQueue
 
 _EVICT_AT_ONCE = 256
 """Slots; so that a full cache does not cost an eviction in every step."""
@@ -32,9 +33,6 @@ _OFTEN = 2  # preemptions after which others are preempted first
 _FIRST_GUESS = 32.0  # tokens of an answer
 _RATE = 0.05  # of the moving mean of answers' lengths
 _LEAST_SHARE = 0.25  # of the mean length that an answer is expected to go on for, however long it is already
-
-PROMPT_SHARE = 0.5
-"""Service of computing one prompt token, against 1 for generating a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class StepBatch:
 
 
 class Scheduler:
-    """Owner of the waiting sequences, in order of arrival, and of the running ones, in the order they started in."""
+    """Owner of the waiting queue, and of the running sequences, in the order they started in."""
 
     def __init__(
         self,
@@ -96,23 +94,24 @@ class Scheduler:
         table: SlotTable,
         *,
         prefill_chunk: int,
+        on_start: Callable[[Sequence], bool] = lambda sequence: True,
         on_stop: Callable[[Sequence], None] = lambda sequence: None,
         cache: PrefixCache | None = None,
         tree_nodes: int = MAX_NODES,
     ) -> None:
-        """`on_stop` is called with each sequence that stops running, finished or preempted, while it has its row.
-        Cached prefixes leave room for trees of `tree_nodes`."""
-        self.waiting: list[Sequence] = []
+        """`on_start` is called with each sequence that is to start, or to start again, and returns whether it can.
+        `on_stop` is called with each that stops running, finished or preempted, while it has its row. Cached prefixes
+        leave room for trees of `tree_nodes`."""
+        self.queue = WaitingQueue()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
         self._prefill_chunk = prefill_chunk
-        self._on_stop = on_stop
+        self._on_start, self._on_stop = on_start, on_stop
         self._cache = cache or PrefixCache(table.slots.device, keep=False)
         self._tree_nodes = tree_nodes
         self._service = ServiceCounters()
         self._forecast = Forecast()
-        self._arrivals = 0
         self._preemptions = 0
 
     @property
@@ -120,11 +119,16 @@ class Scheduler:
         """Slots that are free, or hold cached prefixes that may be evicted."""
         return self._slots.num_free + self._cache.num_evictable
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        sequence.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        self._service.enter(sequence.client)
-        insort(self.waiting, sequence, key=attrgetter("arrival"))
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The next sequence of each entry of the queue, in order of arrival."""
+        return self.queue.heads
+
+    def add(self, body: Submission) -> None:
+        """Queue a body of requests."""
+        present = {*self.queue.clients, *(sequence.client for sequence in self.running)}
+        self._service.enter(body.requests[0].scope.account, present)
+        self.queue.arrive(body)
 
     def schedule(self) -> StepBatch:
         """Choose the next step's sequences, and free slots for them."""
@@ -138,23 +142,28 @@ class Scheduler:
         return batch
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, waiting or running, and free its slots."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
+        """Remove a running sequence and free its slots; one that has stopped is left as it is."""
+        if sequence in self.running:
             self._service.settle(sequence)
             self._forecast.observe(sequence)
             self._stop(sequence)
-        self._service.leave(sequence.client)
+
+    def withdraw(self, request_ids: Collection[str]) -> list[Sequence]:
+        """Remove all sequences of these requests, waiting or running. # -> those that existed"""
+        gone = [sequence for sequence in self.running if sequence.request.request_id in request_ids]
+        for sequence in gone:
+            self.remove(sequence)
+        return gone + self.queue.remove(request_ids)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence back to its place among the waiting ones."""
+        """Move a running sequence back to its place in the queue."""
         self._service.settle(sequence)
         self._stop(sequence)
+        del sequence.sampling  # made again from its tokens
         sequence.num_computed = 0
         sequence.preemptions += 1
         self._preemptions += 1
-        insort(self.waiting, sequence, key=attrgetter("arrival"))
+        self.queue.add(Entry.preempted(sequence))
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
@@ -180,6 +189,7 @@ class Scheduler:
             if sequence.lease is not None and not sequence.is_prefilling and not sequence.lease.is_published:
                 self._cache.publish(sequence.lease, sequence.tokens, self._own_slots(sequence))
                 sequence.lease.is_published = True
+                self.queue.release(sequence)
 
     def _preempt_until_decoding_fits(self) -> None:
         """Preempt until each decoding sequence has a slot. One always has: start-up checked that the pool holds the
@@ -194,6 +204,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         self._on_stop(sequence)
         self.running.remove(sequence)
+        self.queue.release(sequence)
         assert sequence.lease is not None, "a running sequence has a lease"
         slots = self._table.release_row(sequence.table_row, sequence.num_computed)
         unused = self._cache.release(sequence.lease, sequence.tokens, slots[sequence.num_shared :])
@@ -206,33 +217,40 @@ class Scheduler:
         while (sequence := self._next_to_start()) is not None:
             if not self._has_room(sequence) and not self._make_way(sequence, started):
                 break
-            self._start(sequence)
-            started.append(sequence)
+            if self._on_start(self.queue.take(sequence.client)):
+                self._start(sequence)
+                started.append(sequence)
         return started
 
     def _next_to_start(self) -> Sequence | None:
-        """The first waiting sequence of the client served least. None overtakes one that does not fit, but one whose
-        prefix is being computed right now lets others pass."""
-        queues: dict[str, list[Sequence]] = {}
-        for sequence in self.waiting:
-            queues.setdefault(sequence.client, []).append(sequence)
-        served = {client: self._service.served(client) for client in queues}
+        """The first waiting sequence of the client served least that may run more. None overtakes one that does not
+        fit, but one whose prefix is being computed right now is parked and lets others pass."""
+        running = Counter(sequence.client for sequence in self.running)
+        served = {client: self._service.served(client) for client in self.queue.ready}
         for sequence in self.running:
             if sequence.client in served:
                 served[sequence.client] += self._forecast.claim(sequence)
-        for client in sorted(queues, key=served.__getitem__):
-            for sequence in sorted(queues[client], key=lambda sequence: sequence.request.priority):
-                if not self._prefix_is_being_computed(sequence):
-                    return sequence
+        for client in sorted(served, key=served.__getitem__):
+            while (head := self.queue.first(client)) is not None:
+                most = head.request.scope.max_running
+                if most is not None and running[client] >= most:
+                    break
+                if (computing := self._computes_its_prefix(head)) is None:
+                    return head
+                self.queue.park(client, computing)
         return None
 
-    def _prefix_is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to publish much of this one's prompt."""
-        return any(
-            self._cache.pays_to_wait(sequence.cache_namespace, sequence.tokens, other.cache_namespace, other.tokens)
-            for other in self.running
-            if other.is_prefilling
-        )
+    def _computes_its_prefix(self, sequence: Sequence) -> Sequence | None:
+        """A running sequence that is about to publish much of this one's prompt."""
+        prefilling = [
+            other for other in self.running if other.is_prefilling and other.cache_namespace == sequence.cache_namespace
+        ]
+        if not prefilling:
+            return None
+        length = self._cache.worth_waiting_for(sequence.cache_namespace, sequence.tokens)
+        if length is None:
+            return None
+        return next((other for other in prefilling if sequence.tokens[:length] == other.tokens[:length]), None)
 
     def _has_room(self, sequence: Sequence, victims: Items[Sequence] = ()) -> bool:
         """Whether, once `victims` are preempted, there is a table row, and slots for what it and the running sequences
@@ -247,17 +265,15 @@ class Scheduler:
         return self._table.num_free_rows + len(victims) > 0 and claimed <= available
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
-        """For a client that runs nothing, preempt sequences of clients that run several, the cheapest first. Returns
-        whether there is room then; else none is preempted."""
-        if any(other.client == sequence.client for other in self.running):
-            return False
+        """Preempt sequences of clients that run more than this one would run then, the cheapest first. Returns whether
+        there is room then; else none is preempted."""
         victims: list[Sequence] = []
         while not self._has_room(sequence, victims):
-            clients = [other.client for other in self.running if other not in victims]
+            running = Counter(other.client for other in self.running if other not in victims)
             spare = [
                 other
                 for other in self.running
-                if clients.count(other.client) > 1 and other not in victims and other not in started
+                if running[other.client] > running[sequence.client] + 1 and other not in (*victims, *started)
             ]
             victim = cheapest(spare, self.running, self._cache)
             if victim is None:
@@ -268,7 +284,6 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
         sequence.row = self._table.take_row()
         sequence.lease = self._cache.acquire(sequence.cache_namespace, sequence.tokens)
         sequence.num_computed = sequence.lease.length
@@ -294,57 +309,6 @@ class Scheduler:
         """Evict cached prefixes until `wanted` slots are free, or none is left to evict."""
         if wanted > self._slots.num_free:
             self._slots.free(self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE)))
-
-
-class ServiceCounters:
-    """Tokens served by client ("virtual token counters", arXiv 2401.00588): who is admitted next, whose prompt comes
-    first. Running sequences decode in every step, so no counter makes the machine wait.
-
-    A client that comes back starts level with the least served: it has no claim on service it did not ask for. Counters
-    of absent clients are kept only while they are above that.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, float] = {}
-        self._present: Counter[str] = Counter()  # waiting and running sequences
-
-    def enter(self, client: str) -> None:
-        """Count one more sequence of this client."""
-        if not self._present:
-            self._served = {client: 0.0}
-        elif client not in self._present:
-            least = min(self._served[other] for other in self._present)
-            self._served = {
-                other: count for other, count in self._served.items() if other in self._present or count > least
-            }
-            self._served[client] = max(least, self._served.get(client, least))
-        self._present[client] += 1
-
-    def leave(self, client: str) -> None:
-        """Count one sequence less."""
-        self._present[client] -= 1
-        if not self._present[client]:
-            del self._present[client]
-
-    def settle(self, sequence: Sequence) -> None:
-        """Charge a client for what its running sequence was served since the last call."""
-        served = service_of(sequence)
-        # Tokens computed again after a preemption are not charged twice.
-        self._served[sequence.client] += max(0.0, served - sequence.charged_tokens)
-        sequence.charged_tokens = max(served, sequence.charged_tokens)
-
-    def waive(self, sequence: Sequence) -> None:
-        """Charge nothing for the prefix that a sequence found in the cache."""
-        sequence.charged_tokens = max(service_of(sequence), sequence.charged_tokens)
-
-    def served(self, client: str) -> float:
-        """Tokens that a present client was served."""
-        return self._served[client]
-
-
-def service_of(sequence: Sequence) -> float:
-    """Tokens a sequence was served, those of its prompt at their share."""
-    return PROMPT_SHARE * min(sequence.num_computed, sequence.num_prompt) + sequence.num_generated
 
 
 class Forecast:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from service.engine.draft_gate import SequenceGain
+from service.engine.draft_gate import SequenceGain, traffic_class
 from service.engine.prefix_cache import PrefixLease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState
@@ -106,14 +106,14 @@ class QueryCosts:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n generations. `tokens` is prompt and generated text; keys and values of the last token are
-    computed by the step that chooses the next one."""
+    computed by the step that chooses the next one. What takes memory of its own exists from when it starts."""
 
     request: GenerationRequest
     index: int
     tokens: list[int]
-    sampling: SamplingState
-    text: TextStream
     num_prompt: int
+    sampling: SamplingState = field(init=False)  # while it runs
+    text: TextStream = field(init=False)  # since it started for the first time
     row: int | None = None  # of the slot table, while running
     num_computed: int = 0  # positions whose keys and values are in the pool
     lease: PrefixLease | None = None  # on the prefix cache, while running
@@ -194,3 +194,9 @@ class Finish:
     reason: FinishReason
     stop: int | str | None = None
     error: str | None = None
+
+
+def new_sequence(request: GenerationRequest, index: int) -> Sequence:
+    """A sequence that has not started."""
+    kind = traffic_class(request.sampling.temperature, has_grammar=request.grammar is not None)
+    return Sequence(request, index, list(request.prompt), len(request.prompt), gain=SequenceGain(kind))

@@ -6,23 +6,25 @@ Only records cross threads: requests and aborts in, outputs out. No other thread
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
 from kernels.graph_runner import HIGH_PRIORITY
 from kernels.threads import use_threads
-from service.engine.engine import Engine, EngineOutput
-from service.engine.requests import GenerationRequest, SequenceOutput
+from service.engine.engine import Deliver, Engine, EngineOutput
+from service.engine.requests import Submission
 from service.engine.stats import LoadStats
+from service.observability.guard import Guard, Part
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[list[SequenceOutput]], None]
 Observe = Callable[[EngineOutput, LoadStats], None]
 _Message = Callable[[Engine], None]
 _Result = TypeVar("_Result")
@@ -35,14 +37,15 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        observe: Observe = lambda output, load: None,
+        observers: Mapping[Part, Observe] = MappingProxyType({}),
         ended: Iterable[Callable[[], None]] = (),
         *,
         num_threads: int = 1,
     ) -> None:
-        """`ended` are called, from the thread, after it has been stopped or drained; `num_threads` compute for it."""
+        """`observers` see each step after its outputs have left, each guarded as this part; `ended` are called, from
+        the thread, after it has been stopped or drained; `num_threads` compute for it."""
         self._engine = engine
-        self._observe = observe
+        self._observers = observers
         self._ended = ended
         self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -52,9 +55,9 @@ class EngineThread:
         self._draining = False
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait, and messages not yet read."""
-        return len(self._engine.scheduler.waiting) + self._inbox.qsize()
+    def guard(self) -> Guard:
+        """Runs what only keeps books."""
+        return self._engine.guard
 
     @property
     def num_running(self) -> int:
@@ -66,15 +69,15 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue a request."""
-        self._inbox.put(lambda engine: engine.add(request))
+    def submit(self, body: Submission) -> None:
+        """Queue the requests of a body."""
+        self._inbox.put(lambda engine: engine.submit(body))
 
-    def abort(self, request_id: str) -> None:
-        """End a request before the next step; nothing more is delivered for it."""
+    def abort(self, *request_ids: str) -> None:
+        """End these requests before the next step; nothing more is delivered for them."""
 
         def end(engine: Engine) -> None:
-            self._observe(replace(engine.abort(request_id), outputs=[]), engine.load)
+            self._report(replace(engine.abort(*request_ids), outputs=[]))
 
         self._inbox.put(end)
 
@@ -130,11 +133,13 @@ class EngineThread:
     def _loop(self, deliver: Deliver) -> None:
         while not self._stopping and not (self._draining and self._engine.idle and self._inbox.empty()):
             self._read_inbox(wait=self._engine.idle and not self._draining)
-            output = EngineOutput([], [], None) if self._stopping else self._engine.step()
-            if output.outputs:
-                deliver(output.outputs)
+            output = EngineOutput([], [], None) if self._stopping else self._engine.step(deliver)
             if output.stats is not None or output.finished:
-                self._observe(output, self._engine.load)
+                self._report(output)
+
+    def _report(self, output: EngineOutput) -> None:
+        for part, observe in self._observers.items():
+            self.guard.run(part, partial(observe, output, self._engine.load), lambda: None)
 
     def _read_inbox(self, *, wait: bool) -> None:
         """Apply all messages that have arrived; with `wait`, wait for the first."""

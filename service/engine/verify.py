@@ -41,7 +41,7 @@ class VerifyStage:
 
     def __init__(self, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()) -> None:
         """Slots of accepted nodes are written to `table`. With `capture`, steps of these shapes run as CUDA graphs."""
-        self._batch: list[Sequence] = []
+        self._states: list[SamplingState] = []
         self._table = SamplingTable()
         slots = table.slots
         self._no_sizes = slots.new_empty(0, SIZES)
@@ -84,8 +84,9 @@ class VerifyStage:
     def _choose(
         self, completing: list[Sequence], rows: ForwardRows, trees: DraftTree, logits: Tensor, sampler: Sampler
     ) -> ChosenTokens:
-        if self._batch != completing:
-            self._batch, self._table = completing, SamplingTable.build([s.sampling for s in completing])
+        states = [sequence.sampling for sequence in completing]  # new ones where a sequence has started again
+        if self._states != states:
+            self._states, self._table = states, SamplingTable.build(states)
         table, scores = self._table, logits
         if table.transforms:
             sampling_rows = _sampling_rows(completing, rows, trees.take(rows.completing), table)

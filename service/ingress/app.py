@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.api.body import LARGE_BODY_BYTES
 from service.api.connections import listen, server_config, started, url_of
 from service.api.errors import install_error_handlers
 from service.api.middleware import AccessMiddleware, BodyMiddleware
@@ -39,7 +41,11 @@ def create_ingress(
     """The application in front of these replicas."""
 
     async def forward(request: Request) -> Response:
-        forwarded = ForwardedRequest.of(request, await request.body(), request.state.request_id)
+        body = await request.body()
+        read = partial(ForwardedRequest.of, request, body, request.state.request_id)
+        # A few packed bytes may unpack to millions, and reading those would delay every running stream.
+        is_small = len(body) < LARGE_BODY_BYTES and "content-encoding" not in request.headers
+        forwarded = read() if is_small else await asyncio.to_thread(read)
         forwarding = Forwarding(
             replicas,
             forwarded,

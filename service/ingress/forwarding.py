@@ -5,17 +5,17 @@ these, another replica continues after that event and verifies the tokens before
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import JsonValue
 
 from service.api.errors import error_body, error_event, error_response
 from service.api.sse import DONE, frame
-from service.errors import EngineFailure, NotReady, RequestError
+from service.errors import EngineFailure, NotReady, RequestError, parsed_json
 from service.ingress.replicas import Broken, ForwardedRequest, Headers, ReplicaAnswer, Replicas, Unreachable, passed_on
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ _TEMPORARY = frozenset({"not_ready", "too_many_connections"})
 _FULL = "queue_full"
 _STOPPED = "engine_stopped"
 # Error codes of a replica for requests that another one may answer.
-_REFUSALS = _TEMPORARY | {_FULL, "other_system_fingerprint", "response_not_found", "previous_response_not_found"}
+_NOT_FOUND = frozenset({"response_not_found", "previous_response_not_found", "item_not_found"})
+_REFUSALS = _TEMPORARY | _NOT_FOUND | {_FULL, "other_system_fingerprint"}
 _RETRY_AFTER_SECONDS = 5
 _FRAME_END = b"\n\n"
 _MAX_TOKEN_BYTES = 32 * 1024  # half of a server's limit for headers; tokens beyond are generated again
@@ -126,7 +127,7 @@ class Forwarding:
             return EngineFailure("The replica broke off, and this stream cannot be resumed.", code="replica_lost")
         request = self._request
         if self._last_id is not None:
-            request = request.resumed_after(self._last_id + self._tokens)
+            request = await asyncio.to_thread(request.resumed_after, self._last_id + self._tokens)
         while self._breaks < _MAX_BREAKS:
             try:
                 found = await self._send(request, waits_for=_TEMPORARY | {_FULL})
@@ -257,11 +258,11 @@ def _gave_up(breaks: int) -> EngineFailure:
     return EngineFailure(f"{breaks} replicas in a row broke off on this request.", code="replica_lost")
 
 
-def _error_in(body: bytes) -> dict[str, Any]:
+def _error_in(body: bytes) -> dict[str, JsonValue]:
     """OpenAI's error, from a body or an event."""
     try:
-        parsed = json.loads(body)
-    except ValueError:
+        parsed = parsed_json(body)
+    except RequestError:
         return {}
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else {}
     return error if isinstance(error, dict) else {}

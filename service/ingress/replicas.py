@@ -7,20 +7,25 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote, unquote
 
 import httpx
+from pydantic import JsonValue
+from starlette.datastructures import Headers as NamedHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Scope
 
-from service.errors import StartupError
+from service.api.body import is_packed, unpack
+from service.api.settings import MAX_REQUEST_BYTES
+from service.errors import RequestError, StartupError, parsed_json
 
 logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 LAST_EVENT_ID = b"last-event-id"
+_CONTENT_ENCODING = b"content-encoding"
 _RESUME_FROM = "resume_from"
 FORWARDED_FOR = b"x-forwarded-for"
 # Headers of a connection, and those that the other side sets itself.
@@ -65,16 +70,15 @@ class ForwardedRequest:
             headers.append((FORWARDED_FOR, request.client.host.encode()))
         path, query = quote(request.scope["path"]), request.url.query
         target = f"{path}?{query}" if query else path
-        return ForwardedRequest(request.method, target, tuple(headers), body, _digest(_prompt_in(body) or path))
+        prompt = _prompt_in(_fields_in(headers, body))
+        return ForwardedRequest(request.method, target, tuple(headers), body, _digest(prompt or path))
 
     def resumed_after(self, event_id: bytes) -> "ForwardedRequest":
         """The same request, resumed after an event that was passed on."""
-        headers = [header for header in self.headers if header[0] != LAST_EVENT_ID]
-        body = self.body
-        if _RESUME_FROM.encode() in body:  # the field takes precedence over the header
-            fields = json.loads(body)
-            fields.pop(_RESUME_FROM, None)
-            body = json.dumps(fields).encode()
+        replaced, body, fields = {LAST_EVENT_ID}, self.body, _fields_in(self.headers, self.body)
+        if fields.pop(_RESUME_FROM, None) is not None:  # the field takes precedence over the header
+            replaced, body = {LAST_EVENT_ID, _CONTENT_ENCODING}, json.dumps(fields).encode()
+        headers = (header for header in self.headers if header[0] not in replaced)
         return replace(self, headers=(*headers, (LAST_EVENT_ID, event_id)), body=body)
 
 
@@ -197,7 +201,7 @@ class HttpReplicas:
     async def _lives(self, url: str) -> bool:
         try:
             return (await self._client.get(f"{url}/livez", timeout=_PROBE_SECONDS)).status_code == 200
-        except httpx.TransportError:
+        except httpx.RequestError:
             return False
 
 
@@ -232,13 +236,18 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _prompt_in(body: bytes) -> str:
+def _fields_in(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> dict[str, JsonValue]:
+    """The fields that a replica finds in a body; none: it will refuse the body."""
     try:
-        fields: Any = json.loads(body)
-    except ValueError:
-        return ""
-    if not isinstance(fields, dict):
-        return ""
+        if is_packed(NamedHeaders(raw=[*headers])):
+            body = unpack(body, MAX_REQUEST_BYTES)
+        fields = parsed_json(body)
+    except RequestError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _prompt_in(fields: dict[str, JsonValue]) -> str:
     prompts = [fields[name] for name in _PROMPT_FIELDS if fields.get(name)]
     return json.dumps(prompts[0], ensure_ascii=False)[:_AFFINITY_CHARACTERS] if prompts else ""
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
 from service.learning.moving import Origin
+from service.observability.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +165,16 @@ def build_adaptive(
         dtype=network.dtype,
         wanted=learner.sampler.draws,
     )
+    guard = Guard()
+    worker.on_death = partial(guard.count, "adaptation")
     weights = replace(
         source.weights,
         recorder=recorder,
+        attempt=partial(guard.run, "recorder"),
         version=lambda: learner.weights.version,
         ready=lambda: source.made or learner.weights.origin != ANCHOR,
     )
-    hooks = _EngineHooks(learner.weights, learner.training.time, recorder, replicas)
+    hooks = _EngineHooks(learner.weights, learner.training.time, recorder, replicas, guard)
     drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
     engine = assembly.engine(drafting, policy, limits, hooks, ledger)
     learner.restore()
@@ -241,6 +246,7 @@ class _EngineHooks:
     time: TrainingTime
     recorder: FeedbackRecorder
     replicas: Replicas
+    guard: Guard
 
     def stepped(self, stats: StepStats) -> bool:
         """Record the time of a step. # -> whether it is that of serving alone"""

@@ -153,7 +153,6 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Counter("adaptation_rollbacks", "Rollbacks to older weights.", lambda s: s.rollbacks),
     Counter("adaptation_training_seconds", "Seconds of training and evaluation.", lambda s: s.training_seconds),
     Counter("adaptation_failures{stage}", "Exceptions in the learning thread.", lambda s: s.failures, _words(Stage)),
-    Counter("adaptation_restarts", "Restarts of the learning thread.", lambda s: s.restarts),
     # Replicas; all zero for a single server.
     Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
     Gauge(

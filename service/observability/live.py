@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from adaptation.records import AdaptationStatus, Event
 from drafters.memory.counts import MemoryCounts
 from service.engine.stats import FinishStats, LoadStats, StepStats
+from service.observability.guard import Guard
 from service.observability.learning_tables import label_of
 
 KEPT_MOMENTS: Final = 300
@@ -29,6 +30,7 @@ class Live:
     def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._clock = clock
+        self.guard = Guard()  # the engine's, once it is loaded
         self._steps: deque[StepStats] = deque(maxlen=_MAX_PENDING)
         self._finished: deque[FinishStats] = deque(maxlen=_MAX_PENDING)
         self._happened: deque[Json] = deque(maxlen=_MAX_PENDING)
@@ -36,8 +38,10 @@ class Live:
         self._memory: MemoryCounts | None = None
         self._learning: AdaptationStatus | None = None
         self._ticked = clock()
-        self._points: deque[Json] = deque(maxlen=KEPT_MOMENTS)
-        self._events: deque[Json] = deque(maxlen=_KEPT_EVENTS)
+        self._past: dict[str, deque[Json]] = {
+            "points": deque(maxlen=KEPT_MOMENTS),
+            "events": deque(maxlen=_KEPT_EVENTS),
+        }
         self._since_start = SinceStart()
 
     def observe_load(self, load: LoadStats) -> None:
@@ -60,6 +64,11 @@ class Live:
     def observe_adaptation(self, status: AdaptationStatus) -> None:
         """Record the status of learning."""
         self._learning = replace(status, events=())
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has happened since the last tick."""
+        return not (self._steps or self._happened)
 
     def tick(self) -> Json:
         """The moment since the last tick, usually a second, as the feed sends it."""
@@ -93,21 +102,21 @@ class Live:
             "slots_used_share": _rate(self._load.slots_used, self._load.slots_total),
             "learning": self._learning,  # the last status, without events; None: learning is off
             "events": events,
+            "switched_off": self.guard.switched_off,  # parts of the bookkeeping, and since when
         }
         point = {name: moment[name] for name in _CHARTED}
         learning = self._learning
         point |= {"version": learning and learning.version, "values": learning.values if learning else {}}
-        self._points.append(point)
+        self._past["points"].append(point)
         if moment["against_plain"] is not None:
             self._since_start.add(Decoded(**moment["against_plain"], version=point["version"]))
-        self._events += events
+        self._past["events"] += events
         return moment
 
     def past(self) -> Json:
         """The data of charts over the last minutes and since start, oldest first."""
         return {
-            "points": list(self._points),
-            "events": list(self._events),
+            **{name: list(kept) for name, kept in self._past.items()},
             "since_start": list(self._since_start.spans),
         }
 

@@ -13,6 +13,7 @@ from typing import Final, Generic, TypeVar
 
 from drafters.memory.counts import MemoryCounts
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
+from service.observability.guard import PARTS
 
 Record = TypeVar("Record", contravariant=True)
 
@@ -103,6 +104,8 @@ class ServerStatus:
     requests_refused: int  # in total, because too many were waiting
     requests_limited: Mapping[str, float]  # in total, by `limit:name of the key`
     loop_lag_seconds: float
+    internal_errors: Mapping[str, float]  # in total, by part
+    switched_off: Mapping[str, float]  # by part, since when
 
 
 LIMITS: Final = ("requests", "tokens", "concurrency", "budget")
@@ -123,6 +126,18 @@ def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
             "Requests refused by a limit of their key.",
             lambda s: s.requests_limited,
             tuple(f"{limit}:{name}" for limit in LIMITS for name in ("", *key_names)),
+        ),
+        Counter(
+            "internal_errors{part}",
+            "Exceptions in what only keeps books, by part; texts go on.",
+            lambda s: s.internal_errors,
+            PARTS,
+        ),
+        Gauge(
+            "switched_off{part}",
+            "1 for a part that is off until a restart, after three exceptions in a row.",
+            lambda s: dict.fromkeys(s.switched_off, 1.0),
+            PARTS,
         ),
     )
 

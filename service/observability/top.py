@@ -80,7 +80,8 @@ class Screen:
         title = Text.assemble(("adaptree", "bold"), f"  {self.url}  ", (moment["state"], "green"))
         learning = moment["learning"]
         rest = [Text("\nnot learning", style="dim")] if learning is None else [_arms(learning), self._happened()]
-        return Group(title, self._figures(), *rest)
+        off = [Text(f"switched off after errors: {', '.join(moment['switched_off'])}", style="red")]
+        return Group(title, *off[: len(moment["switched_off"])], self._figures(), *rest)
 
     def _figures(self) -> Table:
         moment = self._moment

@@ -192,10 +192,10 @@ class MemoryFile:
         self._at_once.set()
         self._thread.join()
         if self._is_read:
-            self._write(self._drafter.past.by_scope())
+            past = self._drafter.past.by_scope
+            self._engine.guard.run("memory_file", lambda: self._write(past()), lambda: None)
         elif self._is_ours and self._forgotten:
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
+            self._remove()
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
         """Have the file written after the present pause."""
@@ -205,20 +205,27 @@ class MemoryFile:
         """Have the file written at once, without the answers that were forgotten."""
         self._forgotten.append(scope)
         self._at_once.set()
+        if self._is_ours and self._engine.guard.is_off("memory_file"):
+            self._remove()
 
     def _run(self) -> None:
         lower_priority(_NICENESS)
-        with suppress(CancelledError):
-            try:
-                with self.path.with_name(f"{self.path.name}.key").open("rb") as key:
-                    self._lock(key)
-                    self._is_ours = True
-                    self._read()
-                    self._is_read = True
-                    while True:
-                        self._keep()
-            except OSError as error:
-                logger.error("past answers in %s cannot be read, and are not kept: %s", self.path, error)
+        guard = self._engine.guard
+        try:
+            with self.path.with_name(f"{self.path.name}.key").open("rb") as key:
+                self._lock(key)
+                self._is_ours = True
+                self._read()
+                self._is_read = True
+                while not (self._stopping.is_set() or guard.is_off("memory_file")):
+                    guard.run("memory_file", self._keep, lambda: None)
+                self._stopping.wait()  # keeping the lock
+        except CancelledError:
+            return
+        except Exception as error:
+            logger.error("past answers in %s cannot be read, and are not kept: %s", self.path, error)
+            guard.count("memory_file", error)
+            guard.switch_off("memory_file")
 
     def _lock(self, key: BinaryIO) -> None:
         """Wait until no other process has the file, such as the one that this one replaces."""
@@ -240,17 +247,16 @@ class MemoryFile:
                 return
 
     def _keep(self) -> None:
-        """Wait until there are changes, and write them. Raises CancelledError when the server stops."""
+        """Wait until there are changes, and write them, unless the server stops."""
         self._at_once.wait(self._pause)
-        if self._stopping.is_set():
-            raise CancelledError
         forgot = self._at_once.is_set()
-        if not (forgot or self._has_new):
+        if self._stopping.is_set() or not (forgot or self._has_new):
             return
         self._at_once.clear()
         self._has_new = False
         self._forgotten.clear()
-        self._write(self._between(self._drafter.past.by_scope), self._stopping, forgot=forgot)
+        with suppress(CancelledError):
+            self._write(self._between(self._drafter.past.by_scope), self._stopping, forgot=forgot)
 
     def _write(
         self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None, *, forgot: bool = False
@@ -259,13 +265,21 @@ class MemoryFile:
         try:
             self._pause = max(_LEAST_PAUSE_SECONDS, self._file.write(past, stopping) / _BYTES_PER_SECOND)
             self._write_failed = False
-        except OSError as error:
+        except CancelledError:
+            raise
+        except Exception as error:
+            self._has_new = True
+            if forgot:
+                self._remove()
+            if not isinstance(error, OSError):
+                raise
             if not self._write_failed:
                 logger.error("past answers cannot be kept in %s, serving goes on: %s", self.path, error)
-            self._write_failed = self._has_new = True
-            if forgot:
-                with suppress(OSError):
-                    self.path.unlink(missing_ok=True)
+            self._write_failed = True
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def _read(self) -> None:
         """Fill unused shares from the file, one piece between two steps."""

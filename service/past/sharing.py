@@ -69,13 +69,13 @@ class AnswerStream:
         self._secret = config.redis_secret.get_secret_value().encode()
         self._tokenizer, self._vocab = tokenizer, vocab
         self._sender = secrets.token_hex(8)  # unique to this start of this process
-        self._stream = f"adaptree:{tokenizer[:16]}:answers"
         self.last: bytes | str = _FIRST if from_start else ""  # the last entry that was read; "": the newest
         try:
             url, timeout = config.redis_url.get_secret_value(), LEASE_SECONDS / 2
-            self._store = RedisStore(url, self._stream, name=self._sender, timeout_seconds=timeout)
+            self._store = RedisStore(url, f"adaptree:{tokenizer[:16]}", name=self._sender, timeout_seconds=timeout)
         except ValueError as error:
             raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
+        self._stream = f"{self._store.prefix}:answers"
 
     def entry(self, scope: str | None, tokens: Sequence[int] = (), num_new: int = 0) -> SharedAnswer:
         """An entry of this replica."""
@@ -177,20 +177,24 @@ class SharedAnswers:
 
     def _run(self) -> None:
         lower_priority(_NICENESS)
-        is_lost = False
-        while not self._stopping.is_set():
-            try:
-                self.step()
-                is_lost = False
-            except CancelledError:
-                break
-            except StoreLost as error:
-                if not is_lost:
-                    logger.warning("past answers are not shared at present: %s", error)
-                    self.num_lost += 1
-                is_lost = True
+        is_lost, guard = False, self._engine.guard
+        while not (self._stopping.is_set() or guard.is_off("sharing")):
+            is_lost = guard.run("sharing", partial(self._attempt, was_lost=is_lost), lambda: False)
             self._stopping.wait(_LOST_SECONDS if is_lost else _STEP_SECONDS)
         self._stream.close()
+
+    def _attempt(self, *, was_lost: bool) -> bool:
+        """Take one step. # -> whether Redis is lost"""
+        try:
+            self.step()
+        except CancelledError:  # the server stops
+            return False
+        except StoreLost as error:
+            if not was_lost:
+                logger.warning("past answers are not shared at present: %s", error)
+                self.num_lost += 1
+            return True
+        return False
 
     def step(self) -> None:
         """Send what waits, then add new answers of others, one between two steps of the engine. Raises StoreLost, and
@@ -206,8 +210,8 @@ class SharedAnswers:
                 self.num_sent += 1
         while entries := self._stream.read():
             for entry_id, raw in entries:
+                self._stream.last = entry_id  # first: an entry that raises is not read again
                 self._add(raw)
-                self._stream.last = entry_id
 
     def _add(self, raw: object) -> None:
         try:

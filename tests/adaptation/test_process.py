@@ -66,9 +66,12 @@ def test_it_trains_judges_and_publishes_as_a_thread_does(tried: Bench, tmp_path:
 
 
 def test_an_update_in_it_can_be_abandoned_between_steps(tried: Bench) -> None:
-    before, pieces = copied(tried), process_of(tried).update("full", samples(4))
+    process = process_of(tried)
+    before, pieces = copied(tried), process.update("full", samples(4))
     for _ in range(3):
         next(pieces)
+        while process.is_asked:  # a piece may take several looks
+            next(pieces)
     assert not same(before, tried.trainer.tensors()), "two steps were taken"
     pieces.close()
     assert same(before, tried.trainer.tensors())
@@ -171,6 +174,32 @@ def test_commands_do_not_wait_until_an_update_is_covered(tried: Bench, monkeypat
         ("paused", "operator"),
     ]
     learner.resume()
+
+
+def test_one_that_stands_still_holds_up_no_command_and_is_replaced(
+    tried: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, process = tried.learner, process_of(tried)
+    completed(process.update("head", samples(4)))  # so that the process is there, and what it takes is known
+    learn(tried, updates=False)
+    monkeypatch.setattr("adaptation.process._ENDING_SECONDS", 1.0)
+    assert process.pid is not None
+    first, learnt = process.pid, learner.training.num_updates.total()
+    os.kill(first, signal.SIGSTOP)
+    worker = worker_of(learner, tried.tuning)
+    worker.start()
+    try:
+        eventually(lambda: process.is_asked)
+        assert worker.ask(lambda: learner.status(worker)).result(10).updates.get("head", 0) >= 0
+        assert process.pid == first, "the command came before the process was given up"
+        eventually(lambda: any("TrainingLost" in event.reason for event in tried.events))
+        assert worker.failures["update"] == 1
+        for seed in range(16):
+            worker.offer(feedback(100 + seed, token=int(drafter().d2t[5 + seed % 3]), version=tried.weights.version))
+        eventually(lambda: learner.training.num_updates.total() > learnt, seconds=120.0)
+        assert process.pid not in (None, first)
+    finally:
+        assert worker.stop(60.0)
 
 
 def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 from adaptation.checkpoint import SnapshotRing, folder_name
 from adaptation.records import Damaged, NotStored
 from adaptation.samples import example_of
-from adaptation.weights import DrafterWeights, in_place
-from drafters.specblock.checkpoint import VOCABULARY, weights_of
+from adaptation.weights import DrafterWeights, Prepare, in_place
+from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
 from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
@@ -48,6 +49,40 @@ def publish(weights: DrafterWeights, seed: int) -> int:
 
 def bits(model: SpecBlock) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in weights_of(model).items()}
+
+
+def half_written(model: SpecBlock, failures: list[Exception]) -> Prepare:
+    """As `in_place`, but the next writes raise in the middle."""
+
+    def write(weights: Mapping[str, Tensor]) -> None:
+        if failures:
+            next(model.parameters()).copy_(weights[next(iter(dict(model.named_parameters())))])
+            raise failures.pop()
+        write_weights(model, weights)
+
+    return lambda weights: partial(write, weights)
+
+
+def test_a_swap_that_fails_in_the_middle_leaves_the_former_weights_whole(tmp_path: Path) -> None:
+    serving, failures = drafter(), list[Exception]()
+    weights = DrafterWeights(
+        weights_of(serving),
+        serving.config,
+        prepare=half_written(serving, failures),
+        snapshots=SnapshotRing(tmp_path, size=4),
+        train_device="cpu",
+    )
+    first = publish(weights, 1)
+    former = bits(serving)
+    train(weights, 2)
+    second = weights.publish({})
+    failures.append(RuntimeError("planted"))
+    with pytest.raises(RuntimeError, match="planted"):
+        weights.between_steps()
+    assert weights.version == first
+    assert same(bits(serving), former)
+    assert weights.between_steps() == second
+    assert same(bits(serving), weights.latest.weights)
 
 
 @torch.no_grad()

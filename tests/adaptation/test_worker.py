@@ -26,6 +26,7 @@ class Scripted:
     on_recover: Callable[[], None] = lambda: None
     on_save: Callable[[], None] = lambda: None
     told: list[str] = field(default_factory=list)
+    waits: bool = False
 
     def observe(self, feedback: QueryFeedback) -> None:
         self.told.append("observe")

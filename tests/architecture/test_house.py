@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 31_622),
-    BENCHMARKS: (modules(BENCHMARKS), 4_000),
-    "tests": (modules("tests"), 35_831),
+    "product": (PRODUCT, 31_941),
+    BENCHMARKS: (modules(BENCHMARKS), 4_527),
+    "tests": (modules("tests"), 37_320),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 254
+NUM_FILES = 257
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400

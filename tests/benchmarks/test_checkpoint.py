@@ -23,13 +23,13 @@ from benchmarks.checkpoint import (
     write_dummy,
 )
 from benchmarks.gguf_shapes import Mix, Shape, write_file
+from benchmarks.gpu import assembled as gpu_assembled
+from benchmarks.gpu_sections import FULL
 from drafters.specblock import checkpoint
 from kernels.cpu import library
 from service.assembly import Assembly, assemble
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, mismatches, plain_engine, requests_from, tau
-from service.bench.gpu import assembled as gpu_assembled
-from service.bench.gpu_sections import FULL
 from service.config import ServiceConfig
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import open_gguf

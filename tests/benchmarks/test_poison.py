@@ -63,10 +63,10 @@ def test_the_stealthy_client_is_honest_and_then_bursts() -> None:
 
 
 def test_an_attack_leaves_honest_queries_as_they_are() -> None:
-    kept = [[query for query in turn.requests if query.scope.name not in HOSTILE] for turn in TURNS]
+    kept = [[query for query in turn.requests if query.scope.address not in HOSTILE] for turn in TURNS]
     assert kept == [list(turn.requests) for turn in HONEST]
-    assert {query.scope.name for turn in HONEST for query in turn.requests} == {f"honest {n}" for n in (1, 2, 3, 4)}
-    hostile = [query for turn in TURNS for query in turn.requests if query.scope.name in HOSTILE]
+    assert {query.scope.address for turn in HONEST for query in turn.requests} == {f"honest {n}" for n in (1, 2, 3, 4)}
+    hostile = [query for turn in TURNS for query in turn.requests if query.scope.address in HOSTILE]
     assert [query.request_id for query in hostile] == [str(number) for number in range(40, 57)]
     contents: dict[Content, tuple[int, ...]] = {"honest": (7,), "garbage": (8,), "narrow": (9,)}
     assert [query.prompt for query in hostile] == [contents[visit.content] for visit in VISITS]
@@ -76,7 +76,7 @@ def test_an_attack_leaves_honest_queries_as_they_are() -> None:
 
 def with_answers(turn: Turn, honest: int, hostile: int, noted: tuple[Noted, ...] = ()) -> Played:
     """A turn in which every query took four verifies that accepted so many tokens."""
-    accepted = [hostile if query.scope.name in HOSTILE else honest for query in turn.requests]
+    accepted = [hostile if query.scope.address in HOSTILE else honest for query in turn.requests]
     answers = tuple(Answer((1, 2, 3), accepted_per_step=(count, 0, 0, 0)) for count in accepted)
     return Played(turn, Run(answers, (), 0.5), {**NOTHING, "over_share": 1}, noted)
 

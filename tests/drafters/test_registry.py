@@ -12,7 +12,7 @@ from drafters import registry
 from drafters.kinds import Parts
 from drafters.protocol import DraftContext, Drafter, DraftingSizes, Noise
 from drafters.random_tree import RandomTreeDrafter
-from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, trained_kind_of
+from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, reads_predictions, trained_kind_of
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels.trees import ancestor_matrix
 from tests.drafters.trees import assert_valid_tree, draft_trees, path_to
@@ -152,6 +152,11 @@ def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
 def test_a_trained_kind_is_known_whatever_its_trees_grow_by() -> None:
     assert trained_kind_of("memory+eagle3(uniform)") == trained_kind_of("switch(memory,eagle3)") == "eagle3"
     assert trained_kind_of("memory+early_exit(3)") is None
+
+
+def test_predictions_are_read_by_the_memory_and_the_random_drafter() -> None:
+    assert all(map(reads_predictions, ("memory", "memory+specblock", "switch(memory,eagle3)", "random")))
+    assert not any(map(reads_predictions, ("none", "specblock", "early_exit(3)", "draft_model")))
 
 
 def test_without_a_drafter_the_tree_is_empty() -> None:

@@ -135,7 +135,8 @@ def scores_of(known: Practised, built: Learner, weights: dict[str, Tensor]) -> l
             value.copy_(weights[name])
     model, judge = built.weights.candidate(), built._publisher.evaluator
     examples = (training_sample(feedback, most_rejected=1).example for feedback in known.recorded)
-    return [judge._replay(model, example) for example in examples if example is not None]
+    scores = [judge._replay(model, example) for example in examples if example is not None]
+    return [score for score in scores if isinstance(score, float)]
 
 
 def twin_of(known: Practised, built: Learner) -> dict[str, Tensor]:

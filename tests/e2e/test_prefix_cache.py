@@ -253,7 +253,7 @@ def requests() -> list[GenerationRequest]:
     for stream in range(STREAMS):
         (prompt,) = random_prompts(1, 1 + 37 * stream % 64, seed=stream)
         params = greedy(num_tokens(stream)) if stream % 3 == 0 else sampled(stream, num_tokens(stream))
-        asked.append(replace(request(str(stream), prompt, params), scope=Scope(name=CLIENTS[stream % 7 % 3])))
+        asked.append(replace(request(str(stream), prompt, params), scope=Scope(address=CLIENTS[stream % 7 % 3])))
     answers = generate(tiny_engine(drafter="none", num_slots=8_000, limits=ALL_AT_ONCE), *asked)
     return [replace(one, prediction=tuple(answers[one.request_id, 0].tokens)) for one in asked]
 

@@ -66,6 +66,31 @@ def test_a_response_is_kept_until_it_is_deleted(client: openai.OpenAI) -> None:
         assert (raised.value.param, raised.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "required"}], ids=["text", "call"])
+def test_a_reference_stands_for_an_item_of_a_stored_response(
+    client: openai.OpenAI, fields: dict[str, Any], stream: bool
+) -> None:
+    def made(**more: Any) -> Any:
+        answer = create(client, stream=stream, **{"parallel_tool_calls": False, **fields, **more})
+        return list(answer)[-1].response if stream else answer
+
+    (item,) = made().output
+    asked, rest = {"role": "user", "content": "so it is"}, {"role": "user", "content": "Again."}
+    if fields:
+        rest = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+    whole = made(input=[asked, item.model_dump(), rest])
+    referred = made(input=[asked, {"type": "item_reference", "id": item.id}, rest])
+    assert [one.model_dump(exclude={"id", "call_id"}) for one in referred.output] == [
+        one.model_dump(exclude={"id", "call_id"}) for one in whole.output
+    ]
+    assert referred.usage.input_tokens == whole.usage.input_tokens
+    (unknown,) = made(store=False).output
+    with pytest.raises(openai.BadRequestError, match=unknown.id) as raised:
+        made(input=[asked, {"id": unknown.id}, rest])
+    assert (raised.value.param, raised.value.code) == ("input.1", "item_not_found")
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "required"}], ids=["text", "call"])
 def test_events_come_in_order_and_add_up(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     fields = {"parallel_tool_calls": False, "max_output_tokens": 200 if fields else 60, **fields}

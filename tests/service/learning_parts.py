@@ -66,7 +66,7 @@ def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: in
             request_id=str(number),
             prompt=tuple(prompt),
             sampling=SamplingParams(seed=number, max_tokens=tokens, temperature=temperature, ignore_eos=True),
-            scope=Scope(name=f"client {number % 3}"),
+            scope=Scope(address=f"client {number % 3}"),
         )
         for number, prompt in enumerate(prompts)
     ]

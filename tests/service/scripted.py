@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from adaptation.records import AdaptationStatus, Event
-from service.engine.requests import GenerationRequest, SequenceOutput, SpeculationRecord, Timings
+from service.engine.requests import (
+    GenerationRequest,
+    SamplingParams,
+    Scope,
+    SequenceOutput,
+    SpeculationRecord,
+    Submission,
+    Timings,
+)
+from service.observability.guard import Guard
 from service.runtime import ModelCard, Runtime, ServedModel
 from service.tokenizer import ChatTokenizer
 from tests.service.tiny_tokenizer import tiny_tokenizer
@@ -75,20 +84,27 @@ class ScriptedEngine:
         self.forgotten: list[str | None] = []
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
-        self.num_waiting = 0
+        self.guard = Guard()
+        self.is_full = False  # whether what comes waits, and does not start
         self.num_woken = 0
         self.stopped = False
 
     def start(self, deliver: Callable[[list[SequenceOutput]], None]) -> None:
         self.deliver = deliver
 
-    def submit(self, request: GenerationRequest) -> None:
-        self.submitted.append(request)
-        self.threads.append(threading.Thread(target=lambda: [*map(self.deliver, self.script(request))]))
-        self.threads[-1].start()
+    def submit(self, body: Submission) -> None:
+        body.waits = self.is_full
+        for request in body.requests:
+            self.submitted.append(request)
+            self.threads.append(threading.Thread(target=self._run, args=[request]))
+            self.threads[-1].start()
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+    def _run(self, request: GenerationRequest) -> None:
+        for outputs in self.script(request):
+            self.deliver(outputs)
+
+    def abort(self, *request_ids: str) -> None:
+        self.aborted += request_ids
 
     def forget(self, scope: str | None = None) -> None:
         self.forgotten.append(scope)
@@ -135,7 +151,7 @@ class Endless(ScriptedEngine):
         while not self.stopped_speaking.wait(0.005):
             yield [replace(step(request, 0, "x"), text=self._text)]
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, *request_ids: str) -> None:
         self.stopped_speaking.set()
 
 
@@ -204,6 +220,14 @@ def step(request: GenerationRequest, index: int, text: str, finish: str | None =
         timings=TIMINGS if finish else None,
         cached_tokens=3,
     )
+
+
+def fill(runtime: Runtime, engine: ScriptedEngine) -> None:
+    """Let others take all places of a queue of four."""
+    engine.is_full = True
+    for name in "abcd":
+        sampling = SamplingParams(seed=0, max_tokens=8)
+        runtime.generate(GenerationRequest(request_id=name, prompt=(1,), sampling=sampling, scope=Scope(address=name)))
 
 
 @asynccontextmanager

@@ -3,19 +3,26 @@ a later process goes on where an earlier one stopped."""
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import Event, ReplicaStatus
+from adaptation.weights import DrafterWeights
 from drafters.feedback import QueryFeedback
 from drafters.specblock import checkpoint
 from drafters.specblock.checkpoint import DrafterError, weights_of
+from drafters.specblock.network import ServingNetwork
 from service.assembly import Assembly, assemble
-from service.engine import drafter_weights
+from service.bench.driver import generate
+from service.engine import accounting, drafter_weights
 from service.engine.budget import FixedBudget
+from service.engine.drafting import DraftStage
+from service.engine.stats import StepStats
 from service.errors import InvalidRequest, StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.drafters.specblock.parts import computed, serves
@@ -40,6 +47,83 @@ def idle(assembly: Assembly, folder: Path, nodes: int = 8) -> tuple[Adaptive, li
     heard: list[QueryFeedback] = []
     adaptive.worker.offer = heard.append  # type: ignore[method-assign, assignment]
     return adaptive, heard
+
+
+def test_weights_that_cannot_be_written_change_no_text_and_no_draft(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive, _ = idle(assembly, tmp_path / "one")
+    other, _ = idle(assembly, tmp_path / "other")  # to compare with
+    engine, weights = adaptive.engine, adaptive.learner.weights
+    asked = [replace(one, store=False) for one in requests(PROMPTS, temperature=0.0, tokens=24)]
+
+    def answers(one: Adaptive) -> list[tuple[object, ...]]:
+        return [(answer.token_ids, answer.accepted_per_step) for answer in generate(one.engine, asked).answers]
+
+    assert answers(adaptive) == answers(other)
+    former = dict(weights.latest.weights)
+    with torch.no_grad():
+        for value in weights.training.parameters():
+            value.add_(0.1)
+    version = weights.publish({})
+    set_vocabulary, failures = ServingNetwork._set_vocabulary, [ValueError("planted")]
+
+    def broken(network: ServingNetwork, d2t: torch.Tensor) -> None:
+        if failures:
+            network.d2t.zero_()
+            raise failures.pop()
+        set_vocabulary(network, d2t)
+
+    monkeypatch.setattr(ServingNetwork, "_set_vocabulary", broken)
+    assert engine.step().stats is None
+    assert (weights.version, engine.guard.errors) == (0, {"weights": 1})
+    assert serves(adaptive.network, former)
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterWeights, "between_steps", lambda _: 0)  # as it is
+        assert answers(adaptive) == answers(other)
+    engine.step()
+    assert weights.version == version
+    assert serves(adaptive.network, weights.latest.weights)
+
+
+def test_a_query_of_wrong_costs_is_not_learnt_from(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive, heard = idle(assembly, tmp_path)
+    asked = requests(PROMPTS, temperature=0.0, tokens=24)
+    charge, failures = accounting.charge, [ValueError("planted")]
+
+    def broken(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        charge(*args)
+
+    monkeypatch.setattr(accounting, "charge", broken)
+    texts(adaptive.engine, asked)
+    assert len(heard) < len(asked)
+    texts(adaptive.engine, asked)
+    assert all(feedback.query.seconds > 0 for feedback in heard)
+    assert len(heard) >= len(asked)
+
+
+def test_drafts_whose_loss_is_not_known_are_few(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a hundred steps, and none once nobody learns from them."""
+    adaptive, _ = idle(assembly, tmp_path)
+    asked = requests(PROMPTS[:1], temperature=0.0, tokens=64)
+    learn, calls = DraftStage.learn, list[int]()
+
+    def broken(stage: DraftStage, budget: Any, committed: Any, stats: StepStats, *, timed: bool) -> None:
+        if stats.drafted_nodes:
+            calls.append(stats.drafted_nodes)
+            raise ValueError("planted")
+        learn(stage, budget, committed, stats, timed=timed)
+
+    monkeypatch.setattr(DraftStage, "learn", broken)
+    for _ in range(3):
+        texts(adaptive.engine, asked)
+    assert len(calls) == 2
 
 
 def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path) -> None:

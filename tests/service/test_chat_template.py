@@ -307,8 +307,11 @@ def test_a_call_that_was_cut_comes_back_as_far_as_it_goes() -> None:
     assert past_arguments('{"a": 1}', "p") == ('{"a": 1}', {"a": 1})
     assert past_arguments("", "p") == ("{}", {})
     assert past_arguments('{"a": "hé', "p") == ('{"a": "hé"}', {"a": "hé"})
-    for wrong in ("}", "a", '{"a": 1} 2', "[" * 100_000):
-        with pytest.raises(InvalidRequest, match="no valid JSON"):
+    for wrong, why in (
+        *((bad, "no valid JSON") for bad in ("}", "a", '{"a": 1} 2')),
+        ("[" * 100_000, "deeper than 127"),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
             past_arguments(wrong, "p")
 
 

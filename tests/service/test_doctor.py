@@ -2,7 +2,9 @@
 
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -94,6 +96,21 @@ def test_a_start_ends_with_the_same_words(
     with pytest.raises(StartupError) as raised:
         serve(trouble(tmp_path, monkeypatch))
     assert words in str(raised.value)
+
+
+def test_a_server_that_has_the_port_is_asked_what_is_off(tmp_path: Path) -> None:
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ready", "switched_off": {"charge": 1700000000.5}}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = ServiceConfig(state_dir=tmp_path, port=server.server_port)
+        (found,) = [one.text for one in doctor.findings(config) if one.subject == "port"]
+        server.shutdown()
+    assert "adaptree serves there, switched off after errors: charge (since 2023-11-1" in found
 
 
 def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:

@@ -214,6 +214,12 @@ def test_the_last_minute_is_a_curve_with_gaps() -> None:
     assert line_of(text, "tau").rstrip().endswith("▁ ▅█")
 
 
+def test_what_is_switched_off_is_shown() -> None:
+    assert "switched off" not in shown(("moment", moment()))
+    text = shown(("moment", moment(switched_off={"charge": 1.0, "learn": 2.0})))
+    assert "switched off after errors: charge, learn" in text
+
+
 def test_events_are_shown_and_learning_may_be_off() -> None:
     event = {"unix_seconds": 1.0, "kind": "published", "reason": "better", "version": 3, "numbers": {}}
     assert "published (better), version 3" in shown(("past", {"points": [], "events": [event]}), ("moment", moment()))

@@ -88,6 +88,8 @@ SERVER = ServerStatus(
     requests_refused=3,
     requests_limited={"tokens:acme": 2, "budget:": 1},
     loop_lag_seconds=0.01,
+    internal_errors={"charge": 5, "learn": 1},
+    switched_off={"charge": 1_700_000_000.0},
 )
 
 
@@ -191,7 +193,7 @@ def test_the_page_is_closed_and_small() -> None:
         for reason in (*reasons, "a sentence: with a colon"):
             metrics.observe_event(Event(kind, 1, reason))
     assert set(series(metrics)) == at_start
-    assert 300 < len(series(metrics_of(ServiceConfig()))) <= 525
+    assert 300 < len(series(metrics_of(ServiceConfig()))) <= 540
 
 
 def test_an_unknown_label_is_refused() -> None:

@@ -113,17 +113,22 @@ async def test_a_dead_engine_fails_every_generation() -> None:
         with runtime.generate(ask()) as generation:
             await anext(generation)
             engine.failure = RuntimeError("out of memory")
+            engine.deliver([])
             with pytest.raises(EngineFailure, match="internal error"):
                 await anext(generation)
         assert runtime.state == "failed"
         engine.go_on.set()
 
 
-async def test_loop_lag_is_the_worst_since_it_was_last_read() -> None:
-    async with running(ScriptedEngine(say("x"))) as runtime:
-        await asyncio.sleep(0.03)
+async def test_loop_lag_is_the_longest_wait_of_outputs_since_it_was_last_read() -> None:
+    engine = ScriptedEngine(say("x"))
+    async with running(engine) as runtime:
         time.sleep(0.2)
         await asyncio.sleep(0.02)
+        assert runtime.max_loop_lag_seconds() == 0.0  # nobody was served
+        with runtime.generate(ask()) as generation:
+            time.sleep(0.2)
+            await anext(generation)
         assert 0.14 < runtime.max_loop_lag_seconds() < 10
         assert runtime.max_loop_lag_seconds() == 0.0
 

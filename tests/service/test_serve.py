@@ -20,7 +20,7 @@ from kernels.threads import use_threads
 from service.api.tenants import Tenants
 from service.assembly import assemble
 from service.config import ServiceConfig
-from service.engine.requests import SequenceOutput
+from service.engine.requests import SequenceOutput, Submission
 from service.engine.thread import EngineThread
 from service.learning.adaptive import Adaptive
 from service.observability.live import Live
@@ -107,7 +107,7 @@ def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sou
 
     engine = load_model_service(config, metrics, Live()).engine
     engine.start(deliver)
-    engine.submit(request("a", [5, 6, 5, 6, 5, 6, 5], greedy(12)))
+    engine.submit(Submission([request("a", [5, 6, 5, 6, 5, 6, 5], greedy(12))]))
     assert ended.wait(20)
     engine.drain()
     engine.stop()
@@ -160,7 +160,7 @@ def test_a_kind_says_what_it_taps(
 
 async def test_the_metrics_page_asks_learning_first() -> None:
     async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
-        page, _ = await rendered(made(), runtime, NOBODY)
+        page, _ = await rendered(made(), Live(), runtime, NOBODY)
     assert b"adaptree_adaptation_queries_total 40.0" in page
 
 
@@ -173,10 +173,10 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
             return STATUS
 
     metrics = made()
-    page, _ = await rendered(metrics, runtime_of(ScriptedEngine(say("x"))), NOBODY)
+    page, _ = await rendered(metrics, Live(), runtime_of(ScriptedEngine(say("x"))), NOBODY)
     assert b"adaptree_adaptation_queries_total 0.0" in page
     async with running(ScriptedEngine(say("x")), adaptation=Busy()) as runtime:
-        page, _ = await asyncio.wait_for(rendered(metrics, runtime, NOBODY), 5)
+        page, _ = await asyncio.wait_for(rendered(metrics, Live(), runtime, NOBODY), 5)
         assert b"adaptree_adaptation_queries_total 0.0" in page
         opened.set()
     assert series(metrics)["adaptree_drafter_version"] == 0

@@ -7,6 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from service.chat_template import HERMES, LLAMA_3, MISTRAL, Call, ToolForm, Traits, form_of
+from service.grammars import finished
 from service.tools import AnswerReader, Calling, CallReader, Piece
 from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 
@@ -84,7 +85,7 @@ def test_the_form_is_what_the_template_teaches() -> None:
 
 
 def accepts(calling: Calling, text: str, answer: dict[str, JsonValue] | None = None) -> bool:
-    return matches(COMPILER.compile("lark", calling.grammar(answer, TOKENIZER.special_ids)), text)
+    return matches(COMPILER.compile("lark", finished(calling.grammar(answer, TOKENIZER.special_ids))), text)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -77,6 +77,7 @@ class Feed:
         self._number = 0
         self._frame = b""
         self._ends = False  # whether this frame is the last one
+        self._num_readers = 0
         self._status_query: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -94,19 +95,24 @@ class Feed:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The frames for one reader, until the server drains, which waits for open connections."""
         seen = self._number
-        yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
-        ends = False
-        while not ends:
-            async with self._changed:
-                while self._number <= seen:
-                    await self._changed.wait()
-                seen, newest, ends = self._number, self._frame, self._ends
-            yield newest
+        self._num_readers += 1
+        try:
+            yield b"event: past\n" + frame(pydantic_core.to_jsonable_python(self._live.past()))
+            ends = False
+            while not ends:
+                async with self._changed:
+                    while self._number <= seen:
+                        await self._changed.wait()
+                    seen, newest, ends = self._number, self._frame, self._ends
+                yield newest
+        finally:
+            self._num_readers -= 1
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
-            self._query_learning()
+            if self._num_readers or not self._live.is_quiet:
+                self._query_learning()
             # No await in this block: a reader must not find a moment in the past and then receive it again.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())

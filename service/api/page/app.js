@@ -47,6 +47,13 @@ function showDrafting(now) {
   byId("drafting").textContent = `Expected now: drafting gains ${gain} (${ledger}).`;
 }
 
+// Texts go on without what keeps books; somebody should look at the log.
+function showSwitchedOff(parts) {
+  const words = Object.entries(parts).map(([part, since]) => `${part} (since ${new Date(1000 * since).toLocaleString()})`);
+  byId("switched-off").hidden = !words.length;
+  byId("switched-off").textContent = `Switched off after repeated errors, until a restart: ${words.join(", ")}. Texts are not affected; the log says why.`;
+}
+
 // Of accepted tokens those of the last minutes, of which the charts keep the points.
 function showMemory(memory) {
   byId("memory").hidden = !memory;
@@ -72,6 +79,7 @@ function take({ name, data }) {
   showGain();
   showDrafting(news.drafting);
   showMemory(news.memory);
+  showSwitchedOff(news.switched_off);
   learning.show(news);
 }
 

@@ -18,19 +18,21 @@ from drafters.specblock.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
 from tests.adaptation.samples import Bench, bench, drafter, feedback
-from tests.redis_server import RedisServer
+from tests.redis_server import Redis
 from tests.tuned import settled
+
+ON_BOTH = pytest.mark.parametrize("server", ["one_server", "cluster"], indirect=True)
 
 
 @pytest.fixture
-def leader(server: RedisServer, tmp_path: Path) -> Iterator[Member]:
+def leader(server: Redis, tmp_path: Path) -> Iterator[Member]:
     with member(tmp_path / "leader", server.url) as one:
         one.exchange.step()
         yield one
 
 
 @pytest.fixture
-def follower(server: RedisServer, leader: Member, tmp_path: Path) -> Iterator[Member]:
+def follower(server: Redis, leader: Member, tmp_path: Path) -> Iterator[Member]:
     with member(tmp_path / "follower", server.url) as one:
         one.exchange.step()
         yield one
@@ -52,6 +54,7 @@ def test_the_first_leads_and_the_next_follows(leader: Member, follower: Member) 
     assert follower.status.versions == {"announced": 0}  # equal weights need not be fetched
 
 
+@ON_BOTH
 def test_what_the_leader_serves_all_serve(leader: Member, follower: Member) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
@@ -68,6 +71,7 @@ def test_a_rollback_reaches_all(leader: Member, follower: Member) -> None:
     assert same(follower.served, weights_of(drafter()))
 
 
+@ON_BOTH
 def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Member, follower: Member) -> None:
     while "published" not in [event.kind for event in leader.events]:
         sent = follower.status.queries.get("sent", 0)
@@ -101,7 +105,7 @@ def test_served_versions_are_told_by_their_weights(leader: Member, follower: Mem
     assert heard == [(2, 2), (-1, -1)]
 
 
-def test_what_must_not_be_stored_does_not_leave(server: RedisServer, leader: Member, follower: Member) -> None:
+def test_what_must_not_be_stored_does_not_leave(server: Redis, leader: Member, follower: Member) -> None:
     made = feedback(0)
     follower.exchange.offer(replace(made, query=replace(made.query, store=False)))
     follower.exchange.step()
@@ -109,7 +113,7 @@ def test_what_must_not_be_stored_does_not_leave(server: RedisServer, leader: Mem
     assert server.client.xlen(server.key("queries")) == 0
 
 
-def test_of_too_many_queries_the_oldest_are_dropped(server: RedisServer, leader: Member, tmp_path: Path) -> None:
+def test_of_too_many_queries_the_oldest_are_dropped(server: Redis, leader: Member, tmp_path: Path) -> None:
     with member(tmp_path / "small", server.url, max_queries=3) as small:
         small.exchange.step()
         small.end(5)
@@ -118,8 +122,9 @@ def test_of_too_many_queries_the_oldest_are_dropped(server: RedisServer, leader:
         assert small.status.queries["sent"] == 3
 
 
+@ON_BOTH
 def test_a_follower_takes_over_with_all_that_was_known_and_left(
-    server: RedisServer, leader: Member, follower: Member
+    server: Redis, leader: Member, follower: Member
 ) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
@@ -136,9 +141,7 @@ def test_a_follower_takes_over_with_all_that_was_known_and_left(
     assert leader.status.role == "following"
 
 
-def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
-    server: RedisServer, leader: Member, follower: Member
-) -> None:
+def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(server: Redis, leader: Member, follower: Member) -> None:
     follower.end(2)
     follower.exchange.step()
     taken = leader.exchange._replica.store.receive(2)
@@ -148,9 +151,8 @@ def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(
     assert server.client.xlen(server.key("queries")) == 0
 
 
-def test_an_emptied_server_is_told_again_by_whoever_serves(
-    server: RedisServer, leader: Member, follower: Member
-) -> None:
+@ON_BOTH
+def test_an_emptied_server_is_told_again_by_whoever_serves(server: Redis, leader: Member, follower: Member) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     server.client.flushall()
@@ -162,7 +164,7 @@ def test_an_emptied_server_is_told_again_by_whoever_serves(
 
 
 def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
-    server: RedisServer, leader: Member, follower: Member, tmp_path: Path
+    server: Redis, leader: Member, follower: Member, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
         leader.bring(seed)
@@ -178,6 +180,29 @@ def test_a_leader_that_knows_nothing_is_not_stopped_by_what_others_know(
         assert follower.status.versions["old"] >= 1 or follower.status.versions["fork"] >= 1
 
 
+@pytest.mark.parametrize("secret", [None, "the secret of all", "another secret of all"])
+def test_what_0_3_0_left_is_taken_over_if_it_may_be_followed(server: Redis, tmp_path: Path, secret: str | None) -> None:
+    """It had names without braces."""
+    with member(tmp_path / "old", server.url, redis_secret=secret and "the secret of all") as old:
+        old.exchange.step()
+        old.bring(seed=1)
+        old.end(1)
+        until([old], lambda: old.status.number == 1 and agreed([old]))
+        until([old], lambda: len(server.client.keys("*:state")) == 1)
+        old.exchange._replica.lease.release()
+    for key in server.client.keys("{*"):
+        server.client.rename(key, key.replace(b"{", b"").replace(b"}", b""))
+    is_followed = secret != "another secret of all"
+    with member(tmp_path / "new", server.url, redis_secret=secret) as new:
+        until([new], lambda: new.status.role == "leading" and agreed([new]))
+        assert same(new.served, weights_of(drafter(int(is_followed))))
+        assert (new.status.epoch, new.status.number) == ((2, 2) if is_followed else (1, 0))
+        stays = [key for key in server.client.keys("adaptree:*") if server.client.ttl(key) == -1]
+        assert bool(stays) is not is_followed
+        new.exchange._connect()
+        assert new.exchange.attempt() < 1
+
+
 def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Member, follower: Member) -> None:
     """It wakes up after another one has taken over, and does not know yet."""
     leader.exchange._replica.lease.release()
@@ -191,7 +216,7 @@ def test_an_update_from_before_a_pause_of_the_leader_is_fenced_off(leader: Membe
 
 
 def test_weights_that_take_longer_to_send_than_a_lease_lasts_are_announced(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("adaptation.replicas.redis_store.CHUNK_BYTES", 1 << 12)
     with (
@@ -218,7 +243,7 @@ def test_weights_that_take_longer_to_send_than_a_lease_lasts_are_announced(
         assert same(other.served, weights_of(drafter(1)))
 
 
-def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path) -> None:
+def test_without_a_server_each_learns_alone(server: Redis, tmp_path: Path) -> None:
     with member(tmp_path / "a", server.url, lease_seconds=0.5) as one:
         one.exchange.step()
         server.kill()
@@ -233,7 +258,7 @@ def test_without_a_server_each_learns_alone(server: RedisServer, tmp_path: Path)
 
 
 def test_a_server_that_refuses_from_the_start_is_named_once(
-    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.client.config_set("requirepass", "another")
     with caplog.at_level("WARNING"), member(tmp_path / "a", server.url, lease_seconds=0.5) as one:
@@ -243,9 +268,7 @@ def test_a_server_that_refuses_from_the_start_is_named_once(
     assert "Authentication required" in warning
 
 
-def test_what_was_learnt_alone_gives_way_to_what_is_announced(
-    server: RedisServer, leader: Member, follower: Member
-) -> None:
+def test_what_was_learnt_alone_gives_way_to_what_is_announced(server: Redis, leader: Member, follower: Member) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     follower.bring(seed=5)
@@ -254,7 +277,7 @@ def test_what_was_learnt_alone_gives_way_to_what_is_announced(
 
 
 def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(
-    server: RedisServer, leader: Member, follower: Member
+    server: Redis, leader: Member, follower: Member
 ) -> None:
     follower.exchange.start()
     server.freeze()
@@ -283,7 +306,7 @@ def test_an_error_of_ours_does_not_end_the_thread(
 
 
 def test_replicas_of_other_models_share_a_server_and_nothing_else(
-    server: RedisServer, leader: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Redis, leader: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.adaptation.replicas.members.TARGET", "another target")
     with member(tmp_path / "other", server.url) as other:
@@ -309,7 +332,7 @@ def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
     assert local.stop()
 
 
-def test_waits_for_a_lost_server_double_up_to_a_bound(server: RedisServer, leader: Member) -> None:
+def test_waits_for_a_lost_server_double_up_to_a_bound(server: Redis, leader: Member) -> None:
     server.kill()
     waits = [leader.exchange.attempt() for _ in range(7)]
     bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]

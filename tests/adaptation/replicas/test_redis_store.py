@@ -10,17 +10,25 @@ import pytest
 from adaptation.records import Refused, StoreLost, StoreRefused
 from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore
 from tests.adaptation.worlds import Clock
-from tests.redis_server import RedisServer
+from tests.redis_server import Redis, RedisCluster
+
+ON_ONE = pytest.mark.parametrize("server", ["one_server"], indirect=True)
+
+
+@pytest.fixture(params=["one_server", "cluster"])
+def server(request: pytest.FixtureRequest) -> Redis:
+    running: Redis = request.getfixturevalue(request.param)
+    return running
 
 
 @pytest.fixture
-def store(server: RedisServer) -> Iterator[RedisStore]:
+def store(server: Redis) -> Iterator[RedisStore]:
     with closing(connected(server.url)) as made:
         yield made
 
 
 @pytest.fixture
-def other(server: RedisServer) -> Iterator[RedisStore]:
+def other(server: Redis) -> Iterator[RedisStore]:
     with closing(connected(server.url, "two")) as made:
         yield made
 
@@ -29,7 +37,7 @@ def connected(url: str, name: str = "one", *, timeout_seconds: float = 5.0, max_
     return RedisStore(url, "here", name=name, timeout_seconds=timeout_seconds, max_queries=max_queries)
 
 
-def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, store: RedisStore) -> None:
+def test_a_server_that_is_gone_is_lost_until_it_is_back(server: Redis, store: RedisStore) -> None:
     store.command("SET", "key", "value")
     server.kill()
     with pytest.raises(StoreLost) as lost:
@@ -39,7 +47,7 @@ def test_a_server_that_is_gone_is_lost_until_it_is_back(server: RedisServer, sto
     assert store.command("GET", "key") is None
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer) -> None:
+def test_a_server_that_says_nothing_is_not_waited_for(server: Redis) -> None:
     store = connected(server.url, timeout_seconds=0.3)
     store.command("SET", "key", "value")
     server.freeze()
@@ -56,6 +64,14 @@ def test_a_server_that_says_nothing_is_not_waited_for(server: RedisServer) -> No
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
         connected(url)
+
+
+def test_any_node_leads_to_the_keys_wherever_they_move(cluster: RedisCluster) -> None:
+    for node in cluster.nodes:
+        with closing(connected(node.url)) as store:
+            store.put("a", DATA)
+            cluster.move("{here}:weights:a")
+            assert store.get("a", len(DATA)) == DATA
 
 
 LONG = 1000.0
@@ -92,7 +108,8 @@ def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore, other: Red
     assert not follows.hold(0)
 
 
-def test_between_turns_nothing_is_asked(server: RedisServer, store: RedisStore) -> None:
+@ON_ONE
+def test_between_turns_nothing_is_asked(server: Redis, store: RedisStore) -> None:
     clock = Clock()
     one = lease(store, clock)
     one.hold(0)
@@ -102,7 +119,7 @@ def test_between_turns_nothing_is_asked(server: RedisServer, store: RedisStore) 
     assert server.client.info("commandstats")["cmdstat_eval"]["calls"] == asked
 
 
-def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
+def test_a_store_that_was_lost_is_asked_at_once(server: Redis, store: RedisStore, other: RedisStore) -> None:
     """Another one may lead by now."""
     clock = Clock()
     one, two = lease(store, clock), lease(other, clock)
@@ -116,7 +133,7 @@ def test_a_store_that_was_lost_is_asked_at_once(server: RedisServer, store: Redi
     assert not one.hold(0)
 
 
-def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore, other: RedisStore) -> None:
+def test_epochs_rise_whatever_happens(server: Redis, store: RedisStore, other: RedisStore) -> None:
     """Two that hold, give up, lose and forget at random: never two with one epoch, never a lower one later."""
     clock, rng = Clock(), random.Random(0)
     both = [lease(one, clock) for one in (store, other)]
@@ -127,7 +144,7 @@ def test_epochs_rise_whatever_happens(server: RedisServer, store: RedisStore, ot
             case 0:
                 one.release()
             case 1:
-                server.client.delete("here:lease")
+                server.client.delete("{here}:lease")
             case 2:
                 server.client.flushall()
             case _:
@@ -165,23 +182,23 @@ def test_sending_ends_with_the_right_to(store: RedisStore) -> None:
     assert store.put("a", DATA, lambda: False), "they are there"
 
 
-def test_a_missing_piece_is_seen(server: RedisServer, store: RedisStore) -> None:
+def test_a_missing_piece_is_seen(server: Redis, store: RedisStore) -> None:
     store.put("a", DATA)
-    server.client.hdel("here:weights:a", "1")
+    server.client.hdel("{here}:weights:a", "1")
     assert not store.has("a", len(DATA))
     with pytest.raises(Refused, match="piece 1") as refused:
         store.get("a", len(DATA))
     assert refused.value.reason == "torn"
 
 
-def test_the_leader_announces_and_what_it_announced_stays(server: RedisServer, store: RedisStore) -> None:
+def test_the_leader_announces_and_what_it_announced_stays(server: Redis, store: RedisStore) -> None:
     epoch = leads(store)
     for name, before in (("a", "a"), ("b", "a")):
         store.put(name, DATA)
         assert store.announce(epoch, name.encode(), name, before)
         assert store.current() == name.encode()
-    assert server.client.ttl("here:weights:b") == -1
-    assert 0 < server.client.ttl("here:weights:a") <= 600  # for whoever is still reading it
+    assert server.client.ttl("{here}:weights:b") == -1
+    assert 0 < server.client.ttl("{here}:weights:a") <= 600  # for whoever is still reading it
 
 
 def test_nobody_else_does(store: RedisStore, other: RedisStore) -> None:
@@ -193,9 +210,9 @@ def test_nobody_else_does(store: RedisStore, other: RedisStore) -> None:
     assert (store.current(), store.shared()) == (None, None)
 
 
-def test_a_leader_of_an_earlier_epoch_does_not(server: RedisServer, store: RedisStore) -> None:
+def test_a_leader_of_an_earlier_epoch_does_not(server: Redis, store: RedisStore) -> None:
     old = leads(store)
-    server.client.delete("here:lease")
+    server.client.delete("{here}:lease")
     new = leads(store)
     store.put("a", DATA)
     assert not store.announce(old, b"old", "a", "a")
@@ -246,9 +263,7 @@ def test_joining_again_changes_nothing(store: RedisStore) -> None:
     assert received(one) == [message(0)]
 
 
-def test_what_was_not_done_is_handed_to_the_next_leader(
-    server: RedisServer, store: RedisStore, other: RedisStore
-) -> None:
+def test_what_was_not_done_is_handed_to_the_next_leader(server: Redis, store: RedisStore, other: RedisStore) -> None:
     one, two = joined(store), joined(other)
     for number in range(5):
         one.send(message(number))
@@ -261,25 +276,26 @@ def test_what_was_not_done_is_handed_to_the_next_leader(
     while batch := received(two):
         got += batch
     assert (got or received(two)) == [message(3), message(4)]
-    assert server.client.xlen("here:queries") == 4
+    assert server.client.xlen("{here}:queries") == 4
 
 
-def test_of_too_many_the_oldest_go(server: RedisServer, store: RedisStore) -> None:
+def test_of_too_many_the_oldest_go(server: Redis, store: RedisStore) -> None:
     one = joined(connected(server.url, max_queries=5))
     for number in range(50):
         one.send(message(number, size=10_000))
-    assert server.client.xlen("here:queries") <= 7
+    assert server.client.xlen("{here}:queries") <= 7
     assert received(one)[-1] == message(49, size=10_000)
 
 
-def test_a_full_server_refuses(server: RedisServer, store: RedisStore) -> None:
+@ON_ONE
+def test_a_full_server_refuses(server: Redis, store: RedisStore) -> None:
     one = joined(store)
     server.client.config_set("maxmemory", "1mb")
     with pytest.raises(StoreRefused, match="maxmemory"):
         one.send(message(0, size=10_000_000))
 
 
-def test_without_the_group_the_store_counts_as_lost(server: RedisServer, store: RedisStore) -> None:
+def test_without_the_group_the_store_counts_as_lost(server: Redis, store: RedisStore) -> None:
     one = joined(store)
     server.client.flushall()
     with pytest.raises(StoreLost):

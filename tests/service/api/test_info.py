@@ -88,7 +88,7 @@ async def test_probes_through_a_life() -> None:
             await runtime.wait_until_loaded()
             for path in ("/readyz", "/health"):
                 response = await client.get(path)
-                assert (response.status_code, response.json()) == (200, {"status": "ready"})
+                assert (response.status_code, response.json()) == (200, {"status": "ready", "switched_off": {}})
         response = await client.get("/readyz")
         assert (response.status_code, error_of(response)["message"]) == (503, "The server is shutting down.")
         assert (await client.get("/livez")).json() == {"status": "alive"}

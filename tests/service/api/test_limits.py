@@ -48,7 +48,7 @@ def test_a_minute_refills_all_the_time_and_no_further() -> None:
     clock = ByHand()
     limit = PerMinute(60, clock=clock)
     limit.reserve(60)
-    limit.use(60)
+    limit.use(60, reserved=60)
     assert limit.remaining == 0
     assert [limit.reset_seconds, limit.seconds_until(10)] == pytest.approx([60, 10])
     clock.seconds = 10
@@ -61,7 +61,7 @@ def test_what_is_held_is_not_there_and_comes_back_unused() -> None:
     clock = ByHand()
     limit = PerMinute(100, clock=clock)
     limit.reserve(80)
-    limit.use(30)
+    limit.use(30, reserved=30)
     assert limit.remaining == 20
     limit.release(50)
     assert limit.remaining == 70
@@ -81,7 +81,7 @@ def test_no_span_of_time_has_more_than_its_share(steps: list[tuple[float, int, i
     used: list[tuple[float, int]] = []
 
     def end(held: int, uses: int) -> None:
-        limit.use(uses)
+        limit.use(uses, reserved=uses)
         limit.release(held - uses)
         used.append((clock.seconds, uses))
 
@@ -102,12 +102,12 @@ def test_a_month_begins_anew_on_its_first_day_in_utc(tmp_path: Path) -> None:
     today = [datetime(2026, 12, 31, 23, 59, 58, tzinfo=UTC)]
     budget = PerMonth(100, MonthlyUse(tmp_path, now=lambda: today[0]), "acme")
     budget.reserve(90)
-    budget.use(40)
+    budget.use(40, reserved=40)
     assert (budget.used, budget.remaining) == (40, 10)
     assert budget.next_month == ("2027-01-01T00:00:00Z", 2.0)
     today[0] = datetime(2027, 1, 1, tzinfo=UTC)
     assert (budget.used, budget.remaining) == (0, 50)
-    budget.use(30)
+    budget.use(30, reserved=30)
     budget.release(20)
     assert (budget.used, budget.remaining) == (30, 70)
     assert budget.next_month == ("2027-02-01T00:00:00Z", 31 * 86400)

@@ -8,7 +8,7 @@ import pytest
 from service.api.middleware import BodyMiddleware
 from service.api_keys import digest_of
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
-from tests.service.scripted import ScriptedEngine, runtime_of, say
+from tests.service.scripted import ScriptedEngine, fill, runtime_of, say
 
 PATHS = (
     "/v1/models",
@@ -238,8 +238,11 @@ async def test_large_bodies_are_read_as_well() -> None:
 
 async def test_a_full_queue_and_a_loading_model_say_when_to_come_back() -> None:
     engine = ScriptedEngine(say("x"))
-    engine.num_waiting = 4
-    async with client_of(engine) as client:
+    runtime = runtime_of(engine)
+    app = app_of(runtime)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        fill(runtime, engine)
         for stream in (False, True):
             response = await client.post("/v1/chat/completions", json={**ASK, "stream": stream})
             assert (response.status_code, response.headers["retry-after"]) == (429, "5")

@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import anyio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from service.api.responses_schemas import ResponsesRequest
 from service.api.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.service.api.client import ASK, client_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, Body, client_of, error_of
 from tests.service.scripted import ScriptedEngine, say
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -85,3 +86,53 @@ def test_random_bodies_never_cause_a_5xx(calls: list[tuple[str, bytes]]) -> None
                 assert "server_error" not in response.text, (path, body, response.text)
 
     anyio.run(post_all)
+
+
+def nested(depth: int, kind: str) -> str:
+    """JSON of so many levels, as text: Python's encoder does not write thousands."""
+    before, after = {"lists": ("[", "]"), "objects": ('{"not":', "}"), "schemas": ('{"anyOf":[', "]}")}[kind]
+    depth = depth // 2 if kind == "schemas" else depth
+    return before * depth + "{}" + after * depth
+
+
+FUNCTION: Body = {"type": "function", "function": {"name": "f", "parameters": "@"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "@text"}}
+DEEP: dict[str, list[Body]] = {
+    CHAT: [
+        {"tools": [FUNCTION]},
+        {"tools": [{**FUNCTION, "function": {**FUNCTION["function"], "strict": True}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": "@"}}},
+        {"structured_outputs": {"json": "@"}},
+        {"structured_outputs": {"json": "@text"}},
+        {"guided_json": "@text"},
+        {"json_schema": "@text"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": "@"}]}]},
+        {"messages": [*ASK["messages"], {"role": "assistant", "tool_calls": [CALL]}]},
+    ],
+    RESPONSES: [
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "@text"}]},
+        {"tools": [{"type": "function", "name": "f", "parameters": "@"}]},
+        {"text": {"format": {"type": "json_schema", "name": "f", "schema": "@"}}},
+    ],
+    "/tokenize": [{"prompt": None, "messages": [*ASK["messages"], {"role": "assistant", "tool_calls": [CALL]}]}],
+}
+"""Fields with a value that is nested deeply (@), or its text (@text), beside those of each route's schema."""
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+@pytest.mark.parametrize("kind", ["lists", "objects", "schemas"])
+async def test_deeply_nested_values_are_refused_with_their_field(path: str, kind: str) -> None:
+    base = {name: BASE[name] for name in ROUTES[path].model_fields if name in BASE}
+    if path == "/tokenize":
+        del base["messages"]
+    changes: list[Body] = [{name: "@"} for name in [*ROUTES[path].model_fields, "unknown"]] + DEEP.get(path, [])
+    async with client_of(ScriptedEngine(say("ok"))) as client:
+        for change in changes:
+            (field,) = list(change)[-1:]
+            for depth in (60, 120, 190, 1000, 5000):
+                value = nested(depth, kind)
+                body = json.dumps({**base, **change}).replace('"@text"', json.dumps(value)).replace('"@"', value)
+                answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+                assert answer.status_code in ((200, 400) if depth < 128 else (400,)), (change, depth, answer.text)
+                if depth > 128:
+                    assert str(error_of(answer)["param"]).startswith(field), (change, depth, answer.text)

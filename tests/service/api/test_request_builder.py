@@ -1,9 +1,11 @@
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.service.api.client import ASK, client_of, error_of, post
+from service.tokenizer import ChatTokenizer
+from tests.service.api.client import ASK, CHAT, TEXT, client_of, error_of, post
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
 
 PROMPT = TOKENIZER.render_chat([{"role": "user", "content": "hello"}])
@@ -36,6 +38,33 @@ async def test_defaults() -> None:
     assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (min(ROOM, 40), (), None)
     assert (request.n, request.store, request.prediction) == (1, True, ())
     assert 0 <= sampling.seed < 2**63
+
+
+@pytest.mark.parametrize("word", ["the ", "\u00e9\U0001f600"])
+async def test_of_a_prediction_as_many_tokens_are_read_as_the_answer_may_have(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, encode, lengths = ScriptedEngine(say("x")), ChatTokenizer.encode, list[int]()
+
+    def measured(self: ChatTokenizer, text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", measured)
+    text = word * (2**22 // len(word.encode()))
+    async with client_of(engine, max_request_bytes=2**23) as client:
+        for most in (1, 7, 40):
+            body = {**ASK, "prediction": {"type": "content", "content": text}, "max_tokens": most}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+    assert [list(request.prediction) for request in engine.submitted] == [
+        TOKENIZER.encode(text[:200])[:n] for n in (1, 7, 40)
+    ]
+    assert max(lengths) < 10_000
+
+
+async def test_no_prediction_is_read_where_nothing_drafts_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.service.scripted.CARD", replace(CARD, reads_predictions=False))
+    assert (await built(prediction={"type": "content", "content": "the"})).prediction == ()
 
 
 async def test_every_field_arrives() -> None:
@@ -289,3 +318,21 @@ async def test_a_grammar_goes_with_the_request() -> None:
     for fields in ({"grammar": 'root ::= "a"'}, {"guided_choice": ["a"]}, {"response_format": {"type": "json_object"}}):
         assert (await built(**fields)).grammar is not None
     assert (await built(response_format={"type": "text"})).grammar is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": " a" * 2_000_000}, "prompt"),
+        (TEXT, {"prompt": ["a", " a" * 2_000_000]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": " a" * 2_000_000}]}, "messages"),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    async with client_of(ScriptedEngine(say("x")), max_request_bytes=5_000_000) as client:
+        response = await client.post(path, json={"model": "tiny", **body})
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert "4000" in error["message"], "characters: no token was counted"

@@ -132,7 +132,24 @@ async def test_each_reader_has_its_view_of_the_one_record(keys: tuple[str, ...],
             same_key, same_name = key == other_key, user == other_user
             assert (mine.owner == other.owner) == same_key
             assert (mine.cache_namespace == other.cache_namespace) == (same_key and (same_name or not separate))
-            assert (mine.account == other.account) == (same_key if keys else same_name)
+            assert (mine.account == other.account) == same_key, "a name is only a claim"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("a-name", "b-name", False),
+    ],
+)
+async def test_without_keys_the_account_is_the_network_that_a_client_has_to_itself(
+    one: str, other: str, same: bool
+) -> None:
+    first, second = [await OPEN.scope(address=(host, 1), user=host) for host in (one, other)]
+    assert (first.account == second.account) == same
+    assert first.account == (await OPEN.scope(address=(one, 2), safety_identifier="new in each request")).account
 
 
 async def test_a_request_says_itself_that_it_is_not_to_be_learnt_from() -> None:

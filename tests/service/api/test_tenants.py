@@ -18,7 +18,7 @@ from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
 from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
-from tests.service.scripted import Held, ScriptedEngine, runtime_of, say
+from tests.service.scripted import Held, ScriptedEngine, fill, runtime_of, say
 
 PROMPT = {"model": "tiny", "prompt": [1, 2, 3, 4, 5]}  # 5 tokens
 UNUSED = Path("nowhere")
@@ -85,19 +85,36 @@ async def test_a_stream_holds_the_most_it_may_take() -> None:
     ],
 )
 async def test_every_route_is_admitted_with_the_most_it_may_take(
-    path: str, body: dict[str, Any], most: int | None
+    path: str, body: dict[str, Any], most: int | None, tmp_path: Path
 ) -> None:
     most = most or await _prompt_tokens(path, body) + 7
-    async with limited({"key": "key", "tokens_per_minute": most - 1}) as client:
+    async with limited({"key": "key", "budget_tokens": most - 1}, folder=tmp_path) as client:
         refused = await client.post(path, json=body)
         error = error_of(refused)
         assert (refused.status_code, error["code"]) == (400, "rate_limit_exceeded")
         assert error["param"] == {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}.get(path, "max_tokens")
         assert f"answers are {most} tokens" in error["message"]
-        assert f"limited to {most - 1} tokens per minute" in error["message"]
+        assert f"limited to {most - 1} tokens per month" in error["message"]
         assert f"lower '{error['param']}'" in error["message"]
     async with limited({"key": "key", "tokens_per_minute": most}) as client:
         assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_longer_answers_than_a_minute_has_hold_the_minute() -> None:
+    engine = Held()
+    async with limited({"key": "key", "tokens_per_minute": 20}, engine=engine) as client:
+        running = asyncio.create_task(client.post(TEXT, json={**PROMPT, "max_tokens": 40, "n": 8}))
+        await until(lambda: len(engine.submitted) == 1)
+        refused = await client.post(TEXT, json={**PROMPT, "max_tokens": 1})
+        assert (refused.status_code, left(refused)["remaining-tokens"]) == (429, "0")
+        engine.go_on.set()
+        used = (await running).json()["usage"]["total_tokens"]
+        assert used > 20
+        owed = await client.post(TEXT, json={**PROMPT, "max_tokens": 1})
+        assert (owed.status_code, owed.headers["retry-after"]) == (429, str((used - 20 + 6) * 3))
+        endless = await client.post(TEXT, json={**PROMPT, "prompt": "a" * 21, "max_tokens": 1})
+        assert (endless.status_code, error_of(endless)["param"]) == (400, "prompt")
+        assert "its prompt is 22 tokens, and this API key is limited to 20 tokens per minute" in endless.text
 
 
 async def _prompt_tokens(path: str, body: dict[str, Any]) -> int:
@@ -145,9 +162,11 @@ async def test_a_bad_request_costs_a_request_and_no_tokens() -> None:
 
 async def test_a_full_queue_costs_no_tokens() -> None:
     engine = ScriptedEngine(say("x"))
-    engine.num_waiting = 4
-    async with limited({"key": "key", "tokens_per_minute": 600}, engine=engine) as client:
-        response = await client.post(CHAT, json=ASK)
+    app, runtime = serving({"key": "key", "tokens_per_minute": 600}, engine=engine)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        fill(runtime, engine)
+        response = await client.post(CHAT, json=ASK, headers={"authorization": "Bearer key"})
         assert (error_of(response)["code"], left(response)["remaining-tokens"]) == ("queue_full", "600")
 
 
@@ -292,22 +311,22 @@ async def test_refusals_are_counted_by_limit_and_name(tmp_path: Path) -> None:
     assert nameless is not None
     first, second = acme.admit(), acme.admit()
     nameless.admit()
-    first.reserve(8, param="max_tokens")
+    first.reserve(4, 4, param="max_tokens")
     first.use(4)
     first.release()
-    second.reserve(4, param="max_tokens")
+    second.reserve(2, 2, param="max_tokens")
     second.use(2)
     for refused in (
         acme.admit,
         nameless.admit,
-        lambda: first.reserve(3, param="x"),
-        lambda: first.reserve(9, param="x"),
+        lambda: first.reserve(1, 2, param="x"),
+        lambda: first.reserve(1, 8, param="x"),
     ):
         with pytest.raises(RequestError):
             refused()
     second.end()
     third = acme.admit()
-    third.reserve(2, param="max_tokens")  # what was left, for the second one has let go of what it held
+    third.reserve(1, 1, param="max_tokens")  # what was left, for the second one has let go of what it held
     third.end()
     with pytest.raises(RequestError, match="requests per min"):
         acme.admit()
@@ -319,6 +338,6 @@ async def test_a_refusal_for_tokens_is_counted_and_every_limit_has_a_series() ->
     tenant = tenants.find(digest_of(b"a"))
     assert tenant is not None
     with pytest.raises(RequestError, match="too large"):
-        tenant.admit().reserve(10, param="max_tokens")
+        tenant.admit().reserve(10, 0, param="max_tokens")
     assert tenants.refusals() == {"tokens:": 1}
     assert set(LIMITS) == {"requests", "tokens", "concurrency", "budget"}

@@ -4,13 +4,14 @@ is sent twice, and the engine goes on."""
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from drafters.protocol import Committed
 from service.assembly import Assembly, assemble
-from service.engine.accounting import charge
+from service.engine import accounting
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SpeculationParams
 from service.engine.sampling import SamplingState, TokenHistory
@@ -33,7 +34,6 @@ from tests.service.engine.test_grammar import regex
 from tests.service.test_assembly import settings
 
 DRAFTERS = ("none", "memory", "switch(memory,random)", "random")
-CHARGE = "service.engine.engine.charge"
 NUM_BEFORE = 5
 """Tokens that the bad request has before it fails."""
 
@@ -182,6 +182,19 @@ def run(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[tuple[str
     return results
 
 
+def plant_at_start(engine: Engine, request: GenerationRequest, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a failure in a request's sequence once it has begun."""
+    begin = engine.scheduler._on_start
+
+    def planted(sequence: Running) -> bool:
+        began = begin(sequence)
+        if sequence.request is request:
+            plant(engine, sequence, monkeypatch)
+        return began
+
+    monkeypatch.setattr(engine.scheduler, "_on_start", planted)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_one_of_eight_fails_alone(
@@ -195,8 +208,7 @@ def test_one_of_eight_fails_alone(
     engine = tiny_engine(drafter=drafter, limits=replace(LIMITS, prefix_cache=True))
     for one in (*good[:4], bad, *good[4:]):
         engine.add(one)
-    (sequence,) = [one for one in engine.scheduler.waiting if one.request is bad]
-    plant(engine, sequence, monkeypatch)
+    plant_at_start(engine, bad, plant, monkeypatch)
     results = run(engine, [*good, bad])
     failed = results.pop(("bad", 0))
     check_the_others(engine, good, results)
@@ -219,7 +231,7 @@ def test_a_trained_drafter_goes_on(trained: Assembly, plant: Plant, monkeypatch:
     answers = [generate(engine, one)[one.request_id, 0].tokens for one in alone]
     for one in asked:
         engine.add(one)
-    plant(engine, engine.scheduler.waiting[-1], monkeypatch)
+    plant_at_start(engine, asked[-1], plant, monkeypatch)
     results = run(engine, asked)
     assert results[asked[-1].request_id, 0].end.finish_reason == "error"
     assert [results[one.request_id, 0].tokens for one in asked[:-1]] == answers[:-1]
@@ -233,12 +245,7 @@ def test_a_request_that_cannot_begin_fails_alone(
     monkeypatch.setattr(grammar, "begin", fails)
     for one in (*good[:4], replace(bad, n=2, grammar=grammar), *good[4:]):
         engine.add(one)
-    assert [one.request_id for one in good] == [one.request.request_id for one in engine.scheduler.waiting]
     results = {(one.request_id, 0): Generated() for one in (*good, bad)} | {("bad", 1): Generated()}
-    report = engine.step()
-    assert [stats.finish_reason for stats in report.finished] == ["error", "error"]
-    for output in report.outputs:
-        results[output.request_id, output.index].add(output)
     finish(engine, results)
     assert [results.pop(("bad", index)).end.finish_reason for index in (0, 1)] == ["error", "error"]
     check_the_others(engine, good, results)
@@ -250,8 +257,7 @@ def test_an_engine_without_work_reports_a_request_that_cannot_begin(
     engine, grammar = tiny_engine(), regex("[a-z]*")
     monkeypatch.setattr(grammar, "begin", fails)
     engine.add(replace(bad, grammar=grammar))
-    assert not engine.idle
-    (output,) = engine.step().outputs
+    (output,) = [output for _ in range(2) for output in engine.step().outputs]
     assert (output.request_id, output.finish_reason) == ("bad", "error")
     assert engine.idle
 
@@ -321,7 +327,7 @@ def test_scarce_slots_and_a_failing_request(
     engine = tiny_engine(drafter="memory", num_slots=170 + 64 + 1, limits=replace(LIMITS, max_model_len=170))
     for one in (bad, *good):
         engine.add(one)
-    in_the_grammar(engine, engine.scheduler.waiting[0], monkeypatch)
+    plant_at_start(engine, bad, in_the_grammar, monkeypatch)
     results = run(engine, [*good, bad])
     assert results.pop(("bad", 0)).end.finish_reason == "error"
     check_the_others(engine, good, results)
@@ -333,7 +339,7 @@ def test_an_abort_between_the_parts_of_a_step(
     engine = tiny_engine(drafter="memory")
     for one in (bad, *good):
         engine.add(one)
-    in_the_grammar(engine, engine.scheduler.waiting[0], monkeypatch)
+    plant_at_start(engine, bad, in_the_grammar, monkeypatch)
     results = {(one.request_id, 0): Generated() for one in (bad, *good)}
     while not engine._recovery.parts:
         for output in engine.step().outputs:
@@ -346,37 +352,32 @@ def test_an_abort_between_the_parts_of_a_step(
     check_the_others(engine, good[:-1], results)
 
 
-def test_a_failure_after_texts_have_changed_ends_the_steps_sequences(
-    good: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What that step emitted has not been sent, and is not."""
+def test_books_that_fail_end_no_text(good: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
-    monkeypatch.setattr(CHARGE, failing_at([8], charge))
-    results = generate(engine, *good)
-    for one in good:
-        tokens, end = results[one.request_id, 0].tokens, results[one.request_id, 0].end
-        assert (end.finish_reason, tokens) == ("error", list(one.prediction)[: len(tokens)])
-        assert tokens
-    again = [replace(one, request_id=f"again {one.request_id}") for one in good]
-    check_the_others(engine, again, generate(engine, *again))
+    monkeypatch.setattr(accounting, "charge", fails)
+    check_the_others(engine, good, generate(engine, *good))
+    assert engine.guard.errors == {"charge": 3}
+
+
+def test_outputs_leave_before_the_books_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, order = tiny_engine(), list[str]()
+    keep = accounting.StepAccounting.keep
+
+    def noted(*args: Any) -> Any:
+        order.append("books")
+        return keep(*args)
+
+    monkeypatch.setattr(accounting.StepAccounting, "keep", noted)
+    engine.add(request("a", [1, 2, 3], greedy(4)))
+    while not engine.idle:
+        engine.step(lambda outputs: order.append("outputs"))
+    assert order[:2] == ["outputs", "books"]
+    assert order.count("outputs") == order.count("books")
 
 
 def steps_until_idle(engine: Engine) -> None:
     while not engine.idle:
         engine.step()
-
-
-def test_a_failure_after_texts_have_changed_that_repeats_ends_the_engine(
-    good: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tiny_engine()
-    monkeypatch.setattr(CHARGE, fails)
-    for one in good[:2]:
-        engine.add(one)
-    assert {stats.finish_reason for stats in engine.step().finished} == {"error"}
-    engine.add(good[3])
-    with pytest.raises(PlantedError):
-        steps_until_idle(engine)
 
 
 def test_a_failure_that_is_no_requests_own_ends_the_engine(

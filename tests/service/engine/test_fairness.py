@@ -1,19 +1,20 @@
 """ServiceCounters of clients; and that a client that sends nine tenths of the load does not hold another up."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 
-from service.engine.scheduler import PROMPT_SHARE, ServiceCounters, service_of
 from service.engine.sequence import Sequence
-from tests.service.engine.test_scheduler import Room, sequence_of
+from service.engine.waiting import PROMPT_SHARE, ServiceCounters, service_of
+from tests.service.engine.test_scheduler import Room, request_of, sequence_of
 
 CPU = torch.device("cpu")
 
 
-def entered(accounts: ServiceCounters, client: str, *, prompt: int = 10) -> Sequence:
-    accounts.enter(client)
+def entered(accounts: ServiceCounters, client: str, *present: str, prompt: int = 10) -> Sequence:
+    accounts.enter(client, present)
     return sequence_of(prompt, client=client)
 
 
@@ -59,31 +60,28 @@ def test_a_found_prefix_is_free() -> None:
 def test_a_newcomer_starts_level_with_the_least_served() -> None:
     accounts = ServiceCounters()
     write(accounts, entered(accounts, "a", prompt=0), 100)
-    write(accounts, entered(accounts, "b", prompt=0), 30)
-    accounts.enter("c")
+    write(accounts, entered(accounts, "b", "a", prompt=0), 30)
+    accounts.enter("c", "ab")
     assert [accounts.served(client) for client in "abc"] == [100, 130, 100]
 
 
 def test_who_comes_back_keeps_what_it_had_more_but_saves_nothing_up() -> None:
     accounts = ServiceCounters()
-    for client, count in (("a", 100), ("b", 10), ("c", 0)):
-        write(accounts, entered(accounts, client, prompt=0), count)
+    for client, count, present in (("a", 100, ""), ("b", 10, "a"), ("c", 0, "ab")):
+        write(accounts, entered(accounts, client, *present, prompt=0), count)
     # The first one here was alone when it was served, so the others began where it stood.
     assert [accounts.served(client) for client in "abc"] == [100, 110, 100]
-    write(accounts, entered(accounts, "c", prompt=0), 50)
-    accounts.leave("a")
-    accounts.leave("b")
-    accounts.enter("a")
-    accounts.enter("b")
+    write(accounts, entered(accounts, "c", *"abc", prompt=0), 50)
+    accounts.enter("a", "c")
+    accounts.enter("b", "ac")
     assert [accounts.served(client) for client in "abc"] == [150, 150, 150]
 
 
 def test_accounts_are_forgotten_when_nobody_is_there() -> None:
     accounts = ServiceCounters()
     write(accounts, entered(accounts, "a"), 100)
-    accounts.leave("a")
-    accounts.enter("b")
-    accounts.enter("a")
+    accounts.enter("b", "")
+    accounts.enter("a", "b")
     assert (accounts.served("a"), accounts.served("b")) == (0, 0)
 
 
@@ -118,10 +116,9 @@ class Shop:
 
     def _ask(self, client: str) -> None:
         account = "" if self._one_account else client
-        sequence = sequence_of(self.PROMPT, client=account, max_tokens=self.ANSWER)
-        sequence.tokens[0] = next(self._first_tokens)
-        self._asked[sequence] = client, self._now
-        self._room.scheduler.add(sequence)
+        request = request_of(self.PROMPT, client=account, max_tokens=self.ANSWER)
+        prompt = (next(self._first_tokens), *request.prompt[1:])
+        self._asked[self._room.ask(replace(request, prompt=prompt))] = client, self._now
 
     def _run(self) -> list[Sequence]:
         """One step; returns those that ended in it."""

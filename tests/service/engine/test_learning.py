@@ -15,6 +15,7 @@ from service.engine.engine import Engine
 from service.engine.requests import Scope
 from service.engine.stats import StepStats
 from service.engine.thread import EngineThread
+from service.observability.guard import Guard
 from tests.service.engine.harness import (
     LIMITS,
     generate,
@@ -34,6 +35,7 @@ PROMPT = [5, 6, 7, 8]
 class Heard:
     """A `Learning` that publishes with every step and keeps what it hears."""
 
+    guard: Guard = field(default_factory=Guard)
     version: int = 0
     trains: bool = False
     steps: list[StepStats] = field(default_factory=list)
@@ -83,7 +85,7 @@ def test_steps_beside_training_say_nothing_of_what_steps_take() -> None:
     assert all(stats.seconds > 0.0 for stats in heard.steps)
 
 
-@pytest.mark.parametrize("scope", [Scope("somebody", "of many"), Scope("", "somebody")])
+@pytest.mark.parametrize("scope", [Scope("somebody", "of many"), Scope(address="somebody")])
 def test_a_query_is_told_with_what_it_took(scope: Scope) -> None:
     heard = Heard()
     asked = replace(with_answers([request("a", PROMPT, greedy(24))])[0], scope=scope, store=False)

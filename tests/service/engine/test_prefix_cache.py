@@ -102,12 +102,13 @@ def test_waiting_pays_for_much_that_is_about_to_be_read() -> None:
     cache = PrefixCache(CPU)
     text = list(range(200))
     ask = [*range(150), 500, 501]
-    assert cache.pays_to_wait("a", ask, "a", text)
-    assert not cache.pays_to_wait("a", ask, "b", text)
-    assert not cache.pays_to_wait("a", ask[100:], "a", text)
-    assert not cache.pays_to_wait("a", [*range(20), 500], "a", text)
+    assert cache.worth_waiting_for("a", ask) == 65
+    assert cache.worth_waiting_for("a", [*range(64)]) is None
+    kept(cache, text[:80], 1000, "a")
+    assert cache.worth_waiting_for("a", ask) == 79 + 65
+    assert cache.worth_waiting_for("b", ask) == 65
     kept(cache, text[:120], 1000, "a")
-    assert not cache.pays_to_wait("a", ask, "a", text)
+    assert cache.worth_waiting_for("a", ask) is None
 
 
 def test_the_null_cache_keeps_nothing() -> None:
@@ -118,7 +119,7 @@ def test_the_null_cache_keeps_nothing() -> None:
     assert cache.release(lease, HELLO, slots(1, 2, 3)).tolist() == [1, 2, 3]
     assert (cache.known("", HELLO), cache.leased("", HELLO), cache.held_only_by([lease])) == (0, 0, 0)
     assert cache.evict(3).tolist() == cache.held().tolist() == []
-    assert not cache.pays_to_wait("", list(range(200)), "", list(range(200)))
+    assert cache.worth_waiting_for("", list(range(200))) is None
 
 
 @dataclass

@@ -8,10 +8,10 @@ import torch
 
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.requests import SamplingParams, Scope
+from service.engine.requests import GenerationRequest, SamplingParams, Scope, Submission
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
-from service.engine.sequence import Sequence, TextStream
+from service.engine.sequence import Sequence, TextStream, new_sequence
 from service.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -29,15 +29,18 @@ class Room:
             self.slots,
             self.table,
             prefill_chunk=chunk,
+            on_start=begin,
             cache=PrefixCache(CPU) if keep else None,
             tree_nodes=8,
         )
 
     def add(self, *lengths: int, client: str = "", priority: int = 0) -> list[Sequence]:
-        added = [sequence_of(length, client=client, priority=priority) for length in lengths]
-        for sequence in added:
-            self.scheduler.add(sequence)
-        return added
+        return [self.ask(request_of(length, client=client, priority=priority)) for length in lengths]
+
+    def ask(self, *requests: GenerationRequest) -> Sequence:
+        """Queue a body; returns its first sequence."""
+        self.scheduler.add(Submission(requests))
+        return self.scheduler.waiting[-1]
 
     def step(self) -> StepBatch:
         batch = self.scheduler.schedule()
@@ -58,19 +61,28 @@ class Room:
         return sorted(every) == list(range(1, self.slots.capacity + 1))
 
 
+def request_of(
+    length: int, params: SamplingParams | None = None, *, client: str = "", priority: int = 0, max_tokens: int = 400
+) -> GenerationRequest:
+    asked = request("r", [2] * length, params or greedy(max_tokens))
+    return replace(asked, scope=Scope(address=client), priority=priority)
+
+
+def begin(sequence: Sequence) -> bool:
+    params, prompt = sequence.request.sampling, sequence.request.prompt
+    sequence.sampling = SamplingState(params, prompt, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU)
+    sequence.text = TextStream(TOKENIZER.detokenizer(True), params)
+    return True
+
+
 def sequence_of(
     length: int, params: SamplingParams | None = None, *, client: str = "", priority: int = 0, max_tokens: int = 400
 ) -> Sequence:
-    asked = request("r", [2] * length, params or greedy(max_tokens))
-    asked = replace(asked, scope=Scope(name=client), priority=priority)
-    return Sequence(
-        request=asked,
-        index=0,
-        tokens=list(asked.prompt),
-        sampling=SamplingState(asked.sampling, asked.prompt, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU),
-        text=TextStream(TOKENIZER.detokenizer(True), asked.sampling),
-        num_prompt=length,
-    )
+    """A sequence that has begun."""
+    asked = request_of(length, params, client=client, priority=priority, max_tokens=max_tokens)
+    sequence = new_sequence(asked, 0)
+    assert begin(sequence)
+    return sequence
 
 
 def shares(batch: StepBatch) -> list[tuple[Sequence, int]]:
@@ -200,9 +212,7 @@ def test_kept_texts_give_way_before_anybody_does() -> None:
     room = Room(num_slots=300, keep=True, chunk=100)
     removed(room, started(room, 90))
     assert room.slots.num_free == 210
-    other = sequence_of(180)
-    other.tokens[:] = [5] * 180
-    room.scheduler.add(other)
+    other = room.ask(replace(request_of(180), prompt=(5,) * 180))
     room.steps(60)
     assert room.scheduler.take_preemptions() == 0
     assert other.num_computed > 210

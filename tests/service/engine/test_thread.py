@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from service.engine.engine import Engine, EngineOutput
-from service.engine.requests import SequenceOutput
+from service.engine.requests import SequenceOutput, Submission
 from service.engine.thread import EngineThread
 from tests.service.engine.harness import Generated, alone, greedy, request, sampled, tiny_engine
 from tests.tiny_models import random_prompts
@@ -24,7 +24,7 @@ class Listener:
         self.results: dict[tuple[str, int], Generated] = {}
         self.ended = threading.Semaphore(0)
         self.deliveries = 0
-        self.thread = EngineThread(self.engine, lambda report, load: self.reports.append(report))
+        self.thread = EngineThread(self.engine, {"observers": lambda report, load: self.reports.append(report)})
         self.thread.start(self.deliver)
 
     def deliver(self, outputs: list[SequenceOutput]) -> None:
@@ -39,8 +39,8 @@ class Listener:
             assert self.ended.acquire(timeout=PATIENCE_SECONDS)
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def eventually(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -56,7 +56,7 @@ def listener() -> Iterator[Listener]:
 def test_requests_from_several_threads_are_all_answered(listener: Listener) -> None:
     prompts = list(random_prompts(6, 20))
     clients = [
-        threading.Thread(target=listener.thread.submit, args=[request(str(i), prompt, sampled(i, 12))])
+        threading.Thread(target=listener.thread.submit, args=[Submission([request(str(i), prompt, sampled(i, 12))])])
         for i, prompt in enumerate(prompts)
     ]
     for client in clients:
@@ -68,12 +68,12 @@ def test_requests_from_several_threads_are_all_answered(listener: Listener) -> N
 
 
 def test_an_aborted_request_hears_nothing_more(listener: Listener) -> None:
-    listener.thread.submit(request("gone", [1, 2, 3], greedy(450)))
+    listener.thread.submit(Submission([request("gone", [1, 2, 3], greedy(450))]))
     eventually(lambda: ("gone", 0) in listener.results)
     listener.thread.abort("gone")
     eventually(lambda: any(report.finished for report in listener.reports))
     heard = listener.results["gone", 0].num_outputs
-    listener.thread.submit(request("next", [1, 2, 3], greedy(10)))
+    listener.thread.submit(Submission([request("next", [1, 2, 3], greedy(10))]))
     listener.wait_for(1)
     assert listener.results["gone", 0].last is None
     assert listener.results["gone", 0].num_outputs == heard
@@ -85,7 +85,7 @@ def test_an_aborted_request_hears_nothing_more(listener: Listener) -> None:
 def test_draining_finishes_what_runs_and_what_waits() -> None:
     listener = Listener()
     for name in ("a", "b", "c"):
-        listener.thread.submit(request(name, [1, 2, 3], greedy(20)))
+        listener.thread.submit(Submission([request(name, [1, 2, 3], greedy(20))]))
     listener.thread.drain()
     listener.wait_for(3)
     eventually(lambda: not is_alive(listener))
@@ -105,7 +105,7 @@ def test_draining_when_idle_ends_at_once() -> None:
 
 def test_stopping_gives_up_what_runs_and_may_be_repeated() -> None:
     listener = Listener()
-    listener.thread.submit(request("long", [1, 2, 3], greedy(480)))
+    listener.thread.submit(Submission([request("long", [1, 2, 3], greedy(480))]))
     eventually(lambda: bool(listener.results))
     listener.thread.stop()
     assert not is_alive(listener)
@@ -117,7 +117,7 @@ def test_the_engines_own_thread_may_stop_it() -> None:
     """Whoever receives outputs can end everything from there."""
     listener = Listener()
     listener.ended.release = listener.thread.stop  # type: ignore[method-assign, assignment]
-    listener.thread.submit(request("a", [1], greedy(2)))
+    listener.thread.submit(Submission([request("a", [1], greedy(2))]))
     eventually(lambda: not is_alive(listener))
     assert listener.thread.failure is None
 
@@ -130,7 +130,7 @@ def test_a_failing_step_ends_the_thread_and_is_reported(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(listener.engine.target, "forward", broken)
     assert listener.thread.failure is None
-    listener.thread.submit(request("a", [1], greedy(2)))
+    listener.thread.submit(Submission([request("a", [1], greedy(2))]))
     eventually(lambda: listener.thread.failure is not None and not is_alive(listener))
     assert str(listener.thread.failure) == "no more memory"
     assert listener.deliveries == 1  # an empty delivery, so that somebody looks
@@ -138,7 +138,7 @@ def test_a_failing_step_ends_the_thread_and_is_reported(monkeypatch: pytest.Monk
 
 
 def test_idle_costs_nothing(listener: Listener) -> None:
-    listener.thread.submit(request("a", [1], greedy(2)))
+    listener.thread.submit(Submission([request("a", [1], greedy(2))]))
     listener.wait_for(1)
     eventually(lambda: listener.thread.num_running == 0)
     time.sleep(0.05)
@@ -147,11 +147,10 @@ def test_idle_costs_nothing(listener: Listener) -> None:
     assert time.process_time() - start < 0.1
 
 
-def test_waiting_and_running_are_counted(listener: Listener) -> None:
-    assert (listener.thread.num_waiting, listener.thread.num_running) == (0, 0)
+def test_running_sequences_are_counted(listener: Listener) -> None:
+    assert listener.thread.num_running == 0
     for name in range(12):
-        listener.thread.submit(request(str(name), [1, 2], greedy(60)))
+        listener.thread.submit(Submission([request(str(name), [1, 2], greedy(60))]))
     eventually(lambda: listener.thread.num_running == 8)
-    assert listener.thread.num_waiting <= 4
     listener.wait_for(12)
-    eventually(lambda: (listener.thread.num_waiting, listener.thread.num_running) == (0, 0))
+    eventually(lambda: listener.thread.num_running == 0)

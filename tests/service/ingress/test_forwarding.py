@@ -1,6 +1,7 @@
 """A stream through the ingress is the undisturbed one, wherever replicas break off; and what befalls other requests."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -169,16 +170,71 @@ async def test_so_is_a_response(assembly: Assembly, name: str) -> None:
     assert replicas.num_asked > 1
 
 
-async def test_what_a_client_has_already_counts_once(assembly: Assembly) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["resume_from", "resume\\u005ffrom"])
+async def test_what_a_client_has_already_counts_once(assembly: Assembly, name: str, is_packed: bool) -> None:
     """A body that says where to go on is sent on without that once more has been passed on."""
     body = {"model": "tiny", "stream": True, **SAY, **USUAL, "seed": 3, "return_token_ids": True, "ignore_eos": True}
+    told = json.dumps({**body, "resume_from": 4}).replace("resume_from", name).encode()
     async with serving(assembly) as server:
         async with client_for(create_ingress(Cut(server, 10**6))) as client:
             whole = said(events_in((await client.post(CHAT, json=body)).text))
         async with client_for(create_ingress(Cut(server, 31))) as client:
-            answer = await client.post(CHAT, json={**body, "resume_from": 4})
+            content, headers = (gzip.compress(told), PACKED) if is_packed else (told, PLAIN)
+            answer = await client.post(CHAT, content=content, headers=headers)
     rest = said(events_in(answer.text))
     assert rest["0 token_ids"] == whole["0 token_ids"][4:]
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+PROMPT = b'{"model": "tiny", "prompt": "%s"}'
+PLAIN = {"content-type": "application/json"}
+PACKED = {**PLAIN, "content-encoding": "gzip"}
+
+
+async def test_packed_prompts_go_where_plain_ones_go() -> None:
+    replicas = Scripted([WHOLE])
+    bodies = [PROMPT % text for text in (b"a", b"b", b"c" * 100_000)]
+    async with ingress(replicas) as client:
+        for body in bodies:
+            await client.post(TEXT, content=body)
+            await client.post(TEXT, content=gzip.compress(body), headers=PACKED)
+    plain, packed = replicas.asked[::2], replicas.asked[1::2]
+    assert [one.affinity for one in packed] == [one.affinity for one in plain]
+    assert len({one.affinity for one in plain}) == len(bodies)
+    assert [gzip.decompress(one.body) for one in packed] == [one.body for one in plain] == bodies
+
+
+NO_BODIES = {
+    "deep": nested(5000),
+    "deep within": b'{"model": "tiny", "messages": %s}' % nested(5000),
+    "no UTF-8": PROMPT % b"\xff",
+    "packed, deep": gzip.compress(PROMPT[:-5] + nested(5000) + b"}"),
+    "packed, too short": gzip.compress(PROMPT % b"a")[:-9],
+    "packed, too large": gzip.compress(PROMPT % (b"a" * 10**7)),
+    "not packed": b"no gzip",
+}
+
+
+@pytest.mark.parametrize("name", NO_BODIES)
+async def test_what_is_no_body_is_refused_by_a_replica(assembly: Assembly, name: str) -> None:
+    refusal = WholeAnswer(400, JSON, b'{"error": {"code": "wrong", "param": %s}}' % nested(5000))
+    replicas = Scripted([refusal])
+    body, headers = NO_BODIES[name], PACKED if "packed" in name else PLAIN
+    async with ingress(replicas) as client, serving(assembly) as server:
+        answer = await client.post(TEXT, content=body, headers=headers)
+        assert (answer.status_code, answer.content) == (400, refusal.body)
+        assert (await server.post(TEXT, content=body, headers=headers)).status_code in (400, 413)
+    assert [asked.body for asked in replicas.asked] == [body]
+
+
+async def test_an_event_that_cannot_be_read_is_passed_on() -> None:
+    deep = b'data: {"error": %s}\n\n' % nested(5000)
+    async with ingress(Scripted([(event(1), deep, DONE)])) as client:
+        assert (await client.post(CHAT, json=STREAMED)).content == event(1) + deep + DONE
 
 
 NOT_READY = NotReady("It is shutting down.", code="not_ready")

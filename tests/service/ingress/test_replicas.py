@@ -1,13 +1,23 @@
-"""Which server process is asked, and what its silence means."""
+"""Which server process is asked, what its silence means, and whose address it sees."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+import httpx
 import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.api.connections import listen, server_config, started, url_of
+from service.api.settings import Server
 from service.errors import StartupError
+from service.ingress.app import create_ingress
 from service.ingress.replicas import Broken, ForwardedRequest, HttpReplicas, ReplicaAnswer, Unreachable
+from tests.service.api.client import SETTINGS, TEXT
+from tests.service.scripted import ScriptedEngine, runtime_of, say
 
 Handle = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -128,6 +138,21 @@ async def test_one_that_says_nothing_is_asked_whether_it_lives() -> None:
         over.set()
 
 
+async def test_one_whose_probe_cannot_be_read_is_broken() -> None:
+    over = asyncio.Event()
+
+    async def strange(head: bytes, writer: asyncio.StreamWriter) -> None:
+        if b"/livez" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nlive")
+        else:
+            await over.wait()
+
+    async with served(strange, stall_seconds=0.05) as replicas:
+        with pytest.raises(Broken, match="does not respond"):
+            await replicas.send(asked(), set())
+        over.set()
+
+
 async def test_one_that_did_not_answer_is_asked_last_until_it_lives() -> None:
     is_sick, probed = True, asyncio.Event()
 
@@ -168,3 +193,60 @@ async def test_an_answer_that_ends_too_early_is_broken() -> None:
 async def test_an_address_that_is_none_stops_the_start(url: str) -> None:
     with pytest.raises(StartupError, match="--replicas"):
         HttpReplicas([url], stall_seconds=1.0)
+
+
+# Whose address a server sees, over sockets; on Linux all of 127.0.0.0/8 is this machine.
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[str]:
+    """The URL of a server of this application."""
+    server = uvicorn.Server(server_config(app, "127.0.0.1", 0, shutdown_seconds=1))
+    running = asyncio.create_task(server.serve([listen("127.0.0.1", 0)]))
+    assert await started(server, running)
+    try:
+        yield url_of(server)
+    finally:
+        server.should_exit = True
+        await running
+
+
+@asynccontextmanager
+async def two_ways() -> AsyncIterator[tuple[str, str]]:
+    """The URL of an application that tells address and account of each sender, and that of an ingress before it."""
+    server = Server(runtime_of(ScriptedEngine(say("x"))), SETTINGS)
+
+    async def tell(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            told = [scope["client"][0], server.scope_of(Request(scope)).account]
+            await JSONResponse(told)(scope, receive, send)
+
+    async with serving(tell) as url, serving(create_ingress(HttpReplicas([url], stall_seconds=5.0))) as front:
+        yield url, front
+
+
+async def seen(url: str, address: str, claims: str = "") -> tuple[str, str]:
+    transport = httpx.AsyncHTTPTransport(local_address=address)
+    async with httpx.AsyncClient(transport=transport) as client:
+        answer = await client.post(url + TEXT, json={}, headers={"x-forwarded-for": claims} if claims else {})
+    host, account = answer.json()
+    return host, account
+
+
+async def test_a_client_has_the_account_of_its_address_and_no_other() -> None:
+    async with two_ways() as urls:
+        for url in urls:
+            (one, account), (two, other) = [await seen(url, address) for address in ("127.0.0.2", "127.0.0.3")]
+            assert (one, two) == ("127.0.0.2", "127.0.0.3")
+            assert account != other
+            for claims in ("127.0.0.3", "127.0.0.3, 127.0.0.2", "10.0.0.1, 127.0.0.1"):
+                assert await seen(url, "127.0.0.2", claims) == (one, account)
+
+
+async def test_a_trusted_proxy_says_whose_request_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several addresses the last one that is no trusted proxy's: those before it anybody may have written."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1,127.0.0.2")
+    async with two_ways() as urls:
+        for url in urls:
+            assert (await seen(url, "127.0.0.2", "10.0.0.1, 10.0.0.2, 127.0.0.2"))[0] == "10.0.0.2"
+            assert (await seen(url, "127.0.0.4", "10.0.0.1"))[0] == "127.0.0.4"

@@ -14,7 +14,7 @@ from drafters.protocol import DraftContext, MemorySizes
 from drafters.registry import memory_of
 from drafters.tree import DraftTree
 from service.engine.engine import EngineOutput
-from service.engine.requests import Scope, SequenceOutput
+from service.engine.requests import Scope, SequenceOutput, Submission
 from service.engine.stats import LoadStats, StepStats
 from service.engine.thread import EngineThread
 from service.past.file import MemoryFile
@@ -41,7 +41,7 @@ class Server:
         self.memory: MemoryDrafter = memory
         self.ended: list[Callable[[], None]] = []
         self.steps: list[StepStats] = []
-        self.thread = EngineThread(self.engine, self._observe, self.ended)
+        self.thread = EngineThread(self.engine, {"observers": self._observe}, self.ended)
         self._answers: dict[str, list[int]] = {}
         self._done = threading.Semaphore(0)
 
@@ -52,7 +52,7 @@ class Server:
         name = f"{len(self._answers)}"
         self._answers[name] = []
         asked = replace(request(name, prompt, greedy(count)), scope=Scope(scope), store=store)
-        self.thread.submit(asked)
+        self.thread.submit(Submission([asked]))
         assert self._done.acquire(timeout=PATIENCE_SECONDS)
         return self._answers[name]
 

@@ -16,7 +16,7 @@ import pytest
 
 from service.errors import StartupError
 from service.past import file as module
-from service.past.file import MemoryFile, key_beside
+from service.past.file import AnswersFile, MemoryFile, key_beside
 from tests.adaptation.crashing import disk_full_after
 from tests.service.past.parts import SIZES, Server, eventually, same, serving
 from tests.tiny_models import random_prompts
@@ -246,3 +246,40 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match="cannot be read"):
         key_beside(tmp_path / "file" / "past")
+
+
+def test_a_write_that_breaks_is_tried_again_and_then_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that were forgotten do not stay in a file that is not written any more."""
+    write, failures = AnswersFile.write, [LookupError("planted")] * 2
+
+    def broken(file: AnswersFile, *args: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return write(file, *args)
+
+    monkeypatch.setattr(AnswersFile, "write", broken)
+    with serving(path) as server:
+        guard = server.engine.guard
+        server.answer(PROMPT)
+        eventually(path.exists)
+        assert (guard.errors, guard.switched_off) == ({"memory_file": 2}, {})
+        failures += [LookupError("planted")] * 9
+        server.answer(OTHER)
+        eventually(lambda: set(guard.switched_off) == {"memory_file"})
+        assert path.exists()
+        server.thread.forget("a")
+        eventually(lambda: not path.exists())
+        assert guard.errors == {"memory_file": 5}
+
+
+def test_a_file_that_cannot_be_read_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AnswersFile, "check", lambda *_: [].pop())
+    server = Server()
+    file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
+    path.touch()
+    server.start()
+    file.start()
+    eventually(lambda: set(server.engine.guard.switched_off) == {"memory_file"})
+    assert len(server.answer(PROMPT)) == 32
+    server.thread.stop()
+    file.finish()

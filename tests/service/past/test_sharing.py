@@ -9,8 +9,8 @@ from pydantic import SecretStr
 
 from adaptation.config import AdaptationConfig
 from adaptation.replicas.wire import sign
-from service.past.sharing import SharedAnswers
-from tests.redis_server import RedisServer, redis_server
+from service.past.sharing import SharedAnswer, SharedAnswers
+from tests.redis_server import Redis, redis_cluster, redis_server
 from tests.service.past.parts import Server, eventually
 from tests.tiny_models import random_prompts
 
@@ -19,15 +19,18 @@ SECRET = "shared by all replicas"
 GOOD = {"sender": "x", "tokenizer": "t", "scope": "a", "tokens": [1, 2, 3], "num_new": 2}
 
 
+ON_BOTH = pytest.mark.parametrize("redis", [redis_server, redis_cluster], indirect=True, ids=["server", "cluster"])
+
+
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path) as running:
+def redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Redis]:
+    with getattr(request, "param", redis_server)(tmp_path) as running:
         yield running
 
 
 @contextmanager
 def replica(
-    redis: RedisServer, *, secret: str = SECRET, knows_earlier: bool = False
+    redis: Redis, *, secret: str = SECRET, knows_earlier: bool = False
 ) -> Iterator[tuple[Server, SharedAnswers]]:
     server = Server()
     config = AdaptationConfig(redis_url=SecretStr(redis.url), redis_secret=SecretStr(secret))
@@ -52,7 +55,8 @@ def tau(server: Server, prompt: list[int]) -> float:
     return len(answer) / (len(server.steps) - steps)
 
 
-def test_what_one_has_answered_the_other_drafts(redis: RedisServer) -> None:
+@ON_BOTH
+def test_what_one_has_answered_the_other_drafts(redis: Redis) -> None:
     with replica(redis) as (one, sent), replica(redis) as (two, heard):
         assert not two.tree(PROMPT).num_nodes.item()
         before = two.answer(PROMPT, store=False)
@@ -65,7 +69,7 @@ def test_what_one_has_answered_the_other_drafts(redis: RedisServer) -> None:
         assert (sent.num_sent, sent.num_added, heard.num_refused) == (1, 0, 0)
 
 
-def test_tokens_per_step_of_the_other_rise(redis: RedisServer) -> None:
+def test_tokens_per_step_of_the_other_rise(redis: Redis) -> None:
     with replica(redis) as (one, _), replica(redis) as (two, heard):
         before = tau(two, PROMPT)
         one.answer(PROMPT)
@@ -73,7 +77,7 @@ def test_tokens_per_step_of_the_other_rise(redis: RedisServer) -> None:
         assert tau(two, PROMPT) > 1.5 * before
 
 
-def test_what_is_not_stored_is_not_sent(redis: RedisServer) -> None:
+def test_what_is_not_stored_is_not_sent(redis: Redis) -> None:
     with replica(redis) as (one, sent), replica(redis) as (_, heard):
         one.answer(PROMPT, store=False)
         one.answer(OTHER)
@@ -81,7 +85,7 @@ def test_what_is_not_stored_is_not_sent(redis: RedisServer) -> None:
         assert sent.num_sent == 1
 
 
-def test_one_that_starts_later_catches_up_unless_its_file_has(redis: RedisServer) -> None:
+def test_one_that_starts_later_catches_up_unless_its_file_has(redis: Redis) -> None:
     with replica(redis) as (one, sent):
         one.answer(PROMPT)
         eventually(lambda: sent.num_sent == 1)
@@ -92,8 +96,9 @@ def test_one_that_starts_later_catches_up_unless_its_file_has(redis: RedisServer
             eventually(lambda: kept.num_added == 1)
 
 
+@ON_BOTH
 @pytest.mark.parametrize("scope", ["a", None])
-def test_all_forget_what_one_is_told_to(redis: RedisServer, scope: str | None) -> None:
+def test_all_forget_what_one_is_told_to(redis: Redis, scope: str | None) -> None:
     with replica(redis) as (one, _), replica(redis) as (two, heard):
         one.answer(PROMPT, "a")
         one.answer(PROMPT, "b")
@@ -117,19 +122,18 @@ def test_all_forget_what_one_is_told_to(redis: RedisServer, scope: str | None) -
         ({"more": 3}, SECRET),
     ],
 )
-def test_entries_of_strangers_are_dropped_and_counted(
-    redis: RedisServer, changes: dict[str, object], secret: str
-) -> None:
+def test_entries_of_strangers_are_dropped_and_counted(redis: Redis, changes: dict[str, object], secret: str) -> None:
     with replica(redis) as (_, heard):
-        redis.client.xadd("adaptree:t:answers", {"answer": sign("answer", {**GOOD, **changes}, secret.encode())})
-        redis.client.xadd("adaptree:t:answers", {"other": b"x"})
-        redis.client.xadd("adaptree:t:answers", {"answer": sign("query", GOOD, SECRET.encode())})
-        redis.client.xadd("adaptree:t:answers", {"answer": sign("answer", GOOD, SECRET.encode())})
+        redis.client.xadd("{adaptree:t}:answers", {"answer": sign("answer", {**GOOD, **changes}, secret.encode())})
+        redis.client.xadd("{adaptree:t}:answers", {"other": b"x"})
+        redis.client.xadd("{adaptree:t}:answers", {"answer": sign("query", GOOD, SECRET.encode())})
+        redis.client.xadd("{adaptree:t}:answers", {"answer": sign("answer", GOOD, SECRET.encode())})
         eventually(lambda: heard.num_added == 1)
         assert heard.num_refused == 3
 
 
-def test_a_lost_server_costs_sharing_only(redis: RedisServer) -> None:
+@ON_BOTH
+def test_a_lost_server_costs_sharing_only(redis: Redis) -> None:
     with replica(redis) as (one, sent), replica(redis) as (_, heard):
         redis.kill()
         assert one.answer(PROMPT)
@@ -137,3 +141,24 @@ def test_a_lost_server_costs_sharing_only(redis: RedisServer) -> None:
         redis.begin()
         one.answer(OTHER)
         eventually(lambda: heard.num_added >= 1)
+
+
+def test_an_entry_that_breaks_is_left_out_and_the_thread_goes_on(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, failures = SharedAnswers._apply, [LookupError("planted")]
+
+    def broken(shared: SharedAnswers, answer: SharedAnswer) -> None:
+        if failures:
+            raise failures.pop()
+        add(shared, answer)
+
+    monkeypatch.setattr(SharedAnswers, "_apply", broken)
+    with replica(redis) as (one, sent), replica(redis) as (two, heard):
+        for number, prompt in enumerate((PROMPT, OTHER), start=1):
+            one.answer(prompt)
+            eventually(lambda number=number: sent.num_sent == number)  # type: ignore[misc]
+        eventually(lambda: heard.num_added == 1)
+        assert two.engine.guard.errors == {"sharing": 1}
+        monkeypatch.setattr(SharedAnswers, "step", lambda _: [].pop())
+        eventually(lambda: set(two.engine.guard.switched_off) == {"sharing"})
+        assert two.engine.guard.errors == {"sharing": 4}
+        assert len(two.answer(PROMPT)) == 32

@@ -1,5 +1,5 @@
-"""`adaptree bench gpu`: every part of it runs in a rehearsal, aims are judged by their worst figure, floors are counted
-in bytes that must be read."""
+"""`python -m benchmarks gpu`: every part of it runs in a rehearsal, aims are judged by their worst figure, floors are
+counted in bytes that must be read."""
 
 import json
 import re
@@ -11,17 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.checkpoint import DRAFTER, write_dummy
+from benchmarks.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, assembled, check_device, judge
+from benchmarks.gpu_sections import DRY, FULL, Figure, read_bytes, training_figures
 from service.assembly import assemble, load_target
-from service.bench.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, assembled, check_device, judge
-from service.bench.gpu_sections import (
-    DRY,
-    FULL,
-    Figure,
-    read_bytes,
-    training_figures,
-)
-from service.cli import app
 from service.config import ServiceConfig
 from service.errors import StartupError
 from tests.architecture.rules import ROOT
@@ -33,7 +27,7 @@ CPU = torch.device("cpu")
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     model = write_dummy("tiny", tmp_path / "tiny")
-    arguments = ["bench", "gpu", "--dry-run", "--out", str(out), "--state-dir", str(tmp_path)]
+    arguments = ["gpu", "--dry-run", "--out", str(out), "--state-dir", str(tmp_path)]
     arguments += ["--model", str(model), "--drafter-path", str(model / DRAFTER), "--drafter", "specblock"]
     arguments += ["--load-dtype", "float32", "--large", str(model), "--deepened", str(model)]
     arguments += ["--sections", "training,load,speed,steps,exactness"]

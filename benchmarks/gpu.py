@@ -1,4 +1,4 @@
-"""`adaptree bench gpu`: run the tests for a GPU, then section by section until time is up; judge, print, write."""
+"""`python -m benchmarks gpu`: run the tests for a GPU, then sections until time is up; judge, print, write."""
 
 import gc
 import logging
@@ -6,20 +6,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu_sections import DRY, FULL, MEASURED, Figure, FiguresOf, Plan, speed_figures, step_figures
 from service.assembly import Assembly, assemble
-from service.bench.gpu_sections import MEASURED, Figure, FiguresOf, Plan, speed_figures, step_figures
+from service.bench.commands import Out, PromptFile, names
 from service.conditions import CHECKOUT, conditions_of, refuse_unwritable, write_report
-from service.config import ServiceConfig
+from service.config import LoadedConfig, ServiceConfig
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ def judge(figures: Sequence[Figure], *, for_real: bool) -> list[Judged]:
 def check_device(config: ServiceConfig, plan: Plan, cuda_devices: int) -> None:
     """Raise StartupError where the plan needs a GPU and there is none."""
     if plan.for_real and (cuda_devices == 0 or config.device == "cpu"):
-        raise StartupError("bench gpu measures a GPU, and there is none: add --dry-run to try every part on a CPU")
+        raise StartupError("this measures a GPU, and there is none: add --dry-run to try every part on a CPU")
 
 
 def assembled(config: ServiceConfig, plan: Plan, model: Path | None = None, **values: object) -> Assembly:
@@ -110,17 +112,46 @@ def assembled(config: ServiceConfig, plan: Plan, model: Path | None = None, **va
     return assemble(ServiceConfig.model_validate(changed), graphs=True)
 
 
-def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: Path | None) -> bool:
+def run(
+    loaded: LoadedConfig,
+    sections: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Some of tests,exactness,steps,speed,load,training. Unset: all.")
+    ] = "",
+    prompts: PromptFile = None,
+    answers: Annotated[int, typer.Option(min=1, help="Prompts answered in each measurement of speed.")] = 16,
+    large: Annotated[
+        str, typer.Option(metavar="FOLDER,...", help="Checkpoints with random weights, for steps: costs only.")
+    ] = "",
+    deepened: Annotated[
+        str, typer.Option(metavar="FOLDER,...", help="Checkpoints of deepened models, for speed.")
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try every part on a CPU; the figures are not those of a GPU.")
+    ] = False,
+    out: Out = None,
+) -> bool:
+    """Test and measure this GPU, section by section. `python -m benchmarks checkpoint` writes checkpoints for --large
+    and --deepened. Exit code 1 if anything fails or a token differs."""
+    asked = names(sections) or SECTIONS
+    unknown = [name for name in asked if name not in SECTIONS]
+    if unknown:
+        raise StartupError(f"--sections {', '.join(unknown)}: give some of {', '.join(SECTIONS)}")
+    plan = DRY if dry_run else replace(FULL, answers=answers)
+    plan = replace(plan, large=tuple(map(Path, names(large))), deepened=tuple(map(Path, names(deepened))))
+    return _run(loaded.config, asked, replace(plan, prompts=prompts), out)
+
+
+def _run(config: ServiceConfig, sections: Sequence[str], plan: Plan, out: Path | None) -> bool:
     """Measure and report; return whether tests passed, no section failed and no token differed."""
     refuse_unwritable(out)
     check_device(config, plan, torch.cuda.device_count())
-    run = Findings(plan)
-    tests_pass = "tests" not in sections or run.tests()
+    findings = Findings(plan)
+    tests_pass = "tests" not in sections or findings.tests()
     assembly = assembled(config, plan, kv_cache="8GiB", max_sequences=max(plan.concurrencies))
     conditions = conditions_of(assembly)
-    run.keep = lambda: write_report(out, conditions, run.figures, run.summary(sections))
+    findings.keep = lambda: write_report(out, conditions, findings.figures, findings.summary(sections))
     for name in filter(sections.__contains__, MEASURED):
-        run.measure(name, partial(MEASURED[name], assembly, plan))
+        findings.measure(name, partial(MEASURED[name], assembly, plan))
     del assembly
 
     def measured(figures: FiguresOf, folder: Path, sizes: Mapping[str, object]) -> Iterator[Figure]:
@@ -130,15 +161,15 @@ def run_gpu(config: ServiceConfig, sections: Sequence[str], plan: Plan, *, out: 
         forget()
         sizes = {**_LARGE, "max_model_len": max(plan.contexts) + 512}
         costs = partial(step_figures, costs_only=True)
-        run.measure(f"steps of {folder.name}", partial(measured, costs, folder, sizes))
+        findings.measure(f"steps of {folder.name}", partial(measured, costs, folder, sizes))
     for folder in plan.deepened if "speed" in sections else ():
         forget()
         sizes = {"kv_cache": "16GiB", "max_sequences": 8}
-        run.measure(f"speed of {folder.name}", partial(measured, speed_figures, folder, sizes))
-    judged = judge(run.figures, for_real=plan.for_real)
-    _show(run.figures, judged, plan)
+        findings.measure(f"speed of {folder.name}", partial(measured, speed_figures, folder, sizes))
+    judged = judge(findings.figures, for_real=plan.for_real)
+    _show(findings.figures, judged, plan)
     exact = all(aim.verdict != "missed" for aim in judged if aim.what == "no token differs")
-    return tests_pass and exact and not run.failed
+    return tests_pass and exact and not findings.failed
 
 
 class Findings:

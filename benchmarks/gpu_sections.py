@@ -1,4 +1,4 @@
-"""The measurements of `adaptree bench gpu`: steps, speed, load, exactness, and training while serving."""
+"""The measurements of `python -m benchmarks gpu`: steps, speed, load, exactness, and training while serving."""
 
 import time
 from collections import Counter

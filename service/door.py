@@ -1,0 +1,164 @@
+"""The door to the engine: which bodies are let in, and the streams of outputs of those that were. Used on the event
+loop only."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from service.engine.requests import SequenceOutput, Submission
+from service.errors import EngineFailure, InvalidRequest, NotReady, QueueFull, RequestError
+
+_MAX_RETRY_SECONDS = 30
+_LOADING_RETRY_SECONDS = 5
+
+
+class Meter(Protocol):
+    """Counts the tokens that requests use of their reservation."""
+
+    def use(self, tokens: int) -> None:
+        """Use up a part of the reservation."""
+
+    def release(self) -> None:
+        """Give back the rest; harmless when repeated."""
+
+
+class OutputStream:
+    """The outputs of a body's requests, in the order in which the engine delivers them. Closing early (`with stream:`)
+    aborts unfinished requests. The last output of each sequence has a `finish_reason`; an error of the engine is raised
+    instead."""
+
+    def __init__(
+        self,
+        body: Submission,
+        num_places: int,
+        *,
+        abort: Callable[..., None],
+        release: Callable[["OutputStream"], None],
+        meter: Meter | None,
+    ) -> None:
+        """`num_places`: of the queue, which it holds while the body waits."""
+        self.account = body.requests[0].scope.account
+        self._body, self._num_places = body, num_places
+        self._unfinished = {request.request_id: request.n for request in body.requests}  # sequences, by request
+        self._abort = abort
+        self._release = release
+        self._meter = meter
+        self._queue: asyncio.Queue[SequenceOutput | RequestError] = asyncio.Queue()
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        if not any(self._unfinished.values()):
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, RequestError):
+            raise item
+        if item.finish_reason == "error":
+            raise EngineFailure(item.error or "The engine could not finish this request.", code="engine_error")
+        if item.finish_reason == "abort":
+            raise not_ready("The server aborted this request because it is shutting down.")
+        self._unfinished[item.request_id] -= item.finish_reason is not None
+        return item
+
+    def __enter__(self) -> "OutputStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def request_ids(self) -> Iterable[str]:
+        """Ids of its requests; none once it is closed."""
+        return self._unfinished.keys()
+
+    @property
+    def num_places(self) -> int:
+        """Places of the queue that it holds now."""
+        return self._num_places if self._body.waits else 0
+
+    def put(self, item: SequenceOutput) -> None:
+        """Queue an output and count its tokens."""
+        self._queue.put_nowait(item)
+        if self._meter is not None:
+            self._meter.use(len(item.token_ids))
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error and drop queued outputs, so that a slow reader receives the error too."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
+
+    def close(self) -> None:
+        """Abort unfinished requests and release the reservation; harmless when repeated."""
+        self._release(self)
+        if unfinished := [request_id for request_id, count in self._unfinished.items() if count]:
+            self._abort(*unfinished)
+        self._unfinished = {}
+        if self._meter is not None:
+            self._meter.release()
+
+
+class Door:
+    """The streams of all open bodies, and the places that their clients hold in the waiting queue."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """`max_waiting`: places of the queue."""
+        self.num_refused = 0  # bodies for which the queue had no place
+        self._max_waiting = max_waiting
+        self._streams: dict[str, OutputStream] = {}  # by request
+        self._open: set[OutputStream] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def places(self, body: Submission, max_model_len: int) -> int:
+        """The places that a body takes: one for each context's worth of prompts that it holds in memory. Raises
+        InvalidRequest for more than a client can have."""
+        tokens = sum(len(request.prompt) for request in body.requests)
+        most = self._max_waiting // 2 * max_model_len
+        if tokens > most:
+            message = f"Request too large: its prompts are {tokens} tokens, and at most {most} of a client may wait."
+            raise InvalidRequest(message, param="prompt", code="request_too_large")
+        return -(-tokens // max_model_len)
+
+    def admit(self, stream: OutputStream, num_running: int) -> None:
+        """Let a body in. Raises QueueFull where its client would hold more places than it leaves free: so one client
+        has half of the queue at most, and k that keep asking 1/(k + 1) each (dynamic thresholds: Choudhury and Hahne,
+        1998). A client that holds none may take the last."""
+        held = Counter[str]()
+        for other in self._open:
+            held[other.account] += other.num_places
+        before, own = held[stream.account], held[stream.account] + stream.num_places
+        free = self._max_waiting - held.total() - stream.num_places
+        if free < 0 or (before and own > free):
+            self.num_refused += 1
+            raise QueueFull(
+                f"Your requests would hold {own} of the queue's {self._max_waiting} places and leave {max(0, free)} to "
+                "others; try again later.",
+                code="queue_full",
+                retry_after_seconds=min(_MAX_RETRY_SECONDS, 1 + held.total() // max(1, num_running)),
+            )
+        self._open.add(stream)
+        self._streams |= dict.fromkeys(stream.request_ids, stream)
+
+    def find(self, request_id: str) -> OutputStream | None:
+        """The open stream of a request."""
+        return self._streams.get(request_id)
+
+    def leave(self, stream: OutputStream) -> None:
+        """Take out a stream that ends."""
+        self._open.discard(stream)
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every stream with this error."""
+        for stream in self._open:
+            stream.fail(error)
+
+
+def not_ready(message: str) -> NotReady:
+    """The refusal of a server that loads or ends."""
+    return NotReady(message, code="not_ready", retry_after_seconds=_LOADING_RETRY_SECONDS)

@@ -1,0 +1,94 @@
+"""Runs what only keeps books, so that its exceptions cost no text."""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Final, Literal, TypeVar, get_args
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Part = Literal[
+    "weights", "charge", "end_queries", "end_step", "learn", "recorder", "metrics", "observers",
+    "adaptation", "sharing", "memory_file", "limits"
+]  # fmt: skip
+"""What a server can do without: writing new weights; of a step charging its time to queries, passing finished ones to
+learning, its record, learning from it, and recording what may be learnt; metrics; the live feed; the learning thread;
+exchanging past answers with other replicas, and keeping them in a file. Counting tokens of keys is never switched
+off."""
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+
+_MOST_IN_A_ROW = 3
+"""Exceptions of a part before it is switched off: one or two may come from what it was given, and the next input is
+another."""
+_LOG_SECONDS = 60.0  # between two tracebacks of a part
+
+
+class Guard:
+    """Runs parts of the server on which no text depends. An exception of a part is counted and logged, and the third
+    one in a row switches it off until a restart. Thread-safe."""
+
+    def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._clock = now, clock
+        self._errors: Counter[Part] = Counter()
+        self._in_a_row: Counter[tuple[Part, str]] = Counter()
+        self._off: dict[Part, float] = {}
+        self._logged: dict[Part, float] = {}
+        self._lock = Lock()
+
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """Exceptions since the start, by part."""
+        with self._lock:
+            return {part: count for part, count in self._errors.items()}
+
+    @property
+    def switched_off(self) -> Mapping[str, float]:
+        """The parts that are off, and since when, in Unix seconds."""
+        with self._lock:
+            return {part: since for part, since in self._off.items()}
+
+    def is_off(self, part: Part) -> bool:
+        """Whether the part has been switched off."""
+        return part in self._off
+
+    def run(self, part: Part, call: Callable[[], Result], otherwise: Callable[[], Result], name: str = "") -> Result:
+        """Call a part; where it has several calls, `name` is this one, whose exceptions in a row are counted.
+        # -> its result, or that of `otherwise` where the part raises or is off"""
+        if part in self._off:
+            return otherwise()
+        try:
+            result = call()
+        except Exception as error:
+            self.count(part, error)
+            with self._lock:
+                self._in_a_row[part, name] += 1
+            if self._in_a_row[part, name] >= _MOST_IN_A_ROW:
+                self.switch_off(part)
+            return otherwise()
+        if self._in_a_row[part, name]:
+            with self._lock:
+                self._in_a_row[part, name] = 0
+        return result
+
+    def count(self, part: Part, error: BaseException | None = None) -> None:
+        """Count and log a failure of a part, once a minute with its traceback."""
+        with self._lock:
+            self._errors[part] += 1
+            now = self._clock()
+            shows = now - self._logged.get(part, -math.inf) >= _LOG_SECONDS
+            if shows:
+                self._logged[part] = now
+        if shows:
+            logger.error("%s failed; texts go on", part, exc_info=error)
+
+    def switch_off(self, part: Part) -> None:
+        """Call the part no more."""
+        with self._lock:
+            is_new = part not in self._off
+            self._off.setdefault(part, self._now())
+        if is_new:
+            logger.error("%s is switched off until a restart; texts go on", part)
