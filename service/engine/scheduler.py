@@ -217,7 +217,8 @@ class Scheduler:
         while (sequence := self._next_to_start()) is not None:
             if not self._has_room(sequence) and not self._make_way(sequence, started):
                 break
-            if self._on_start(self.queue.take(sequence.client)):
+            self.queue.take(sequence)
+            if self._on_start(sequence):
                 self._start(sequence)
                 started.append(sequence)
         return started
@@ -237,7 +238,7 @@ class Scheduler:
                     break
                 if (computing := self._computes_its_prefix(head)) is None:
                     return head
-                self.queue.park(client, computing)
+                self.queue.park(head, computing)
         return None
 
     def _computes_its_prefix(self, sequence: Sequence) -> Sequence | None:

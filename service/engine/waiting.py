@@ -44,12 +44,10 @@ class Entry:
         assert self.head is not None, "nothing waits here"
         return self.head.request.priority, self.head.arrival
 
-    def advance(self) -> Sequence:
-        """Go on to the sequence after `head`, which is returned."""
-        head, self.head = self.head, self._unfolded()
-        assert head is not None, "nothing waits here"
+    def advance(self) -> None:
+        """Go on to the sequence after `head`."""
+        self.head = self._unfolded()
         self.num_sequences -= 1
-        return head
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
         """Remove the sequences of these requests. # -> those that existed"""
@@ -57,8 +55,11 @@ class Entry:
             self._index = 0
         self._requests = deque(one for one in self._requests if one.request_id not in request_ids)
         self.num_sequences = 1 + sum(request.n for request in self._requests) - self._index
-        goes = self.head is not None and self.head.request.request_id in request_ids
-        return [self.advance()] if goes else []
+        if self.head is None or self.head.request.request_id not in request_ids:
+            return []
+        gone = [self.head]
+        self.advance()
+        return gone
 
     def _unfolded(self) -> Sequence | None:
         """Make the next sequence; None: all have started."""
@@ -117,17 +118,16 @@ class WaitingQueue:
         entries = self._entries.get(client)
         return entries[0].head if entries else None
 
-    def take(self, client: str) -> Sequence:
-        """Remove the next sequence of this client."""
-        entry = self._pop(client)
+    def take(self, head: Sequence) -> None:
+        """Remove the next sequence of an entry."""
+        entry = self._pop(head)
         self.num_sequences -= 1
-        sequence = entry.advance()
+        entry.advance()
         self._place(entry)
-        return sequence
 
-    def park(self, client: str, computing: Sequence) -> None:
-        """Let the next entry of this client wait for a running sequence."""
-        self._parked.setdefault(computing, []).append(self._pop(client))
+    def park(self, head: Sequence, computing: Sequence) -> None:
+        """Let the entry of this next sequence wait for a running one."""
+        self._parked.setdefault(computing, []).append(self._pop(head))
 
     def release(self, computing: Sequence) -> None:
         """Put the entries that wait for this sequence back in their places."""
@@ -150,10 +150,12 @@ class WaitingQueue:
         if entry.head is not None:
             insort(self._entries.setdefault(entry.client, []), entry, key=attrgetter("order"))
 
-    def _pop(self, client: str) -> Entry:
-        entry = self._entries[client].pop(0)
-        if not self._entries[client]:
-            del self._entries[client]
+    def _pop(self, head: Sequence) -> Entry:
+        entries = self._entries[head.client]
+        entry = next(entry for entry in entries if entry.head is head)
+        entries.remove(entry)
+        if not entries:
+            del self._entries[head.client]
         return entry
 
     def _all(self) -> list[Entry]:
