@@ -179,6 +179,8 @@ class TrainingProcess:
         self._answer = _exchanged(self._connection, (call, given, named))
         work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
         seconds = max(_ENDING_SECONDS, work / _LEAST_SHARE) * 2**self._num_lost
+        if call == "abandon":  # for which an operator waits
+            seconds = _ENDING_SECONDS
         waited = 0.0  # without the time in which this thread did something else
         try:
             while not wait([self._answer], _POLL_SECONDS).done:

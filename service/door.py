@@ -10,6 +10,7 @@ from service.engine.requests import SequenceOutput, Submission
 from service.errors import EngineFailure, InvalidRequest, NotReady, QueueFull, RequestError
 
 _MAX_RETRY_SECONDS = 30
+_TOKENS_PER_CHARACTER = 3  # of a compiled grammar, which takes 100 bytes of memory; a token of a prompt takes 36
 _LOADING_RETRY_SECONDS = 5
 
 
@@ -114,14 +115,15 @@ class Door:
         return len(self._open)
 
     def places(self, body: Submission, max_model_len: int) -> int:
-        """The places that a body takes: one for each context's worth of prompts that it holds in memory. Raises
-        InvalidRequest for more than a client can have."""
-        tokens = sum(len(request.prompt) for request in body.requests)
+        """The places that a body takes: one for each context's worth of prompts, and of its grammar in their measure,
+        that it holds in memory. Raises InvalidRequest for more than a client can have."""
+        tokens, grammar = sum(len(request.prompt) for request in body.requests), body.requests[0].grammar
         most = self._max_waiting // 2 * max_model_len
         if tokens > most:
             message = f"Request too large: its prompts are {tokens} tokens, and at most {most} of a client may wait."
             raise InvalidRequest(message, param="prompt", code="request_too_large")
-        return -(-tokens // max_model_len)
+        held = tokens + (0 if grammar is None else _TOKENS_PER_CHARACTER * grammar.num_characters)
+        return min(-(-held // max_model_len), self._max_waiting // 2)
 
     def admit(self, stream: OutputStream, num_running: int) -> None:
         """Let a body in. Raises QueueFull where its client would hold more places than it leaves free: so one client

@@ -20,7 +20,7 @@ from service.grammars import STACK_BYTES, GrammarCompiler, GrammarError, Result,
 
 _THREADS = 2  # so that one sender's longest compilation, which nothing interrupts, does not stop all others
 _SLICE_SECONDS = 0.05
-"""Compilations of one request between two turns of others: some of the usual ones, which take milliseconds."""
+"""A compilation takes milliseconds: a slice has some of them, and lets others come soon."""
 _REQUEST_SECONDS = 10.0
 """Of a core, for one request: 128 functions, each with some keywords to be found and left out, at up to 80 ms each."""
 _MAX_CACHED = 256  # grammars
@@ -40,6 +40,17 @@ class _Source(NamedTuple):
     size: int  # characters
 
 
+class Turns:
+    """A lock for each account: it has one thing done at a time, so that others wait for no more than one of its."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, account: str) -> asyncio.Lock:
+        """Held while something is done for an account."""
+        return self._locks.setdefault(account, asyncio.Lock())
+
+
 class GrammarPool:
     """The threads, the turns of senders, and what was compiled, by scope. Used on the event loop only."""
 
@@ -47,16 +58,12 @@ class GrammarPool:
         self.compiler = compiler
         self.off_loop = off_loop
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.turns = Turns()  # of compiling
         self._cached: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()  # by scope and digest
 
     def of_request(self, account: str, scope: str) -> "Compilations":
         """The compilations of one request. `account`: whose turn it takes; `scope`: who shares what is compiled."""
         return Compilations(self, account, scope)
-
-    def turn(self, account: str) -> asyncio.Lock:
-        """Held while something is compiled for an account."""
-        return self._turns.setdefault(account, asyncio.Lock())
 
     def find(self, scope: str, digest: str) -> Any:
         """What the scope compiled; None: nothing of this digest."""
@@ -106,15 +113,19 @@ class Compilations:
         Raises GrammarError, also where the budget is used up."""
         key = await self.off_loop(partial(_source, named, source))
         if (found := self._pool.find(self._scope, key.digest)) is None:
-            async with self._pool.turn(self._account):
+            async with self._pool.turns.of(self._account):
                 if (found := self._pool.find(self._scope, key.digest)) is None:  # made meanwhile
-                    found = await self.taken(steps())
+                    found = await self._taken(steps())
                     self._pool.keep(self._scope, key, found)
         result: Result = found
         return result
 
     async def taken(self, steps: Steps[Result]) -> Result:
-        """Take all steps. Raises GrammarError where the budget is used up."""
+        """Take all steps, in the account's turn. Raises GrammarError where the budget is used up."""
+        async with self._pool.turns.of(self._account):
+            return await self._taken(steps)
+
+    async def _taken(self, steps: Steps[Result]) -> Result:
         with closing(steps):
             while self._left_seconds > 0:
                 is_complete, seconds, result = await self._pool.advance(steps)

@@ -48,9 +48,11 @@ _PLACE = re.compile(r"^at \d+\(\d+\): ")
 class Grammar:
     """A compiled grammar, shared by requests; each sequence has a state of its own."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        """`matcher`: at the beginning of the grammar; it is never moved."""
+    def __init__(self, matcher: LLMatcher, num_characters: int) -> None:
+        """`matcher`: at the beginning of the grammar; it is never moved. `num_characters`: of the grammar in Lark's
+        form, each of which takes about 100 bytes."""
         self._matcher = matcher
+        self.num_characters = num_characters
 
     def begin(self) -> "GrammarState":
         """The state of an empty text."""
@@ -136,7 +138,7 @@ class GrammarCompiler:
         """Compile a grammar in steps. Raises GrammarError."""
         yield
         try:
-            matcher = self._matcher_of(kind, source)
+            matcher, num_characters = self._matcher_of(kind, source)
         except GrammarError as error:
             raise GrammarError(str(error), (yield from self._path(kind, source))) from error
         if matcher.is_error():
@@ -145,7 +147,7 @@ class GrammarCompiler:
         begun.compute_bitmask()
         if begun.is_stopped() and not begun.is_accepting():
             raise GrammarError("no text matches it")
-        return Grammar(matcher)
+        return Grammar(matcher, num_characters)
 
     def fitting(self, given: Schema, *, strict: bool) -> Steps[tuple[Schema, tuple[tuple[str, ...], ...]]]:
         """An enforceable schema, fit to be a part of another one, that allows all that the given one allows, and the
@@ -208,15 +210,16 @@ class GrammarCompiler:
     def _is_refused(self, schema: dict[str, Any]) -> Steps[bool]:
         yield
         try:
-            return self._matcher_of("json_schema", schema).is_error()
+            return self._matcher_of("json_schema", schema)[0].is_error()
         except GrammarError:
             return True
 
-    def _matcher_of(self, kind: GrammarKind, value: Any) -> LLMatcher:
+    def _matcher_of(self, kind: GrammarKind, value: Any) -> tuple[LLMatcher, int]:
+        """The matcher of a grammar, and the number of its characters. Raises GrammarError."""
         lark = as_lark(kind, value)
         _refuse_large(lark)
         _refuse_least_integer(lark)
-        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
+        return LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0), len(lark)
 
 
 class _LiteralTokenizer(TokenizerWrapper):

@@ -18,7 +18,7 @@ from adaptation.records import AdaptationStatus
 from service.door import Door, Meter, OutputStream, not_ready
 from service.engine.requests import GenerationRequest, SequenceOutput, Submission
 from service.errors import EngineFailure, NotFound, StartupError
-from service.grammar_pool import GrammarPool
+from service.grammar_pool import GrammarPool, Turns
 from service.grammars import GrammarCompiler
 from service.observability.guard import Guard
 from service.tokenizer import ChatTokenizer
@@ -133,6 +133,7 @@ class Runtime:
     def __init__(self, load: Callable[[], ServedModel], *, max_waiting: int) -> None:
         self._load_served = load
         self._door = Door(max_waiting)
+        self._turns = Turns()  # of parsing and tokenization
         self._served: ServedModel | None = None
         self.state: State = "loading"
         self._max_lag_seconds = 0.0
@@ -210,8 +211,13 @@ class Runtime:
         self._loaded().engine.forget(scope)
 
     async def off_loop(self, call: Callable[[], Result]) -> Result:
-        """Run blocking work, such as tokenization, in a thread."""
+        """Run blocking work in a thread."""
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
+
+    async def in_turn(self, account: str, call: Callable[[], Result]) -> Result:
+        """Run parsing or tokenization in a thread, one at a time for an account."""
+        async with self._turns.of(account):
+            return await self.off_loop(call)
 
     async def ask_adaptation(self, ask: Callable[[AdaptationControl], Result]) -> Result:
         """Call learning in a thread. Raises NotFound if it is off."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1024
-_MAX_BIASED_TOKENS = 1024
+_MAX_NAMED_TOKENS = 1024
 # Below this temperature, a logit divided by it no longer fits the numbers the sampler works with.
 _LOWEST_TEMPERATURE = 0.01
 
@@ -47,11 +47,11 @@ class SamplingFields(Body):
     repetition_penalty: float | None = _field(
         "divides positive logits of tokens in prompt and answer, multiplies negative ones; 1 is off", ge=0.01, le=100
     )
-    logit_bias: dict[int, Bias] | None = _field("added to the logits of these token ids", max_length=_MAX_BIASED_TOKENS)
+    logit_bias: dict[int, Bias] | None = _field("added to the logits of these token ids", max_length=_MAX_NAMED_TOKENS)
     seed: Seed | None = _field("makes the answer repeatable; default: drawn at random, and reported in the answer")
     min_tokens: TokenCount | None = _field("no end of the answer and no stop before so many tokens")
     stop: StopString | StopStrings | None = _field("strings that end the answer")
-    stop_token_ids: TokenIds | None = _field("tokens that end the answer")
+    stop_token_ids: TokenIds | None = _field("tokens that end the answer", max_length=_MAX_NAMED_TOKENS)
     include_stop_str_in_output: bool | None = _field("keep the stop string or token at the end of the answer")
     ignore_eos: bool | None = _field("generate on after the model's end token")
     skip_special_tokens: bool | None = _field("leave special tokens out of the text. Default true")

@@ -242,9 +242,9 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
         return None
 
     def emit(event: Event) -> None:
-        live.guard.run("metrics", partial(metrics.observe_event, event), lambda: None)
+        live.guard.run("metrics", partial(metrics.observe_event, event), lambda: None, "event")
         log_event(event)
-        live.guard.run("observers", partial(live.observe_event, event), lambda: None)
+        live.guard.run("observers", partial(live.observe_event, event), lambda: None, "event")
 
     folder = owned(learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder))
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)

@@ -18,19 +18,20 @@ Schema = TypeVar("Schema", bound=BaseModel)
 LARGE_BODY_BYTES = 64 * 1024
 _MAX_QUOTED_CHARACTERS = 80
 _PIECE_BYTES = 4096  # of a packed body: of each, what follows a member is copied
+_MAX_MEMBERS = 1024  # of a body of 4 MiB; those who pack blocks for random access have one for each 64 KiB or less
 _GZIP = 16  # added to zlib's window bits: expect gzip's header and trailer
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
     """Read and validate the body. Raises RequestError."""
     _check_content_type(request)
-    was_packed = is_packed(request.headers)
+    was_packed, in_turn = is_packed(request.headers), partial(server.runtime.in_turn, server.account_of(request))
     body = await request.body()
     if was_packed:  # a few bytes may unpack to millions
-        body = await server.runtime.off_loop(partial(unpack, body, server.settings.max_request_bytes))
+        body = await in_turn(partial(unpack, body, server.settings.max_request_bytes))
     parse = partial(parse_body, body, schema)
     # A large body takes milliseconds, which would delay every running stream.
-    return parse() if len(body) < LARGE_BODY_BYTES else await server.runtime.off_loop(parse)
+    return parse() if len(body) < LARGE_BODY_BYTES else await in_turn(parse)
 
 
 def is_packed(headers: Headers) -> bool:
@@ -45,10 +46,14 @@ def is_packed(headers: Headers) -> bool:
 def unpack(body: bytes, max_bytes: int) -> bytes:
     """Unpack all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before more than `max_bytes` are
     unpacked."""
-    unpacked, at, member = bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
+    num_members, unpacked, at, member = 1, bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
         while at < len(body):
             if member.eof:
+                num_members += 1
+                if num_members > _MAX_MEMBERS:
+                    message = f"A packed body may have {_MAX_MEMBERS} gzip members at most."
+                    raise InvalidRequest(message, param="content-encoding")
                 member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
             piece = body[at : at + _PIECE_BYTES]
             unpacked += member.decompress(piece, max_bytes + 1 - len(unpacked))

@@ -167,13 +167,16 @@ async def build(
         tools = [] if calling is None else body.tools or []
         for path in () if calling is None else calling.relaxed:
             server.note_relaxed(path)
-        prompts = [await runtime.off_loop(partial(render, body.messages, body, runtime.tokenizer, tools, most))]
+        prompts = [
+            await runtime.in_turn(scope.account, partial(render, body.messages, body, runtime.tokenizer, tools, most))
+        ]
         if thinks(runtime.tokenizer.chat_template):
             thinking = Thinking.after(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
     else:
         kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
         control = server.settings.control_in_prompts
-        prompts = await runtime.off_loop(partial(encode_prompts, body, runtime.tokenizer, most, control=control))
+        encode = partial(encode_prompts, body, runtime.tokenizer, most, control=control)
+        prompts = await runtime.in_turn(scope.account, encode)
     run, origin = secrets.token_hex(8), origin or AnswerIdentity.drawn(body.seed)
     job_id = f"{kind}-{origin.uid}"
     release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
@@ -210,15 +213,11 @@ def _of_prompt(
     if body.seed is None:  # a given seed is the same for each prompt; a drawn one differs, within what can be sent back
         seed = (seed + index * shared.n) % _SEED_RANGE
     min_tokens = min(body.min_tokens or 0, max_tokens)
-    stops = shared.sampling.stop_token_ids | gap_ends(body, server.runtime.tokenizer)
+    stops = shared.sampling.stop_token_ids
+    if ends := gap_ends(body, server.runtime.tokenizer):  # else all prompts have the same set
+        stops |= ends
     sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stops)
-    return replace(
-        shared,
-        request_id=f"{shared.request_id}-{index}",
-        prompt=tuple(prompt),
-        prediction=shared.prediction[:max_tokens],
-        sampling=sampling,
-    )
+    return replace(shared, request_id=f"{shared.request_id}-{index}", prompt=tuple(prompt), sampling=sampling)
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:

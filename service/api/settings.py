@@ -67,17 +67,26 @@ class Server:
         `safety_identifier`, else its `user`), or else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
-        address = f"address:{network_of(request.client.host) if request.client else ''}"
+        address = _address_of(request)
         return Scope(
-            key="" if tenant is None else self._hash(f"key:{tenant.digest.hex()}"),
+            key="" if tenant is None else self.account_of(request),
             name=self._hash(f"user:{user}" if user else address),
             separate_names=self.settings.separate_names,
             address=self._hash(address) if tenant is None else "",
             max_running=None if tenant is None else tenant.max_concurrent,
         )
 
+    def account_of(self, request: Request) -> str:
+        """The account of a request's scope: its key's, or else its address's."""
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        return self._hash(_address_of(request) if tenant is None else f"key:{tenant.digest.hex()}")
+
     def _hash(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), digest_size=16, key=self.settings.naming_key).hexdigest()
+
+
+def _address_of(request: Request) -> str:
+    return f"address:{network_of(request.client.host) if request.client else ''}"
 
 
 def network_of(host: str) -> str:
@@ -87,7 +96,8 @@ def network_of(host: str) -> str:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name
         return host
-    return host if address.version == 4 else str(ipaddress.ip_network((host, 64), strict=False))
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address if address.version == 4 else ipaddress.ip_network((host, 64), strict=False))
 
 
 def naming_key(secret: bytes | None) -> bytes:

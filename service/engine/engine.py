@@ -176,7 +176,7 @@ class Engine:
 
     def abort(self, *request_ids: str) -> EngineOutput:
         """End all sequences of these requests now and free their slots."""
-        return self._end(dict.fromkeys(self.scheduler.withdraw(request_ids), Finish("abort")))
+        return self._end(dict.fromkeys(self.scheduler.withdraw(frozenset(request_ids)), Finish("abort")))
 
     @property
     def guard(self) -> Guard:
@@ -202,7 +202,9 @@ class Engine:
     def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
         """`step` without its books. # -> its outputs, and what the books are kept of"""
         if self._recovery.rejected:
-            return self._recovery.rejected.pop(), None
+            rejected, self._recovery.rejected = self._recovery.rejected, []
+            outputs, finished = zip(*((one.outputs, one.finished) for one in rejected), strict=True)
+            return EngineOutput(list(chain.from_iterable(outputs)), list(chain.from_iterable(finished)), None), None
         clock = self._accounting.start_step()
         self._claim_slots()
         batch, drafts = self._next_batch()

@@ -139,7 +139,8 @@ class SamplingState:
         self.grammar = None if grammar is None else grammar.begin()
         self.vocab = vocab
         self.device = device
-        self.forbidden_at_first = tuple(sorted(i for i in eos_ids | params.stop_token_ids if i < vocab))
+        ends = eos_ids | params.stop_token_ids if params.min_tokens else ()
+        self.forbidden_at_first = tuple(sorted(i for i in ends if i < vocab))
         self.history = TokenHistory(prompt, vocab, device) if params.has_penalties else None
 
     def extend(self, tokens: Sequence[int]) -> None:

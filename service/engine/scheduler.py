@@ -22,6 +22,7 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
+from service.engine.prompt_pace import PromptPace
 from service.engine.requests import Submission
 from service.engine.sequence import Sequence
 from service.engine.waiting import Entry, ServiceCounters, WaitingQueue
@@ -98,15 +99,17 @@ class Scheduler:
         on_stop: Callable[[Sequence], None] = lambda sequence: None,
         cache: PrefixCache | None = None,
         tree_nodes: int = MAX_NODES,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`on_start` is called with each sequence that is to start, or to start again, and returns whether it can.
         `on_stop` is called with each that stops running, finished or preempted, while it has its row. Cached prefixes
-        leave room for trees of `tree_nodes`."""
+        leave room for trees of `tree_nodes`; `now`: seconds, by which steps are measured."""
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
         self._prefill_chunk = prefill_chunk
+        self._pace = PromptPace(prefill_chunk, now)
         self._on_start, self._on_stop = on_start, on_stop
         self._cache = cache or PrefixCache(table.slots.device, keep=False)
         self._tree_nodes = tree_nodes
@@ -132,11 +135,12 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """Choose the next step's sequences, and free slots for them."""
+        self._pace.observe(is_over=not self.running)
         self._note_progress()
         self._preempt_until_decoding_fits()
         started = self._admit()
         decoding = [Scheduled.of(sequence, 1) for sequence in self.running if not sequence.is_prefilling]
-        chunks = self._chunks([sequence for sequence in self.running if sequence.is_prefilling], len(decoding))
+        chunks = self._chunks(decoding)
         batch = StepBatch(decoding + chunks, started)
         self._clear_slots(batch.num_extend_rows + len(decoding) * self._tree_nodes)
         return batch
@@ -163,7 +167,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.preemptions += 1
         self._preemptions += 1
-        self.queue.add(Entry.preempted(sequence))
+        self.queue.add(Entry(None, sequence.arrival, sequence))
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
@@ -266,15 +270,17 @@ class Scheduler:
         return self._table.num_free_rows + len(victims) > 0 and claimed <= available
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
-        """Preempt sequences of clients that run more than this one would run then, the cheapest first. Returns whether
-        there is room then; else none is preempted."""
+        """Preempt sequences of clients that run more than this one would run then, the cheapest first, and often only
+        for a client that runs nothing. Returns whether there is room then; else none is preempted."""
         victims: list[Sequence] = []
         while not self._has_room(sequence, victims):
             running = Counter(other.client for other in self.running if other not in victims)
             spare = [
                 other
                 for other in self.running
-                if running[other.client] > running[sequence.client] + 1 and other not in (*victims, *started)
+                if running[other.client] > running[sequence.client] + 1
+                and (other.preemptions < _OFTEN or not running[sequence.client])
+                and other not in (*victims, *started)
             ]
             victim = cheapest(spare, self.running, self._cache)
             if victim is None:
@@ -295,15 +301,23 @@ class Scheduler:
         self._service.waive(sequence)
         self.running.append(sequence)
 
-    def _chunks(self, prefilling: Items[Sequence], num_decoding: int) -> list[Scheduled]:
-        """Share one chunk of prompt rows among the prefilling sequences, the client served least first."""
-        left = min(self._prefill_chunk, self.num_available - num_decoding)
-        chunks = []
+    def _chunks(self, decoding: Items[Scheduled]) -> list[Scheduled]:
+        """Share one chunk of prompt rows among the prefilling sequences, the client served least first; beside the
+        decoding of other clients only as many rows as take their share of time."""
+        left, paced = min(self._prefill_chunk, self.num_available - len(decoding)), self._pace.num_rows
+        clients = {item.sequence.client for item in decoding}
+        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
+        chunks, beside = list[Scheduled](), list[tuple[str, int, int]]()
         for sequence in sorted(prefilling, key=lambda sequence: self._service.served(sequence.client)):
-            num_rows = min(sequence.num_pending, left)
+            client, others = sequence.client, len(clients - {sequence.client})
+            most = 0 if self._pace.owes(client) else min(left, paced)
+            num_rows = min(sequence.num_pending, most if others else left)
             if num_rows > 0:
                 chunks.append(Scheduled.of(sequence, num_rows))
-                left -= num_rows
+                beside.append((client, num_rows, others))
+                left, paced = left - num_rows, paced - num_rows if others else paced
+        if decoding:
+            self._pace.begin(beside)
         return chunks
 
     def _clear_slots(self, wanted: int) -> None:

@@ -125,7 +125,7 @@ class EngineThread:
                 self._loop(deliver)
             for ended in self._ended:
                 ended()
-        except Exception as error:
+        except BaseException as error:  # a panic of a library, too
             logger.exception("the engine stopped")
             self.failure = error
             deliver([])

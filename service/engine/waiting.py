@@ -16,21 +16,15 @@ PROMPT_SHARE = 0.5
 class Entry:
     """A place in the queue. Only the next of its sequences exists: a body may ask for thousands."""
 
-    def __init__(self, body: Submission, arrival: int) -> None:
-        """`arrival`: rank of the body's first sequence; the others have the ranks that follow."""
+    def __init__(self, body: Submission | None, arrival: int, preempted: Sequence | None = None) -> None:
+        """`arrival`: rank of the body's first sequence; the others have the ranks that follow. Without a body, it is
+        the place of a sequence that was preempted."""
         self._body = body
-        self._requests = deque(body.requests)
+        self._requests = deque(() if body is None else body.requests)
         self._index = 0  # of the next sequence of the first of them
         self._arrival = arrival
-        self.num_sequences = sum(request.n for request in body.requests)
-        self.head = self._unfolded()
-
-    @staticmethod
-    def preempted(sequence: Sequence) -> "Entry":
-        """The entry of a sequence that has run already."""
-        entry = Entry(Submission(()), sequence.arrival)
-        entry.head, entry.num_sequences = sequence, 1
-        return entry
+        self.num_sequences = (preempted is not None) + sum(request.n for request in self._requests)
+        self.head = preempted or self._unfolded()
 
     @property
     def client(self) -> str:
@@ -64,7 +58,8 @@ class Entry:
     def _unfolded(self) -> Sequence | None:
         """Make the next sequence; None: all have started."""
         if not self._requests:
-            self._body.waits = False
+            if self._body is not None:
+                self._body.waits = False
             return None
         request = self._requests[0]
         sequence = new_sequence(request, self._index)

@@ -1,5 +1,6 @@
 """Who takes part in a step: everyone's turn comes, one chunk for all prompts, and the cheapest gives way."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -23,7 +24,15 @@ TOKENIZER = ChatTokenizer(tiny_tokenizer())
 class Room:
     """A scheduler with its slots, and steps that commit every scheduled row and one more token."""
 
-    def __init__(self, num_slots: int = 1000, lines: int = 4, chunk: int = 10, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int = 1000,
+        lines: int = 4,
+        chunk: int = 10,
+        *,
+        keep: bool = False,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.slots, self.table = SlotPool(num_slots + 1, CPU), SlotTable(lines, 2000, CPU)
         self.scheduler = Scheduler(
             self.slots,
@@ -32,6 +41,7 @@ class Room:
             on_start=begin,
             cache=PrefixCache(CPU) if keep else None,
             tree_nodes=8,
+            now=now,
         )
 
     def add(self, *lengths: int, client: str = "", priority: int = 0) -> list[Sequence]:

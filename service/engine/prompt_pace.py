@@ -1,0 +1,69 @@
+"""How fast prompts are read beside the decoding of other clients."""
+
+from collections.abc import Callable, Sequence
+
+_RATE = 0.25  # of the moving mean of what a step without prompts takes
+_MEASURED_EVERY = 16  # steps with prompts, then one without: a sixteenth of reading, to know what decoding takes now
+
+_GROWTH = 1.25
+"""Of rows from one step to the next: by so much a step may be longer than is fair."""
+
+
+class PromptPace:
+    """How many rows of prompts a step may have beside the decoding of other clients: so many that reading takes a
+    client's share of the time, an n-th beside n - 1 others.
+
+    What rows take is known afterwards, by what the step took longer than one without them. Their number follows, and
+    what a client has had too much of others' time it owes: it reads on when they have decoded for as long without it.
+    """
+
+    def __init__(self, most_rows: int, now: Callable[[], float]) -> None:
+        self._most_rows, self._now = most_rows, now
+        self._rows = float(most_rows)
+        self._plain_seconds: float | None = None  # of a step without prompts
+        self._num_read = 0  # steps with prompts since then
+        self._debts: dict[str, float] = {}  # seconds, by client
+        self._step: tuple[float, Sequence[tuple[str, int, int]]] | None = (
+            None  # under way: its beginning, and its readers
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the next step may have; 0 where it is to show what decoding takes."""
+        is_known = self._plain_seconds is not None and self._num_read < _MEASURED_EVERY
+        return max(1, int(self._rows)) if is_known else 0
+
+    def owes(self, client: str) -> bool:
+        """Whether the client must wait."""
+        return self._debts.get(client, 0.0) > 0
+
+    def begin(self, readers: Sequence[tuple[str, int, int]]) -> None:
+        """A step with decoding sequences begins; `readers`: clients of its prompts, with rows and the number of other
+        clients that decode."""
+        if all(others for _, _, others in readers):
+            self._step = self._now(), readers
+
+    def observe(self, *, is_over: bool) -> None:
+        """The step has ended; `is_over`: and after it perhaps nothing ran for a while."""
+        step, self._step = self._step, None
+        if step is None or is_over:
+            return
+        (began, readers), seconds = step, self._now()
+        seconds -= began
+        if not readers:
+            before = seconds if self._plain_seconds is None else self._plain_seconds
+            self._plain_seconds, self._num_read = before + _RATE * (seconds - before), 0
+            self._debts = {client: debt - seconds for client, debt in self._debts.items() if debt > 0}
+            return
+        assert self._plain_seconds is not None, "prompts are read when it is known"
+        plain, self._num_read = self._plain_seconds, self._num_read + 1
+        rows, longer = sum(count for _, count, _ in readers), max(0.0, seconds - plain)
+        for client, count, others in readers:
+            debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
+            self._debts[client] = max(debt, -plain)  # a step's worth may be saved
+        fair = sum(plain / others for _, _, others in readers)
+        scale = min(fair / longer, _GROWTH) if longer else _GROWTH
+        if scale < 1:
+            self._rows = max(1.0, rows * scale)
+        elif rows >= int(self._rows):  # fewer rows say nothing of more
+            self._rows = min(self._rows * scale, self._most_rows)
