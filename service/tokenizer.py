@@ -248,7 +248,7 @@ class ChatTokenizer:
         if control and bos and text.startswith(str(bos)):
             add_special_tokens = False
         backend = self._parsing if control else self._literal
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(backend, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens."""
@@ -342,7 +342,7 @@ class ChatTokenizer:
             raise InvalidRequest(message, param="messages") from error
         self.refuse_longer(rendered, most_tokens, "messages")
         if not guard.hid_something:
-            return list(self._parsing.encode(rendered, add_special_tokens=False).ids)
+            return _ids(self._parsing, rendered)
         return self._encode_guarded(rendered, guard)
 
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[JsonValue], **variables: Any) -> str:
@@ -364,7 +364,7 @@ class ChatTokenizer:
 
     def _encode_guarded(self, rendered: str, guard: SpecialTokenGuard) -> list[int]:
         """Parse the template's special tokens, and encode the text between them as plain text."""
-        encoding = self._parsing.encode(rendered, add_special_tokens=False)
+        (encoding,) = self._parsing.encode_batch([rendered], add_special_tokens=False)
         control_ids = frozenset(self.special_ids.values())
         ids: list[int] = []
         run_start = 0
@@ -374,3 +374,9 @@ class ChatTokenizer:
                 ids.append(token_id)
                 run_start = end
         return ids + self.encode(guard.reveal(rendered[run_start:]))
+
+
+def _ids(backend: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Encode a text as a batch of one: other threads run meanwhile, unlike while `encode` does it."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
