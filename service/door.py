@@ -125,15 +125,15 @@ class Door:
         held = tokens + (0 if grammar is None else _TOKENS_PER_CHARACTER * grammar.num_characters)
         return min(-(-held // max_model_len), self._max_waiting // 2)
 
-    def admit(self, stream: OutputStream, num_running: int) -> None:
-        """Let a body in. Raises QueueFull where its client would hold more places than it leaves free: so one client
-        has half of the queue at most, and k that keep asking 1/(k + 1) each (dynamic thresholds: Choudhury and Hahne,
-        1998). A client that holds none may take the last."""
+    def check(self, account: str, num_places: int, num_running: int) -> None:
+        """Raise QueueFull where a client would hold more places than it leaves free: so one client has half of the
+        queue at most, and k that keep asking 1/(k + 1) each (dynamic thresholds: Choudhury and Hahne, 1998). A client
+        that holds none may take the last."""
         held = Counter[str]()
         for other in self._open:
             held[other.account] += other.num_places
-        before, own = held[stream.account], held[stream.account] + stream.num_places
-        free = self._max_waiting - held.total() - stream.num_places
+        before, own = held[account], held[account] + num_places
+        free = self._max_waiting - held.total() - num_places
         if free < 0 or (before and own > free):
             self.num_refused += 1
             raise QueueFull(
@@ -142,6 +142,9 @@ class Door:
                 code="queue_full",
                 retry_after_seconds=min(_MAX_RETRY_SECONDS, 1 + held.total() // max(1, num_running)),
             )
+
+    def enter(self, stream: OutputStream) -> None:
+        """Let a body in."""
         self._open.add(stream)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
 

@@ -23,6 +23,9 @@ _SLICE_SECONDS = 0.05
 """A compilation takes milliseconds: a slice has some of them, and lets others come soon."""
 _REQUEST_SECONDS = 10.0
 """Of a core, for one request: 128 functions, each with some keywords to be found and left out, at up to 80 ms each."""
+PAUSE_SHARE = 3
+"""Of the time that work of one account took: it rests for so long before its next, so that it takes a quarter of a
+core beside the engine."""
 _MAX_CACHED = 256  # grammars
 _MAX_CACHED_CHARACTERS = 2**20  # of their sources; compiled, a character takes about 100 bytes
 
@@ -133,6 +136,7 @@ class Compilations:
                 if is_complete:
                     taken: Result = result
                     return taken
+                await asyncio.sleep(PAUSE_SHARE * seconds)
         raise GrammarError(f"the grammars of a request may take {_REQUEST_SECONDS:.0f} seconds, and these take more")
 
 

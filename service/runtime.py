@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from adaptation.records import AdaptationStatus
 from service.door import Door, Meter, OutputStream, not_ready
 from service.engine.requests import GenerationRequest, SequenceOutput, Submission
 from service.errors import EngineFailure, NotFound, StartupError
-from service.grammar_pool import GrammarPool, Turns
+from service.grammar_pool import PAUSE_SHARE, GrammarPool, Turns
 from service.grammars import GrammarCompiler
 from service.observability.guard import Guard
 from service.tokenizer import ChatTokenizer
@@ -200,10 +200,16 @@ class Runtime:
         self.check_ready()
         engine, body = self._loaded().engine, Submission(requests)
         places = self._door.places(body, self.card.max_model_len)
+        self._door.check(requests[0].scope.account, places, engine.num_running)
         stream = OutputStream(body, places, abort=engine.abort, release=self._door.leave, meter=meter)
-        self._door.admit(stream, engine.num_running)
+        self._door.enter(stream)
         engine.submit(body)
         return stream
+
+    def check_room(self, account: str) -> None:
+        """Raise RequestError if a request of this account would be refused now, whatever it asks."""
+        self.check_ready()
+        self._door.check(account, 1, self._loaded().engine.num_running)
 
     def forget(self, scope: str | None = None) -> None:
         """Forget the past answers of a scope, or of all scopes: no later request reads them."""
@@ -215,9 +221,15 @@ class Runtime:
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
     async def in_turn(self, account: str, call: Callable[[], Result]) -> Result:
-        """Run parsing or tokenization in a thread, one at a time for an account."""
-        async with self._turns.of(account):
-            return await self.off_loop(call)
+        """Run parsing or tokenization in a thread, one at a time for an account, and its next one after a pause: so it
+        has a quarter of a core at most."""
+        turn, seconds = self._turns.of(account), 0.0
+        await turn.acquire()
+        try:
+            result, seconds = await self.off_loop(partial(_timed, call))
+            return result
+        finally:
+            self._loop.call_later(PAUSE_SHARE * seconds, turn.release)
 
     async def ask_adaptation(self, ask: Callable[[AdaptationControl], Result]) -> Result:
         """Call learning in a thread. Raises NotFound if it is off."""
@@ -298,6 +310,12 @@ class Runtime:
             return
         self.state = "failed"
         self._door.fail_all(EngineFailure("The engine stopped on an internal error.", code="engine_stopped"))
+
+
+def _timed(call: Callable[[], Result]) -> tuple[Result, float]:
+    """The result of a call, and the seconds of a core that it took."""
+    began = time.thread_time()
+    return call(), time.thread_time() - began
 
 
 def _stop(served: ServedModel) -> None:

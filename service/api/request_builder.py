@@ -157,7 +157,7 @@ async def build(
     """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed; `compilations`: of
     this request, if it has compiled something already. Raises RequestError."""
     runtime, n = server.runtime, body.n or 1
-    runtime.check_ready()
+    runtime.check_room(scope.account)
     compilations = compilations or runtime.grammars.of_request(scope.account, scope.cache_namespace)
     _check_fields(body, server)
     calling, thinking, most = None, None, runtime.card.max_model_len
