@@ -62,9 +62,9 @@ class PerMinute(_Limit):
 
         used + reserved at the end <= level at the beginning + limit * T / 60 <= limit * (1 + T / 60).
 
-    So concurrent requests never overrun the limit, and an idle key may start with a burst of one minute's worth. A
-    request that may use more than that reserves it all: what it then uses beyond is a debt (a level below 0), which
-    refills before the key's next request is admitted.
+    So an idle key may start with a burst of one minute's worth, and concurrent requests overrun the limit by no more
+    than one of them alone: a request that may use more than a minute's worth reserves it all, and what it then uses
+    beyond is a debt (a level below 0), which refills before the key's next request is admitted.
     """
 
     def __init__(self, limit: int, *, clock: Clock) -> None:

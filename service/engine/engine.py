@@ -34,6 +34,7 @@ from service.engine.emit import (
 )
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
+from service.engine.prompt_pace import PromptPace
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
@@ -133,7 +134,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.slots,
             self.table,
-            prefill_chunk=limits.prefill_chunk,
+            pace=PromptPace(limits.prefill_chunk),
             on_start=self._begin,
             on_stop=self._draft_stage.stop,
             cache=PrefixCache(target.device, keep=limits.prefix_cache),

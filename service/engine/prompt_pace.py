@@ -1,5 +1,6 @@
 """How fast prompts are read beside the decoding of other clients."""
 
+import time
 from collections.abc import Callable, Sequence
 
 _RATE = 0.25  # of the moving mean of what a step without prompts takes
@@ -17,8 +18,9 @@ class PromptPace:
     what a client has had too much of others' time it owes: it reads on when they have decoded for as long without it.
     """
 
-    def __init__(self, most_rows: int, now: Callable[[], float]) -> None:
-        self._most_rows, self._now = most_rows, now
+    def __init__(self, most_rows: int, now: Callable[[], float] = time.perf_counter) -> None:
+        """`most_rows`: of a step; `now`: in seconds."""
+        self.most_rows, self._now = most_rows, now
         self._rows = float(most_rows)
         self._plain_seconds: float | None = None  # of a step without prompts
         self._num_read = 0  # steps with prompts since then
@@ -66,4 +68,4 @@ class PromptPace:
         if scale < 1:
             self._rows = max(1.0, rows * scale)
         elif rows >= int(self._rows):  # fewer rows say nothing of more
-            self._rows = min(self._rows * scale, self._most_rows)
+            self._rows = min(self._rows * scale, self.most_rows)

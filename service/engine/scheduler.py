@@ -94,22 +94,20 @@ class Scheduler:
         slots: SlotPool,
         table: SlotTable,
         *,
-        prefill_chunk: int,
+        pace: PromptPace,
         on_start: Callable[[Sequence], bool] = lambda sequence: True,
         on_stop: Callable[[Sequence], None] = lambda sequence: None,
         cache: PrefixCache | None = None,
         tree_nodes: int = MAX_NODES,
-        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`on_start` is called with each sequence that is to start, or to start again, and returns whether it can.
         `on_stop` is called with each that stops running, finished or preempted, while it has its row. Cached prefixes
-        leave room for trees of `tree_nodes`; `now`: seconds, by which steps are measured."""
+        leave room for trees of `tree_nodes`."""
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []
         self._slots = slots
         self._table = table
-        self._prefill_chunk = prefill_chunk
-        self._pace = PromptPace(prefill_chunk, now)
+        self._pace = pace
         self._on_start, self._on_stop = on_start, on_stop
         self._cache = cache or PrefixCache(table.slots.device, keep=False)
         self._tree_nodes = tree_nodes
@@ -304,7 +302,7 @@ class Scheduler:
     def _chunks(self, decoding: Items[Scheduled]) -> list[Scheduled]:
         """Share one chunk of prompt rows among the prefilling sequences, the client served least first; beside the
         decoding of other clients only as many rows as take their share of time."""
-        left, paced = min(self._prefill_chunk, self.num_available - len(decoding)), self._pace.num_rows
+        left, paced = min(self._pace.most_rows, self.num_available - len(decoding)), self._pace.num_rows
         clients = {item.sequence.client for item in decoding}
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
         chunks, beside = list[Scheduled](), list[tuple[str, int, int]]()

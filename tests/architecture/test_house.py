@@ -13,12 +13,12 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 31_941),
+    "product": (PRODUCT, 32_048),
     BENCHMARKS: (modules(BENCHMARKS), 4_527),
-    "tests": (modules("tests"), 37_320),
+    "tests": (modules("tests"), 37_422),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
-NUM_FILES = 257
+NUM_FILES = 258
 
 UNDOCUMENTED, WITHOUT_SHAPES = 0.03, 0.05  # of public functions, and of those that take or return tensors
 MODULE_LINES = 400

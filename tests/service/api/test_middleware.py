@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from service.api.middleware import BodyMiddleware
 from service.api_keys import digest_of
+from service.tokenizer import ChatTokenizer
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, fill, runtime_of, say
 
@@ -258,3 +260,24 @@ async def _expect_loading(client: httpx2.AsyncClient) -> None:
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     response = await client.post("/v1/chat/completions", json=ASK)
     assert (response.status_code, error_of(response)["message"]) == (503, "The model is still loading.")
+
+
+async def test_a_packed_body_of_very_many_members_is_refused() -> None:
+    async with client_of(ScriptedEngine(say("x"))) as client:
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        for count, status in ((1000, 200), (1100, 400)):
+            content = gzip.compress(b"") * count + gzip.compress(json.dumps(ASK).encode())
+            response = await client.post("/v1/chat/completions", content=content, headers=headers)
+            assert response.status_code == status, response.text
+        assert "may have 1024 gzip members" in error_of(response)["message"]
+
+
+async def test_a_full_queue_refuses_before_anything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(say("x"))
+    runtime = runtime_of(engine)
+    app = app_of(runtime)
+    async with app.router.lifespan_context(app), client_for(app) as client:
+        await runtime.wait_until_loaded()
+        fill(runtime, engine)
+        monkeypatch.setattr(ChatTokenizer, "render_chat", None)
+        assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 429

@@ -9,6 +9,7 @@ import torch
 
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
+from service.engine.prompt_pace import PromptPace
 from service.engine.requests import GenerationRequest, SamplingParams, Scope, Submission
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
@@ -37,11 +38,10 @@ class Room:
         self.scheduler = Scheduler(
             self.slots,
             self.table,
-            prefill_chunk=chunk,
+            pace=PromptPace(chunk, now),
             on_start=begin,
             cache=PrefixCache(CPU) if keep else None,
             tree_nodes=8,
-            now=now,
         )
 
     def add(self, *lengths: int, client: str = "", priority: int = 0) -> list[Sequence]:
