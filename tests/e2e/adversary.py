@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from service.bench.processes import came_true
+from service.conditions import surroundings
 from tests.processes import Process, begin, write_settings
 
 KEYS = ["honest", "greedy"]
@@ -324,7 +325,7 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         report = measure_embedded(Path(folder), options.minutes, keyed=not options.keyless)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    options.out.write_text(json.dumps({"conditions": surroundings(), **report}, indent=2) + "\n")
 
 
 def measure_embedded(folder: Path, minutes: float, *, keyed: bool) -> dict[str, Any]:
