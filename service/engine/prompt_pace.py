@@ -1,13 +1,21 @@
 """How fast prompts are read beside the decoding of other clients."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 _RATE = 0.25  # of the moving mean of what a step without prompts takes
 _MEASURED_EVERY = 16  # steps with prompts, then one without: a sixteenth of reading, to know what decoding takes now
 
 _GROWTH = 1.25
 """Of rows from one step to the next: by so much a step may be longer than is fair."""
+
+
+class Reader(NamedTuple):
+    """A client whose prompts a step reads."""
+
+    num_rows: int
+    num_others: int  # other clients that decode in the step
 
 
 class PromptPace:
@@ -25,9 +33,7 @@ class PromptPace:
         self._plain_seconds: float | None = None  # of a step without prompts
         self._num_read = 0  # steps with prompts since then
         self._debts: dict[str, float] = {}  # seconds, by client
-        self._step: tuple[float, Sequence[tuple[str, int, int]]] | None = (
-            None  # under way: its beginning, and its readers
-        )
+        self._step: tuple[float, Mapping[str, Reader]] | None = None  # under way: its beginning, and its readers
 
     @property
     def num_rows(self) -> int:
@@ -39,10 +45,9 @@ class PromptPace:
         """Whether the client must wait."""
         return self._debts.get(client, 0.0) > 0
 
-    def begin(self, readers: Sequence[tuple[str, int, int]]) -> None:
-        """A step with decoding sequences begins; `readers`: clients of its prompts, with rows and the number of other
-        clients that decode."""
-        if all(others for _, _, others in readers):
+    def begin(self, readers: Mapping[str, Reader]) -> None:
+        """A step with decoding sequences begins; `readers`: by client."""
+        if all(reader.num_others for reader in readers.values()):
             self._step = self._now(), readers
 
     def observe(self, *, is_over: bool) -> None:
@@ -59,11 +64,11 @@ class PromptPace:
             return
         assert self._plain_seconds is not None, "prompts are read when it is known"
         plain, self._num_read = self._plain_seconds, self._num_read + 1
-        rows, longer = sum(count for _, count, _ in readers), max(0.0, seconds - plain)
-        for client, count, others in readers:
+        rows, longer = sum(one.num_rows for one in readers.values()), max(0.0, seconds - plain)
+        for client, (count, others) in readers.items():
             debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
             self._debts[client] = max(debt, -plain)  # a step's worth may be saved
-        fair = sum(plain / others for _, _, others in readers)
+        fair = sum(plain / one.num_others for one in readers.values())
         scale = min(fair / longer, _GROWTH) if longer else _GROWTH
         if scale < 1:
             self._rows = max(1.0, rows * scale)

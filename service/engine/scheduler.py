@@ -22,7 +22,7 @@ from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
-from service.engine.prompt_pace import PromptPace
+from service.engine.prompt_pace import PromptPace, Reader
 from service.engine.requests import Submission
 from service.engine.sequence import Sequence
 from service.engine.waiting import Entry, ServiceCounters, WaitingQueue
@@ -305,14 +305,15 @@ class Scheduler:
         left, paced = min(self._pace.most_rows, self.num_available - len(decoding)), self._pace.num_rows
         clients = {item.sequence.client for item in decoding}
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
-        chunks, beside = list[Scheduled](), list[tuple[str, int, int]]()
+        chunks, beside = list[Scheduled](), dict[str, Reader]()
         for sequence in sorted(prefilling, key=lambda sequence: self._service.served(sequence.client)):
             client, others = sequence.client, len(clients - {sequence.client})
             most = 0 if self._pace.owes(client) else min(left, paced)
             num_rows = min(sequence.num_pending, most if others else left)
             if num_rows > 0:
                 chunks.append(Scheduled.of(sequence, num_rows))
-                beside.append((client, num_rows, others))
+                read = beside[client].num_rows if client in beside else 0
+                beside[client] = Reader(read + num_rows, others)
                 left, paced = left - num_rows, paced - num_rows if others else paced
         if decoding:
             self._pace.begin(beside)

@@ -13,9 +13,9 @@ PRODUCT = modules(*PACKAGES)
 OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
-    "product": (PRODUCT, 32_048),
+    "product": (PRODUCT, 32_051),
     BENCHMARKS: (modules(BENCHMARKS), 4_527),
-    "tests": (modules("tests"), 37_422),
+    "tests": (modules("tests"), 37_433),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 258

@@ -75,3 +75,16 @@ def test_a_short_prompt_of_one_that_owes_nothing_is_read_beside_one_that_owes() 
     clock.run(2)
     assert not short.is_prefilling
     assert long.num_computed == 256
+
+
+def test_many_prompts_of_a_client_have_no_more_time_than_one() -> None:
+    """Each ends in the step after the one that reads it, so that several are read in a step."""
+    clock = Clock()
+    clock.room.ask(replace(request_of(4, client="honest", max_tokens=30_000), n=4))
+    clock.run(10)
+    for _ in range(100):
+        clock.room.ask(replace(request_of(3, client="greedy", max_tokens=1), n=8))
+    clock.run(60)
+    before = clock.now
+    clock.run(40)
+    assert clock.now - before < 2.2 * 40 * PLAIN
