@@ -67,12 +67,12 @@ class Server:
         `safety_identifier`, else its `user`), or else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
-        address = _address_of(request)
+        account = self.account_of(request)
         return Scope(
-            key="" if tenant is None else self.account_of(request),
-            name=self._hash(f"user:{user}" if user else address),
+            key="" if tenant is None else account,
+            name=self._hash(f"user:{user}" if user else _address_of(request)),
             separate_names=self.settings.separate_names,
-            address=self._hash(address) if tenant is None else "",
+            address=account if tenant is None else "",
             max_running=None if tenant is None else tenant.max_concurrent,
         )
 

@@ -1,6 +1,8 @@
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -238,18 +240,25 @@ async def test_large_bodies_are_read_as_well() -> None:
         assert error_of(response)["param"] == "prompt"
 
 
-async def test_a_full_queue_and_a_loading_model_say_when_to_come_back() -> None:
+@asynccontextmanager
+async def full() -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a server whose queue others have filled."""
     engine = ScriptedEngine(say("x"))
     runtime = runtime_of(engine)
     app = app_of(runtime)
     async with app.router.lifespan_context(app), client_for(app) as client:
         await runtime.wait_until_loaded()
         fill(runtime, engine)
+        yield client
+
+
+async def test_a_full_queue_and_a_loading_model_say_when_to_come_back() -> None:
+    async with full() as client:
         for stream in (False, True):
             response = await client.post("/v1/chat/completions", json={**ASK, "stream": stream})
             assert (response.status_code, response.headers["retry-after"]) == (429, "5")
             assert error_of(response)["type"] == "rate_limit_error"
-    async with client_for(app_of(runtime_of(engine))) as client:
+    async with client_for(app_of(runtime_of(ScriptedEngine(say("x"))))) as client:
         await _expect_loading(client)
 
 
@@ -273,11 +282,6 @@ async def test_a_packed_body_of_very_many_members_is_refused() -> None:
 
 
 async def test_a_full_queue_refuses_before_anything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScriptedEngine(say("x"))
-    runtime = runtime_of(engine)
-    app = app_of(runtime)
-    async with app.router.lifespan_context(app), client_for(app) as client:
-        await runtime.wait_until_loaded()
-        fill(runtime, engine)
+    async with full() as client:
         monkeypatch.setattr(ChatTokenizer, "render_chat", None)
         assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 429

@@ -25,6 +25,14 @@ class Clock:
             self.now += self.steps[-1]
 
 
+def beside(client: str) -> Clock:
+    """A server in which one sequence of this client decodes."""
+    clock = Clock()
+    clock.room.ask(request_of(4, client=client, max_tokens=30_000))
+    clock.run(10)
+    return clock
+
+
 @pytest.mark.parametrize("others", [1, 3])
 @pytest.mark.parametrize("per_token", [0.0, 0.01])
 def test_reading_takes_a_clients_share_of_the_time(others: int, per_token: float) -> None:
@@ -43,9 +51,7 @@ def test_reading_takes_a_clients_share_of_the_time(others: int, per_token: float
 
 
 def test_what_a_long_step_took_too_much_is_paid_back() -> None:
-    clock = Clock()
-    clock.room.ask(request_of(4, client="honest", max_tokens=30_000))
-    clock.run(10)
+    clock = beside("honest")
     prompt = clock.room.ask(request_of(1900, client="greedy", max_tokens=1))
     clock.run(2)
     assert clock.steps[-2:] == [PLAIN + 256 * ROW, PLAIN]
@@ -57,18 +63,14 @@ def test_what_a_long_step_took_too_much_is_paid_back() -> None:
 
 
 def test_a_clients_own_prompts_are_read_at_once() -> None:
-    clock = Clock()
-    clock.room.ask(request_of(4, client="one", max_tokens=30_000))
-    clock.run(10)
+    clock = beside("one")
     clock.room.ask(request_of(1900, client="one", max_tokens=1))
     clock.run(8)
     assert clock.steps[11:17] == [PLAIN + 256 * ROW] * 6
 
 
 def test_a_short_prompt_of_one_that_owes_nothing_is_read_beside_one_that_owes() -> None:
-    clock = Clock()
-    clock.room.ask(request_of(4, client="honest", max_tokens=30_000))
-    clock.run(10)
+    clock = beside("honest")
     long = clock.room.ask(request_of(1900, client="greedy", max_tokens=1))
     clock.run(2)
     short = clock.room.ask(request_of(12, client="third", max_tokens=5))
