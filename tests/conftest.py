@@ -1,9 +1,10 @@
 """What every test starts from: the same random numbers, the same examples, no variable of ours set; and how large the
 long ones are, and what becomes of their figures."""
 
+import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,19 @@ def pytest_configure() -> None:
     import torch  # after the variable
 
     torch.set_num_threads(1)  # sums of several threads may differ, and tests run side by side
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Commands configure logging for their process; what a test runs in ours must not log into the next test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return (yield)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.captureWarnings(False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,8 +14,8 @@ OUTSIDE_KERNELS = modules("service", "adaptation", "drafters")
 
 CODE_LINES = {
     "product": (PRODUCT, 32_051),
-    BENCHMARKS: (modules(BENCHMARKS), 4_527),
-    "tests": (modules("tests"), 37_433),
+    BENCHMARKS: (modules(BENCHMARKS), 5_000),
+    "tests": (modules("tests"), 37_440),
 }
 """At most so many lines of code (no blank lines, comments, docstrings) in these files."""
 NUM_FILES = 258

@@ -2,20 +2,10 @@
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from service.logging import bar, configure_logging, counting
-
-
-@pytest.fixture(autouse=True)
-def _logging_restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-    logging.captureWarnings(False)
 
 
 def test_json_lines_carry_message_level_and_extras(capsys: pytest.CaptureFixture[str]) -> None:
