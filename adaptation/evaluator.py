@@ -17,7 +17,7 @@ from adaptation.records import GateReason
 from adaptation.samples import ValidationText
 from adaptation.timing import Pieces
 from adaptation.weights import ANCHOR, DrafterWeights
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
 

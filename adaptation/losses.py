@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from drafters.specblock.heads import rank_features
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.network.heads import rank_features
+from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of
 from drafters.training.output_layers import anchor_divergence

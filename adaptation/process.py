@@ -35,7 +35,7 @@ from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces, TrainingTime, completed
 from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.network.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
 from kernels.threads import use_threads
 

@@ -24,9 +24,9 @@ from adaptation.timing import Pieces
 from adaptation.weights import ServedDrafter
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
+from drafters.network.checkpoint import weights_of, write_weights
+from drafters.network.model import Embed, SpecBlock
 from drafters.protocol import Noise
-from drafters.specblock.checkpoint import weights_of, write_weights
-from drafters.specblock.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings

@@ -19,8 +19,8 @@ from adaptation.checkpoint import SNAPSHOTS, Layout, SnapshotInfo, SnapshotRing,
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Damaged, NotRemoved
 from adaptation.timing import bf16_is_faster
-from drafters.specblock.checkpoint import weights_of, write_weights
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
+from drafters.network.checkpoint import weights_of, write_weights
+from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Prepares weights, by name in the serving dtype, in the learning thread. The function it returns writes them to the

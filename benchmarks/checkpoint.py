@@ -26,8 +26,8 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from drafters.specblock import checkpoint
-from drafters.specblock.model import SpecBlock
+from drafters.network import checkpoint
+from drafters.network.model import SpecBlock
 from kernels.linear import Weight
 from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig

@@ -24,8 +24,8 @@ from adaptation.timing import completed
 from benchmarks.shared import LongestAnswer, PromptFile
 from drafters.feedback import QueryFeedback
 from drafters.memory.drafter import MemoryDrafter
+from drafters.network.model import SpecBlock
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes
-from drafters.specblock.model import SpecBlock
 from drafters.training.replay import accepted_of_blocks, walked
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels.ops import REFERENCE

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drafters.language_model.forward import LanguageModel
+from drafters.network.blocks import TrainedWeights as TrainedWeights
 from drafters.protocol import Drafter, DraftingSizes
-from drafters.specblock.blocks import TrainedWeights as TrainedWeights
 
 Need = Literal["nothing", "weights", "model", "layers"]
 """Weights trained for the target, another language model, or layers of the target itself."""

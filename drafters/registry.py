@@ -19,10 +19,10 @@ from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.drafter import LanguageModelDrafter, scratch_places
 from drafters.language_model.sequences import OwnKeys, TargetKeys
 from drafters.memory.drafter import MemoryDrafter
+from drafters.network.drafter import SpecBlockDrafter
+from drafters.network.heads import POLICIES
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
-from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.heads import POLICIES
 from drafters.switch import SwitchDrafter
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates, DraftTree

@@ -10,8 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
 from drafters.kinds import Need
+from drafters.network.model import SpecBlock
 from drafters.registry import TrainedWeights, needs_of, trained_kind_of
-from drafters.specblock.model import SpecBlock
 from service.config import ServiceConfig
 from service.engine import drafter_weights
 from service.engine.drafter_weights import (

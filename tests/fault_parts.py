@@ -23,7 +23,7 @@ from service.assembly import Assembly
 from service.bench.driver import generate
 from service.engine.requests import GenerationRequest
 from service.learning.adaptive import Adaptive
-from tests.drafters.specblock.parts import serves
+from tests.drafters.network.parts import serves
 from tests.practised import Practised, greedy_requests
 from tests.service.learning_parts import learning, texts
 from tests.tuned import settled

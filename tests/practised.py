@@ -18,9 +18,9 @@ from adaptation.samples import training_sample
 from adaptation.timing import completed
 from adaptation.weights import ServedDrafter, in_place
 from drafters.feedback import QueryFeedback
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.network import checkpoint
+from drafters.network.checkpoint import weights_of
+from drafters.network.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.drafter_weights import load_network

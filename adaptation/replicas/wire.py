@@ -30,7 +30,7 @@ from adaptation.checkpoint import Layout, load_tensors, seal, unseal
 from adaptation.records import Damaged, Refused
 from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
-from drafters.specblock.checkpoint import VOCABULARY, names_tokens
+from drafters.network.checkpoint import VOCABULARY, names_tokens
 
 Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
+from drafters.network.config import SpecBlockConfig
 from drafters.published import form
 from drafters.published.form import Described, PublishedForm, Tensors
-from drafters.specblock.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.specblock.config import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 
 _NAMES = {

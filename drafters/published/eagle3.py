@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.network.checkpoint import VOCABULARY, TargetParts
+from drafters.network.config import SpecBlockConfig
 from drafters.published.form import (
     EMBEDDING,
     TRAINED_LENGTH,
@@ -24,8 +26,6 @@ from drafters.published.form import (
     written_layers,
     written_vocabulary,
 )
-from drafters.specblock.checkpoint import VOCABULARY, TargetParts
-from drafters.specblock.config import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 
 _NESTED = "transformer_layer_config"

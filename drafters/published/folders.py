@@ -12,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafters.network import checkpoint
+from drafters.network.checkpoint import CONFIG_FILE, DrafterError, TargetParts
+from drafters.network.config import SpecBlockConfig
+from drafters.network.model import SpecBlock
 from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
 from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
 from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
 from drafters.published.modules import MEDUSA, MTP
 from drafters.published.specblock import SPECBLOCK
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import CONFIG_FILE, DrafterError, TargetParts
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
 
 FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
 """All forms; a config is read by the first that recognises it."""

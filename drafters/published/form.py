@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.specblock.checkpoint import VOCABULARY, TargetParts, names_tokens
-from drafters.specblock.config import SpecBlockConfig
+from drafters.network.checkpoint import VOCABULARY, TargetParts, names_tokens
+from drafters.network.config import SpecBlockConfig
 
 EMBEDDING = "embed_tokens.weight"
 

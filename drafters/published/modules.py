@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
+from drafters.network.config import SpecBlockConfig
 from drafters.published.form import Described, PublishedForm, Tensors, renamed
-from drafters.specblock.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.specblock.config import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 
 

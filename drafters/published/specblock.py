@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.network.checkpoint import VOCABULARY, TargetParts
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import LayerShape
+from drafters.network.model import RANK_CLASSES
 from drafters.published import form
 from drafters.published.form import Described, PublishedForm, Tensors
-from drafters.specblock.checkpoint import VOCABULARY, TargetParts
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import LayerShape
-from drafters.specblock.model import RANK_CLASSES
 from kernels.families import FUSED_FAMILIES
 
 _ARCHITECTURES = ("LlamaForCausalLMSpecBlock",), ("LlamaForCausalLMSpecBlockShift",)

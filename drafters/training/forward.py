@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from drafters.specblock.layers import Embed, KeysValues
-from drafters.specblock.model import BlockRows, SpecBlock
-from drafters.specblock.structure import InputLayer
+from drafters.network.layers import Embed, KeysValues
+from drafters.network.model import BlockRows, SpecBlock
+from drafters.network.structure import InputLayer
 from drafters.training.corpus import Batch
 
 _FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

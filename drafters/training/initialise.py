@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.specblock.autoregressive import TokenAndState
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Embed, Input, LayerShape
-from drafters.specblock.mask_tokens import MaskTokens
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.residual_heads import ResidualHeads
-from drafters.specblock.structure import InputLayer
+from drafters.network.autoregressive import TokenAndState
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import Embed, Input, LayerShape
+from drafters.network.mask_tokens import MaskTokens
+from drafters.network.model import SpecBlock
+from drafters.network.residual_heads import ResidualHeads
+from drafters.network.structure import InputLayer
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy as nll
 from torch.nn.functional import pad
 
-from drafters.specblock.heads import rank_class, rank_features
-from drafters.specblock.layers import Embed
-from drafters.specblock.model import SpecBlock
+from drafters.network.heads import rank_class, rank_features
+from drafters.network.layers import Embed
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainedBlocks, at, forward_of
 from kernels.rank_features import TOP

@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy, linear
 
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
-from drafters.specblock.heads import rank_class, rank_features
-from drafters.specblock.model import SpecBlock
+from drafters.network.heads import rank_class, rank_features
+from drafters.network.model import SpecBlock
 
 OUTPUT_LAYERS = ("lm_head.weight", "rank_head.2.weight")
 """The parameters that learn."""

@@ -12,13 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafters.coupling import TreeNoise
 from drafters.memory.drafter import MemoryDrafter
+from drafters.network.blocks import TrainedWeights
+from drafters.network.checkpoint import weights_of
+from drafters.network.drafter import SpecBlockDrafter
+from drafters.network.layers import Embed
+from drafters.network.model import SpecBlock
+from drafters.network.served import ServingNetwork
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
-from drafters.specblock.blocks import TrainedWeights
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.layers import Embed
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.network import ServingNetwork
 from drafters.training.corpus import Batch, Example
 from drafters.training.forward import forward_of
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult

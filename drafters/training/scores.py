@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.specblock.layers import Embed
-from drafters.specblock.model import SpecBlock
+from drafters.network.layers import Embed
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch, Example, batches
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.replay import Replayed, replay_chain, replay_trees, serving

@@ -20,15 +20,15 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 import drafters
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import Embed
+from drafters.network.model import SpecBlock
+from drafters.network.served import ServingNetwork
+from drafters.network.structure import InputLayer
 from drafters.published import folders as published
 from drafters.registry import TrainedWeights
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Embed
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.families import FUSED_FAMILIES

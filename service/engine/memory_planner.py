@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from drafters.memory.drafter import text_buckets
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.network import ServingNetwork
+from drafters.network.model import SpecBlock
+from drafters.network.served import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES

@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from drafters.specblock.checkpoint import TargetParts, identity_of
-from drafters.specblock.model import SpecBlock
+from drafters.network.checkpoint import TargetParts, identity_of
+from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.families import FUSED_FAMILIES
 from kernels.linear import QuantisedWeight, Weight, even_sample

@@ -20,13 +20,13 @@ from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters.feedback import Query
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.model import SpecBlockConfig
+from drafters.network.recording import FeedbackRecorder
+from drafters.network.served import ServingNetwork
 from drafters.published import folders as published
 from drafters.regret import RegretLedger
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.model import SpecBlockConfig
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.recording import FeedbackRecorder
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
 from service.drafter_choice import choose_drafter

@@ -12,11 +12,11 @@ from torch import Tensor
 from adaptation.checkpoint import SNAPSHOTS, Snapshot, read_snapshot
 from adaptation.records import Damaged
 from adaptation.weights import ANCHOR
+from drafters.network import checkpoint
+from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, DrafterError
+from drafters.network.config import SpecBlockConfig
 from drafters.published import folders as published
 from drafters.published.form import PublishedForm
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, DrafterError
-from drafters.specblock.config import SpecBlockConfig
 from service import __version__
 from service.config import ServiceConfig
 from service.errors import StartupError

@@ -22,10 +22,10 @@ from adaptation.checkpoint import (
 )
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
+from drafters.network import checkpoint
+from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
+from drafters.network.config import SpecBlockConfig, config_from
 from drafters.published import folders as published
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
-from drafters.specblock.config import SpecBlockConfig, config_from
 from service.config import ServiceConfig
 from service.engine.drafter_weights import import_place, shipped_folder, source_of
 from service.errors import StartupError

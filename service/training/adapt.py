@@ -17,10 +17,10 @@ from pydantic import AliasChoices, AliasPath, Field, model_validator
 
 from adaptation.config import Tuning
 from adaptation.evaluator import Gate, GateDecision, replay_of
+from drafters.network.checkpoint import CARD_FILE, DrafterError, TargetParts
+from drafters.network.config import SpecBlockConfig
+from drafters.network.model import SpecBlock
 from drafters.published import folders as published
-from drafters.specblock.checkpoint import CARD_FILE, DrafterError, TargetParts
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
 from service.api.request_builder import render

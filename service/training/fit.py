@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from adaptation.timing import bf16_is_faster
+from drafters.network import checkpoint
+from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.published import folders as published
-from drafters.specblock import checkpoint
-from drafters.specblock.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples, rarest_token
 from drafters.training.fit import (

@@ -14,7 +14,7 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 
-from drafters.specblock import checkpoint
+from drafters.network import checkpoint
 from drafters.training.fit import FitReport, Position
 from drafters.training.scores import HeldOutScores
 from service import __version__

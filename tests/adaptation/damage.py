@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adaptation.checkpoint import MANIFEST, WEIGHTS, digest, seal, unseal
 from adaptation.evaluator import Gate
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptation.evaluator import Gate
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.crashing import Fuel, running_on
 from tests.adaptation.samples import Bench, bench, feedback
 

@@ -18,12 +18,12 @@ from adaptation.timing import TrainingTime
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, ServedDrafter, in_place
 from drafters.feedback import DraftLabels, Query, QueryFeedback
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.network.checkpoint import weights_of
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP
 from kernels.sample import gumbel_noise_of
 from tests.adaptation.worlds import Clock
-from tests.drafters.specblock.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
+from tests.drafters.network.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
 from tests.tuned import QUICK, tuned
 

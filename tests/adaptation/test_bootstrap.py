@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback
 

@@ -14,8 +14,8 @@ from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.samples import ValidationText, example_of
 from adaptation.timing import completed
 from adaptation.weights import DrafterWeights
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.network.checkpoint import weights_of
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import Example
 from drafters.training.replay import replay_blocks
 from tests.adaptation.samples import EMBED, drafter, feedback

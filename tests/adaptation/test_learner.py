@@ -18,7 +18,7 @@ from adaptation.samples import ValidationText, example_of
 from adaptation.timing import Pieces, completed
 from adaptation.trainer import UpdateReport
 from adaptation.worker import Worker
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples, vocabulary
 from tests.adaptation.worlds import Clock

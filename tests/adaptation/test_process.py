@@ -16,7 +16,7 @@ from adaptation.learner import worker_of
 from adaptation.process import TrainingProcess, mapped, shared
 from adaptation.records import TrainingLost
 from adaptation.timing import TrainingTime, completed
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
 from tests.service.engine.test_thread import eventually

@@ -21,16 +21,16 @@ from adaptation.samples import TrainingSample, example_of, training_sample
 from adaptation.timing import bf16_is_faster, completed
 from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
+from drafters.network.checkpoint import weights_of
+from drafters.network.heads import propose
+from drafters.network.model import SpecBlock
 from drafters.protocol import Noise
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.heads import propose
-from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example
 from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, newton_logits, target_divergence
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
-from tests.drafters.specblock.parts import serving, tiny_drafter
+from tests.drafters.network.parts import serving, tiny_drafter
 
 TOKEN = int(vocabulary()[0][5])
 

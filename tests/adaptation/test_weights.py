@@ -13,8 +13,8 @@ from adaptation.checkpoint import SnapshotRing, folder_name
 from adaptation.records import Damaged, NotStored
 from adaptation.samples import example_of
 from adaptation.weights import DrafterWeights, Prepare, in_place
-from drafters.specblock.checkpoint import VOCABULARY, weights_of, write_weights
-from drafters.specblock.model import SpecBlock
+from drafters.network.checkpoint import VOCABULARY, weights_of, write_weights
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from tests.adaptation.drafts import same

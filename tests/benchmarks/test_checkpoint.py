@@ -25,7 +25,7 @@ from benchmarks.checkpoint import (
 from benchmarks.gguf_shapes import Mix, Shape, write_file
 from benchmarks.gpu import assembled as gpu_assembled
 from benchmarks.gpu_sections import FULL
-from drafters.specblock import checkpoint
+from drafters.network import checkpoint
 from kernels.cpu import library
 from service.assembly import Assembly, assemble
 from service.bench.driver import Run, generate

@@ -13,7 +13,7 @@ import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import service
-from drafters.specblock.model import SpecBlock
+from drafters.network.model import SpecBlock
 from drafters.tree import MAX_NODES
 from service.assembly import _learning, assemble
 from service.config import GIB

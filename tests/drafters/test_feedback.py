@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drafters.feedback import NOWHERE, DraftLabels, Query, QueryFeedback, likeliest, target_tops
+from drafters.network.recording import FeedbackRecorder
 from drafters.protocol import DraftContext, Read
-from drafters.specblock.recording import FeedbackRecorder
-from tests.drafters.specblock.parts import tiny_drafter
+from tests.drafters.network.parts import tiny_drafter
 
 CONFIG = tiny_drafter().config
 WIDTH, HIDDEN, TOP, WINDOW = CONFIG.features_size, CONFIG.hidden_size, 5, 20

@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.calibration import class_logits
+from drafters.network.checkpoint import DrafterError, TargetParts, weights_of
+from drafters.network.config import SpecBlockConfig
+from drafters.network.model import SpecBlock
+from drafters.network.pool import EntryPool, EntryState
+from drafters.network.served import ServingNetwork
+from drafters.network.serving import forward_of
 from drafters.protocol import DraftingSizes
 from drafters.published import folders as published
-from drafters.specblock.checkpoint import DrafterError, TargetParts, weights_of
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import forward_of
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import (

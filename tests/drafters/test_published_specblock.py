@@ -10,16 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.coupling import TreeNoise
+from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.config import config_from
+from drafters.network.heads import propose
+from drafters.network.model import SpecBlock
+from drafters.network.pool import EntryPool, EntryState
+from drafters.network.served import ServingNetwork
+from drafters.network.serving import BlockForward
 from drafters.protocol import DraftingSizes
 from drafters.published import folders as published
 from drafters.published.specblock import SPECBLOCK
-from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.config import config_from
-from drafters.specblock.heads import propose
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import BlockForward
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import HIDDEN, deep_target, written

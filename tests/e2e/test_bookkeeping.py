@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from adaptation.config import AdaptationConfig
-from drafters.specblock.recording import FeedbackRecorder
+from drafters.network.recording import FeedbackRecorder
 from service.assembly import assemble
 from service.config import ServiceConfig
 from service.engine import accounting, engine

@@ -19,9 +19,9 @@ from adaptation.checkpoint import SnapshotRing
 from adaptation.config import AdaptationConfig
 from adaptation.persistence import LearnerCheckpoint
 from adaptation.records import Event, NotStored
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.network import checkpoint
+from drafters.network.checkpoint import weights_of
+from drafters.network.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest

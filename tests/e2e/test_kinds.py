@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from drafters.network import checkpoint
 from drafters.published import folders as published
 from drafters.published.dflash import SPECULATORS_DFLASH
-from drafters.specblock import checkpoint
 from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
 from service.cli import app

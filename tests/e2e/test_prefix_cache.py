@@ -12,7 +12,7 @@ from service.engine import build
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, Scope, SpeculationParams
-from tests.drafters.specblock.parts import TAPS, serving, tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import TAPS, serving, tiny_drafter, tiny_embedding
 from tests.service.engine.harness import (
     LIMITS,
     Generated,

@@ -14,9 +14,9 @@ from adaptation.config import AdaptationConfig
 from adaptation.records import Event, ReplicaStatus
 from adaptation.weights import DrafterWeights
 from drafters.feedback import QueryFeedback
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError, weights_of
-from drafters.specblock.network import ServingNetwork
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.served import ServingNetwork
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.engine import accounting, drafter_weights
@@ -25,7 +25,7 @@ from service.engine.drafting import DraftStage
 from service.engine.stats import StepStats
 from service.errors import InvalidRequest, StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
-from tests.drafters.specblock.parts import computed, serves
+from tests.drafters.network.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
 from tests.tuned import settled, tuned

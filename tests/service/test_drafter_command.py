@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from adaptation.checkpoint import SNAPSHOTS, WEIGHTS, folder_name, stored_versions
+from drafters.network import checkpoint
+from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
+from drafters.network.config import SpecBlockConfig, config_from
+from drafters.network.model import SpecBlock
 from drafters.published import folders
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
-from drafters.specblock.config import SpecBlockConfig, config_from
-from drafters.specblock.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig

@@ -16,8 +16,8 @@ from adaptation.replicas.redis_store import MAX_QUERIES
 from adaptation.replicas.wire import QueryShape
 from adaptation.weights import DrafterWeights
 from adaptation.worker import Worker
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.model import SpecBlock
+from drafters.network.checkpoint import weights_of
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP
 from tests.adaptation.samples import HIDDEN, bench, drafter, feedback, vocabulary
 from tests.tiny_models import VOCAB_SIZE

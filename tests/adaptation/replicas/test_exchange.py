@@ -14,7 +14,7 @@ from adaptation.replicas.exchange import Exchange, LocalOnly
 from adaptation.replicas.redis_store import Part
 from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import Member, agreed, member, until
 from tests.adaptation.samples import Bench, bench, drafter, feedback

@@ -8,7 +8,7 @@ import pytest
 from adaptation.records import Refused
 from adaptation.replicas.follower import ServedWeights, VersionState
 from adaptation.replicas.wire import VersionRecord, sign
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.samples import bench, drafter
 
 OURS = b"the secret of ours"

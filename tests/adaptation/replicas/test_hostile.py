@@ -11,7 +11,7 @@ import pytest
 
 from adaptation.replicas.redis_store import CHUNK_BYTES
 from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
-from drafters.specblock.checkpoint import weights_of
+from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, member, until
 from tests.adaptation.samples import drafter, feedback

@@ -21,7 +21,7 @@ from adaptation.replicas.redis_store import QueryMessage
 from adaptation.replicas.wire import QueryCodec, Secret, sign, verify, weights_from_bytes, weights_to_bytes
 from adaptation.samples import training_sample
 from drafters.feedback import DraftLabels, QueryFeedback
-from drafters.specblock.checkpoint import VOCABULARY, weights_of
+from drafters.network.checkpoint import VOCABULARY, weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE
 from tests.adaptation.samples import ANSWER, drafter, feedback, sampled

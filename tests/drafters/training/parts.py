@@ -2,10 +2,10 @@
 
 import torch
 
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.structure import InputLayer
+from drafters.network.model import SpecBlock
+from drafters.network.structure import InputLayer
 from drafters.training.corpus import TOP, Example, Shard
-from tests.drafters.specblock.parts import tiny_drafter
+from tests.drafters.network.parts import tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
 BLOCK = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafters.specblock.model import SpecBlock
+from drafters.network.model import SpecBlock
 from drafters.training import fit
 from drafters.training.corpus import Batch, Example, TrainingError, load_examples
 from drafters.training.fit import (
@@ -25,7 +25,7 @@ from drafters.training.fit import (
 )
 from drafters.training.objective import Objective, ObjectiveSettings, StepScores
 from drafters.training.parallel import Ranks, join, local_device
-from tests.drafters.specblock.parts import tiny_embedding
+from tests.drafters.network.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
 SETTINGS = FitSettings(batch_tokens=120, warm_up_steps=2, rank_from_step=4, learning_rate=3e-3, autocast=False)

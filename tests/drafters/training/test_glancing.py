@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.structure import InputLayer
+from drafters.network.model import SpecBlock
+from drafters.network.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainingForward
 from drafters.training.objective import Objective, ObjectiveSettings
-from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import tiny_drafter, tiny_embedding
 from tests.drafters.training.parts import repeating_example
 
 BLOCK = 4

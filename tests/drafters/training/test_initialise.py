@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drafters.specblock.mask_tokens import MaskTokens
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.network.mask_tokens import MaskTokens
+from drafters.network.model import SpecBlock, SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from drafters.coupling import TreeNoise
-from drafters.specblock.model import SpecBlock
+from drafters.network.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.forward import TrainingForward
 from drafters.training.objective import LOSSES, Objective, ObjectiveSettings
 from drafters.training.output_layers import head_loss
 from tests.adaptation.samples import sampled
-from tests.drafters.specblock.parts import tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import tiny_drafter, tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, random_shard, trainable_drafter
 
 EMBED = tiny_embedding(HIDDEN)

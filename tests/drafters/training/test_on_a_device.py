@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters import readback
-from drafters.specblock.model import Embed, SpecBlock
+from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.initialise import InputSums, explained
 from drafters.training.objective import Objective, ObjectiveSettings

@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 import pytest
 import torch
 
-from drafters.specblock.model import SpecBlock
+from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP, Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.training.replay import (
@@ -19,7 +19,7 @@ from drafters.training.replay import (
 )
 from drafters.training.scores import examine
 from kernels.sample import gumbel_noise_of
-from tests.drafters.specblock.parts import tiny_embedding
+from tests.drafters.network.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter
 
 EMBED = tiny_embedding(HIDDEN)

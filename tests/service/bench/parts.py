@@ -9,8 +9,8 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from drafters.specblock import checkpoint
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
+from drafters.network import checkpoint
+from drafters.network.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.config import ServiceConfig

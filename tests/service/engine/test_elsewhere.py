@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from drafters import readback
+from drafters.network.checkpoint import weights_of
+from drafters.network.served import ServingNetwork
 from drafters.registry import TrainedWeights
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.network import ServingNetwork
 from kernels import ops
 from kernels.graph_runner import rerun
 from service.engine import build
@@ -22,7 +22,7 @@ from service.engine.measuring import Point, dummy_texts, run_point
 from service.engine.numerics import rows_are_independent
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
-from tests.drafters.specblock.parts import target_config, tiny_drafter
+from tests.drafters.network.parts import target_config, tiny_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, Claimed, claims
 from tests.service.engine.harness import (
     LIMITS,

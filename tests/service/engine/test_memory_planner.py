@@ -15,9 +15,9 @@ from adaptation.config import Tuning
 from adaptation.losses import untrained_rows
 from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.pool import EntryPool
-from drafters.specblock.recording import FeedbackRecorder
+from drafters.network.checkpoint import weights_of
+from drafters.network.pool import EntryPool
+from drafters.network.recording import FeedbackRecorder
 from drafters.training.initialise import InputSums, sums_bytes
 from service.config import GIB
 from service.engine.engine import EngineLimits
@@ -36,7 +36,7 @@ from service.engine.memory_planner import (
     training_bytes,
 )
 from service.errors import StartupError
-from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
 from tests.tiny_models import VOCAB_SIZE, loaded_tiny
 
 KV_SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from drafters.specblock import checkpoint
+from drafters.network import checkpoint
 from drafters.training.corpus import Example
 from drafters.training.fit import FitLoop, FitReport, Length
 from service.assembly import assemble

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from drafters.network.blocks import TrainedWeights
+from drafters.network.checkpoint import weights_of
+from drafters.network.drafter import SpecBlockDrafter
+from drafters.network.model import SpecBlock, SpecBlockConfig
+from drafters.network.pool import EntryPool, EntryState
+from drafters.network.served import ServingNetwork
+from drafters.network.serving import forward_of
 from drafters.protocol import Committed, DraftingSizes, Noise, Read
-from drafters.specblock.blocks import TrainedWeights
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.drafter import SpecBlockDrafter
-from drafters.specblock.model import SpecBlock, SpecBlockConfig
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import forward_of
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.rank_features import NUM_FEATURES

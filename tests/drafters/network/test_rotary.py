@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.specblock.layers import LayerShape
-from drafters.specblock.rotary import Rotary
+from drafters.network.layers import LayerShape
+from drafters.network.rotary import Rotary
 from kernels.families import FUSED_FAMILIES
 
 SIZES: dict[str, Any] = {

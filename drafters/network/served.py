@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from drafters.calibration import class_logits
-from drafters.specblock.checkpoint import VOCABULARY
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.model import FEATURE_SCALE, RANK_EPSILON, structure_of
-from drafters.specblock.structure import Structure, WeightPlanner, normed_taps
+from drafters.network.checkpoint import VOCABULARY
+from drafters.network.config import SpecBlockConfig
+from drafters.network.model import FEATURE_SCALE, RANK_EPSILON, structure_of
+from drafters.network.structure import Structure, WeightPlanner, normed_taps
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
 from kernels.layers import RunLayers

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import Input, LayerShape, Norm
-from drafters.specblock.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import Input, LayerShape, Norm
+from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
 from kernels.decoder_layer import DecoderLayer
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.specblock.rotary import Rotary
+from drafters.network.rotary import Rotary
 from kernels.families import FUSED_FAMILIES, Family, Norms
 from kernels.layers import rotated
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.specblock import checkpoint
-from drafters.specblock.checkpoint import DrafterError, TargetParts
-from drafters.specblock.model import SpecBlock
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError, TargetParts
+from drafters.network.model import SpecBlock
 from drafters.trained_kinds import TRAINED_KINDS
-from tests.drafters.specblock.parts import DRAFT_VOCAB, tiny_drafter
+from tests.drafters.network.parts import DRAFT_VOCAB, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
 HIDDEN = 48

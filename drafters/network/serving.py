@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafters.specblock.layers import Embed
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import EntryPool, EntryState, Waiting
+from drafters.network.layers import Embed
+from drafters.network.pool import EntryPool, EntryState, Waiting
+from drafters.network.served import ServingNetwork
 from kernels.decoder_layer import RotaryTable, RowPlaces
 from kernels.lattice import Picked
 from kernels.tree_attention import AttentionRows

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from drafters.asking import ForwardGates
+from drafters.network.blocks import GrownBlock, HostSizes, Keys, TrainedWeights, TreeGrower, tree_inputs
+from drafters.network.pool import ROOM, Backlog, Waiting
 from drafters.protocol import (
     Committed,
     DraftContext,
@@ -18,8 +20,6 @@ from drafters.protocol import (
     Read,
     StepTimes,
 )
-from drafters.specblock.blocks import GrownBlock, HostSizes, Keys, TrainedWeights, TreeGrower, tree_inputs
-from drafters.specblock.pool import ROOM, Backlog, Waiting
 from drafters.tree import Candidates
 
 

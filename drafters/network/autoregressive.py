@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, Input, LayerShape
-from drafters.specblock.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import DrafterDecoder, Input, LayerShape
+from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers, plan_layers
 from kernels.ops import Ops

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.specblock.structure import PathHeadOp, Structure, WeightPlanner
+from drafters.network.structure import PathHeadOp, Structure, WeightPlanner
 
 
 class PathHead(nn.Module):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from drafters.feedback import QueryFeedback
+from drafters.network.recording import FeedbackRecorder
 from drafters.protocol import Committed, DraftContext, Read, Scores
-from drafters.specblock.recording import FeedbackRecorder
 from drafters.tree import DraftTree, VerifyResult
-from tests.drafters.specblock.parts import tiny_drafter
+from tests.drafters.network.parts import tiny_drafter
 from tests.drafters.test_feedback import query
 
 CONFIG = tiny_drafter(block_size=4).config

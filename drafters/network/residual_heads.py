@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape
-from drafters.specblock.structure import ServedInput, ServedOutput, Structure, WeightPlanner, normed_taps
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import DrafterDecoder, EntryHeads, Input, LayerShape
+from drafters.network.structure import ServedInput, ServedOutput, Structure, WeightPlanner, normed_taps
 
 
 class ResidualHeads(Input):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from drafters.feedback import NOWHERE, DraftLabels, Query, QueryFeedback, target_tops
+from drafters.network.config import SpecBlockConfig
 from drafters.protocol import Committed, DraftContext, Read
 from drafters.readback import reached
-from drafters.specblock.config import SpecBlockConfig
 from drafters.tree import MAX_DEPTH
 
 _PAST_END = MAX_DEPTH + 1  # positions a step may commit after the end of an answer

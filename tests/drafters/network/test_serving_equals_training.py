@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.network.model import SpecBlock
+from drafters.network.pool import EntryPool, EntryState
+from drafters.network.serving import Live, forward_of
+from drafters.network.structure import InputLayer
 from drafters.protocol import DraftingSizes
-from drafters.specblock.model import SpecBlock
-from drafters.specblock.pool import EntryPool, EntryState
-from drafters.specblock.serving import Live, forward_of
-from drafters.specblock.structure import InputLayer
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
 from kernels.families import FUSED_FAMILIES
 from kernels.lattice import Picked, StartNodes
-from tests.drafters.specblock.parts import serving, tiny_drafter, tiny_embedding
+from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
 
 LENGTH, BLOCK = 24, 4
 ROWS = torch.tensor([1, 0])

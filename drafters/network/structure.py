@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from drafters.specblock.config import SpecBlockConfig
-from drafters.specblock.layers import DrafterDecoder, EntryHeads, Input, LayerShape
+from drafters.network.config import SpecBlockConfig
+from drafters.network.layers import DrafterDecoder, EntryHeads, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import RunLayers
 from kernels.linear import Product

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafters.network.served import ServingNetwork
 from drafters.protocol import DraftingSizes, HostMetadata
 from drafters.slots import HeldSlots
-from drafters.specblock.network import ServingNetwork
 from drafters.tree import MAX_DEPTH
 from kernels import ops
 from kernels.entries import EntryTables, Placed, places_of

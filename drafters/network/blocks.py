@@ -16,14 +16,14 @@ from torch.nn.functional import pad
 from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.feedback import NOWHERE
+from drafters.network.heads import POLICIES, propose
+from drafters.network.layers import Embed
+from drafters.network.pool import WAITING, EntryPool, EntryState, Waiting
+from drafters.network.recording import FeedbackRecorder
+from drafters.network.served import ServingNetwork
+from drafters.network.serving import Live, forward_of
 from drafters.protocol import DraftingSizes, Noise
 from drafters.slots import taken_slots
-from drafters.specblock.heads import POLICIES, propose
-from drafters.specblock.layers import Embed
-from drafters.specblock.network import ServingNetwork
-from drafters.specblock.pool import WAITING, EntryPool, EntryState, Waiting
-from drafters.specblock.recording import FeedbackRecorder
-from drafters.specblock.serving import Live, forward_of
 from drafters.tree import MAX_DEPTH, DraftTree
 from kernels.graph_runner import GraphRunner, by_batch
 from kernels.lattice import Picked, StartNodes

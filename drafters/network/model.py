@@ -4,7 +4,7 @@ An anchor t is a position whose target features are known together with the next
 stands at position t + k and predicts the token at t + k + 1:
     h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],    c_t = W_cond [h_low; h_mid; h_top]     (section 3.1)
     h_k <- W_shift [h_k; h_{k-1}],  h_0 := h_1,                between the decoder layers              (section 3.2)
-Networks of other kinds replace parts of it (`structure_of`). This is the form that is trained; `network.py` serves the
+Networks of other kinds replace parts of it (`structure_of`). This is the form that is trained; `served.py` serves the
 same weights. The caller decides who attends to whom.
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, taps, draft_vocab; width = hidden,
 or 2 * hidden where the state before the output norm is appended (`AutoregressiveStructure`)."""
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from drafters.calibration import class_logits
-from drafters.specblock.autoregressive import AutoregressiveStructure
-from drafters.specblock.conditioning import ConditionedStructure
-from drafters.specblock.config import SpecBlockConfig as SpecBlockConfig
-from drafters.specblock.layers import Attend, DrafterLayer, KeysValues
-from drafters.specblock.layers import Embed as Embed
-from drafters.specblock.mask_tokens import MaskTokenStructure
-from drafters.specblock.residual_heads import HeadsStructure, OwnHeadsStructure
-from drafters.specblock.structure import Structure
+from drafters.network.autoregressive import AutoregressiveStructure
+from drafters.network.conditioning import ConditionedStructure
+from drafters.network.config import SpecBlockConfig as SpecBlockConfig
+from drafters.network.layers import Attend, DrafterLayer, KeysValues
+from drafters.network.layers import Embed as Embed
+from drafters.network.mask_tokens import MaskTokenStructure
+from drafters.network.residual_heads import HeadsStructure, OwnHeadsStructure
+from drafters.network.structure import Structure
 from kernels.rank_features import NUM_FEATURES, TOP
 
 FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10

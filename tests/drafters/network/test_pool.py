@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.network.pool import Backlog, EntryPool, EntryState
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
-from drafters.specblock.pool import Backlog, EntryPool, EntryState
 from drafters.tree import Candidates
 from kernels.tree_attention import NULL_SLOT
-from tests.drafters.specblock.parts import FedDrafter, serving, target_config, tiny_drafter
+from tests.drafters.network.parts import FedDrafter, serving, target_config, tiny_drafter
 
 WIDTH = 3
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.network.recording import FeedbackRecorder
 from drafters.protocol import DraftContext
-from drafters.specblock.recording import FeedbackRecorder
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture
-from tests.drafters.specblock.parts import FedDrafter, target_config, tiny_drafter
+from tests.drafters.network.parts import FedDrafter, target_config, tiny_drafter
 from tests.kernels.tensor_program import kernels, record
 
 LENGTH, TEXTS = 150, 3

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from drafters.coupling import TreeNoise
+from drafters.network.blocks import path_nodes
+from drafters.network.checkpoint import weights_of
+from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
+from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
-from drafters.specblock.blocks import path_nodes
-from drafters.specblock.checkpoint import weights_of
-from drafters.specblock.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
-from drafters.specblock.network import ServingNetwork
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import ROOT
 from kernels import ops
 from kernels.families import FUSED_FAMILIES
 from kernels.lattice import CLASS_OF_RANK, StartNodes
 from kernels.rank_features import TOP
-from tests.drafters.specblock.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
+from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.coupling import TreeNoise
-from drafters.specblock.network import ServingNetwork
+from drafters.network.served import ServingNetwork
 from kernels import ops
 from kernels.lattice import CLASS_OF_RANK
 from kernels.rank_features import TOP

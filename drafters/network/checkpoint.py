@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.specblock.config import SpecBlockConfig, config_from
-from drafters.specblock.model import SpecBlock
+from drafters.network.config import SpecBlockConfig, config_from
+from drafters.network.model import SpecBlock
 from kernels.linear import Weight, dense, even_sample
 
 CONFIG_FILE = "config.json"
