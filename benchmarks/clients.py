@@ -41,7 +41,7 @@ from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest
 from service.engine.waiting import PROMPT_SHARE
 from service.errors import StartupError
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 
 SEVERAL, ONE, AGAIN = "clients", "one_client", "one_client_again"
 

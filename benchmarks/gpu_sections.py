@@ -34,7 +34,7 @@ from service.engine.measuring import Point, dummy_texts, place_point
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.thread import serving
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.prompts import PromptSet, read_prompt_set
+from service.text.prompts import PromptSet, read_prompt_set
 
 At = dict[str, int | float | str]
 """The conditions of one figure, by name."""

@@ -38,8 +38,8 @@ from service.bench.intervals import Interval, rate_ratio, shown
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, Scope
 from service.errors import StartupError
-from service.prompts import refuse_too_long
-from service.tokenizer import ChatTokenizer
+from service.text.prompts import refuse_too_long
+from service.text.tokenizer import ChatTokenizer
 
 ATTACKED, UNATTACKED, ANCHOR = RUNS = ("attacked", "unattacked", "anchor")
 GARBAGE, NARROW, STEALTH = HOSTILE = ("garbage", "narrow", "stealth")

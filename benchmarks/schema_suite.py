@@ -28,7 +28,7 @@ from service.bench.experiment import (
     table_of,
 )
 from service.config import LoadedConfig
-from service.grammars import Grammar, GrammarError
+from service.text.grammars import Grammar, GrammarError
 
 _TEMPERATURES = (0.0, 1.0)
 _TOGETHER = 8  # requests

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from service.errors import StartupError
-from service.prompts import PromptLine, PromptSet, read_lines
+from service.text.prompts import PromptLine, PromptSet, read_lines
 
 PromptFile = Annotated[
     Path, typer.Option("--prompts", metavar="FILE", help="JSONL file with messages, turns or prompt in each line.")

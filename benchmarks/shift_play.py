@@ -24,7 +24,7 @@ from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 
 PLAIN: Final = "never"
 """The policy that all others are compared with."""

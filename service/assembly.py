@@ -38,9 +38,9 @@ from service.engine.numerics import Numerics, check
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
-from service.grammars import GrammarCompiler
 from service.logging import bar
-from service.tokenizer import ChatTokenizer
+from service.text.grammars import GrammarCompiler
+from service.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

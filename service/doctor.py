@@ -31,7 +31,7 @@ from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory
 from service.engine.weights import gguf_file, resolve, target_config
 from service.errors import StartupError
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 _ANSWER_SECONDS = 2.0  # a probe takes milliseconds, and the server may be busy
 

@@ -18,10 +18,10 @@ from adaptation.records import AdaptationStatus
 from service.door import Door, Meter, OutputStream, not_ready
 from service.engine.requests import GenerationRequest, SequenceOutput, Submission
 from service.errors import EngineFailure, NotFound, StartupError
-from service.grammar_pool import PAUSE_SHARE, GrammarPool, Turns
-from service.grammars import GrammarCompiler
 from service.observability.guard import Guard
-from service.tokenizer import ChatTokenizer
+from service.text.grammar_pool import PAUSE_SHARE, GrammarPool, Turns
+from service.text.grammars import GrammarCompiler
+from service.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

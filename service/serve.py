@@ -42,8 +42,8 @@ from service.observability.metric_tables import ServerStatus
 from service.observability.metrics import Metrics
 from service.past.file import MemoryFile, key_beside
 from service.past.sharing import SharedAnswers
-from service.prompts import read_prompt_set, refuse_too_long
 from service.runtime import ModelCard, Runtime, ServedModel
+from service.text.prompts import read_prompt_set, refuse_too_long
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from service.api.sse import json_response
 from service.errors import EngineFailure, InvalidRequest, NotReady
 from service.observability.live import Live
 from service.runtime import AdaptationControl
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

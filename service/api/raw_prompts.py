@@ -7,7 +7,7 @@ from typing import Any
 from service.api.schemas import CompletionFields, CompletionRequest, Prediction, text_of
 from service.errors import InvalidRequest
 from service.runtime import ModelCard
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 _LAYOUTS = (
     ("<fim_prefix>", "prompt", "<fim_suffix>", "suffix", "<fim_middle>"),  # StarCoder, Granite

@@ -15,8 +15,8 @@ from service.api.schemas import StreamOptions
 from service.engine.requests import SequenceOutput, SpeculationRecord, Timings
 from service.errors import RequestError
 from service.runtime import ModelCard
-from service.thinking import ThoughtTokens
-from service.tokenizer import ChatTokenizer, IncrementalDetokenizer
+from service.text.thinking import ThoughtTokens
+from service.text.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 Json = dict[str, JsonValue]
 

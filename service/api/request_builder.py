@@ -28,15 +28,15 @@ from service.api.settings import Server
 from service.api.sse import Release, release_of
 from service.api.structured import calling_of, grammar_of
 from service.api.tenants import AdmittedRequest
-from service.chat_template import Traits, past_arguments, short_id
 from service.door import OutputStream
 from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
-from service.grammar_pool import Compilations
 from service.sampling_params import SamplingParams, sampling_params
-from service.thinking import BEGIN, END, Thinking, thinks
-from service.tokenizer import ChatTokenizer
-from service.tools import AnswerReader, Calling, CallReader
+from service.text.chat_template import Traits, past_arguments, short_id
+from service.text.grammar_pool import Compilations
+from service.text.thinking import BEGIN, END, Thinking, thinks
+from service.text.tokenizer import ChatTokenizer
+from service.text.tools import AnswerReader, Calling, CallReader
 
 _SEED_RANGE = 2**63  # of seeds drawn at random
 RELAXED_HEADER = "x-adaptree-relaxed"

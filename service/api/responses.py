@@ -38,9 +38,9 @@ from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response, unless_client_gone
 from service.api.structured import Constraint, compiled
-from service.chat_template import past_arguments
 from service.errors import InvalidRequest, RequestTooLarge
 from service.sampling_params import SamplingFields
+from service.text.chat_template import past_arguments
 
 Result = TypeVar("Result")
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from service.api.schemas import ChatCompletionRequest, CompletionFields, ResponseFormat, StructuredOutputs, ToolChoice
-from service.chat_template import HERMES
 from service.errors import InvalidRequest, parsed_json
-from service.grammar_pool import Compilations
-from service.grammars import Grammar, GrammarError, GrammarKind, Result, Steps, as_lark
-from service.thinking import Thinking
-from service.tokenizer import ChatTokenizer
-from service.tools import Calling
+from service.text.chat_template import HERMES
+from service.text.grammar_pool import Compilations
+from service.text.grammars import Grammar, GrammarError, GrammarKind, Result, Steps, as_lark
+from service.text.thinking import Thinking
+from service.text.tokenizer import ChatTokenizer
+from service.text.tools import Calling
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
 _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}

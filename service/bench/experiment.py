@@ -24,7 +24,7 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.engine.stats import StepStats
 from service.logging import counting
-from service.prompts import PromptSet, read_prompt_set, refuse_too_long
+from service.text.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

@@ -24,9 +24,9 @@ from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.measuring import measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams
-from service.grammars import Grammar
-from service.prompts import read_prompt_set, refuse_too_long
-from service.tokenizer import ChatTokenizer
+from service.text.grammars import Grammar
+from service.text.prompts import read_prompt_set, refuse_too_long
+from service.text.tokenizer import ChatTokenizer
 
 Extras = Literal["none", "penalties", "top_p", "min_p+top_k", "stop", "grammar"]
 Company = Literal["alone", "among 15", "short of slots"]

@@ -26,7 +26,7 @@ from service.bench.processes import one_server
 from service.conditions import Conditions, refuse_unwritable, surroundings
 from service.config import ServiceConfig
 from service.errors import StartupError
-from service.prompts import PromptLine, read_lines
+from service.text.prompts import PromptLine, read_lines
 
 _ROUNDS = 4  # requests of each of several clients in a turn
 _ARRIVALS = 32  # requests at random times in a turn

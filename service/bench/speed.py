@@ -38,7 +38,7 @@ from service.bench.experiment import (
 from service.conditions import Conditions, conditions_of
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 
 
 class Peer(Protocol):

@@ -9,7 +9,7 @@ import jinja2
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from service.errors import StartupError
-from service.special_tokens import control_tokens
+from service.text.special_tokens import control_tokens
 
 _GGUF_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_NAMES = frozenset(

@@ -45,7 +45,7 @@ from service.engine.target import Target, TargetOutput
 from service.engine.tree_pruning import tree_widths_up_to
 from service.engine.verify import VerifyStage
 from service.observability.guard import Guard
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels import ops
-from service.grammars import GrammarState
+from service.text.grammars import GrammarState
 
 _WORD_BITS = 32
 _MOST_FORCED = 16

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal
 
-from service.grammars import Grammar
 from service.sampling_params import SamplingParams as SamplingParams
+from service.text.grammars import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

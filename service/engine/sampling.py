@@ -21,7 +21,7 @@ from kernels.graph_runner import Capture, GraphRunner
 from kernels.sample import OFF, ChosenTokens, Filters, likeliest
 from service.engine.grammar import forbidden_tokens
 from service.engine.requests import SamplingParams
-from service.grammars import Grammar, GrammarState
+from service.text.grammars import Grammar, GrammarState
 
 _NEVER = float("-inf")
 

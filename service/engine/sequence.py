@@ -7,7 +7,7 @@ from service.engine.draft_gate import SequenceGain, traffic_class
 from service.engine.prefix_cache import PrefixLease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState
-from service.tokenizer import IncrementalDetokenizer
+from service.text.tokenizer import IncrementalDetokenizer
 
 _SEARCHED_RUN = 256  # tokens for single bytes: each reads all that are held, to find a stop string among them
 

@@ -33,8 +33,8 @@ from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
 from service.learning.export import new_folder
 from service.logging import say
-from service.prompts import read_lines
-from service.tokenizer import ChatTokenizer
+from service.text.prompts import read_lines
+from service.text.tokenizer import ChatTokenizer
 from service.training.commands import FEATURE_SHARE, FitOptions
 from service.training.features import make_features, make_folder, processes
 from service.training.fit import STATE_FILE, FitPlan, autocasts, fit, kept_length, target_dtype

@@ -32,7 +32,7 @@ from service.engine.modules import FeatureTaps, decoder_layers
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar
-from service.prompts import source_of
+from service.text.prompts import source_of
 from service.training.attention import ATTENTION_NAME, Rows
 from service.training.regenerate import Response, read_responses
 

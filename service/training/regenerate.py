@@ -20,8 +20,8 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
-from service.prompts import Prompt, lines_of, read_lines, read_prompts
-from service.tokenizer import ChatTokenizer
+from service.text.prompts import Prompt, lines_of, read_lines, read_prompts
+from service.text.tokenizer import ChatTokenizer
 
 FEWEST_TOKENS = 4
 """Shorter responses teach nothing: a block predicts the tokens after the next."""

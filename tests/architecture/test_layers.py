@@ -21,15 +21,15 @@ LEAVES = (
     "service.observability.learning_tables",
     "service.observability.metrics",
     "service.observability.metric_tables",
-    "service.grammars",
-    "service.grammar_pool",
-    "service.json_schemas",
-    "service.schema_keywords",
-    "service.tokenizer",
-    "service.thinking",
-    "service.tools",
-    "service.chat_template",
-    "service.special_tokens",
+    "service.text.grammars",
+    "service.text.grammar_pool",
+    "service.text.json_schemas",
+    "service.text.schema_keywords",
+    "service.text.tokenizer",
+    "service.text.thinking",
+    "service.text.tools",
+    "service.text.chat_template",
+    "service.text.special_tokens",
 )
 RECORDS = (
     "service.engine.requests",
@@ -74,7 +74,7 @@ ALLOWED = {
 # Torch costs seconds to import and has no business on the event loop.
 WITHOUT_TORCH = (
     *modules("service/api", "service/ingress"),
-    *(path for path in modules(*PACKAGES) if module_name(path) in {*LEAVES, *RECORDS} - {"service.tokenizer"}),
+    *(path for path in modules(*PACKAGES) if module_name(path) in {*LEAVES, *RECORDS} - {"service.text.tokenizer"}),
 )
 
 

@@ -5,7 +5,7 @@ from adaptation.records import Event
 from benchmarks.shift_play import NOTHING, Counts, Noted, Phase, Played, Stream, Turn
 from service.bench.driver import Answer, Run, TimedStep
 from service.bench.experiment import Measure
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 from tests.service.engine.harness import step_stats
 
 EAGER = AdaptationConfig(learning_rate=0.02, idle_share=0.0)

@@ -28,7 +28,7 @@ from service.assembly import Assembly
 from service.bench.driver import ClosedLoop
 from service.bench.experiment import Measure, mismatches
 from service.learning.adaptive import Adaptive, build_adaptive
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 from tests.benchmarks.shift_parts import EAGER, EAGER_NUMBERS, MEASURE, prompt_set
 from tests.service.bench.parts import varied_prompts
 from tests.service.engine.test_thread import eventually

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.conformance.gguf_writer import Value, contents
 from tests.conformance.judges import LlamaCpp, loaded
 from tests.conformance.vocabularies import PRE_TOKENIZERS, byte_pairs, sentence_pieces, texts

@@ -18,8 +18,8 @@ from service.engine.requests import (
 )
 from service.observability.guard import Guard
 from service.runtime import ModelCard, Runtime, ServedModel
-from service.tokenizer import ChatTokenizer
-from tests.service.tiny_tokenizer import tiny_tokenizer
+from service.text.tokenizer import ChatTokenizer
+from tests.service.text.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
 CARD = ModelCard(

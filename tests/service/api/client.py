@@ -18,7 +18,7 @@ from service.api.tenants import Tenants
 from service.api_keys import ApiKey, digest_of
 from service.observability.live import Live
 from service.runtime import Runtime
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.scripted import TOKENIZER, ScriptedAdaptation, ScriptedEngine, runtime_of
 
 SETTINGS = ApiSettings(

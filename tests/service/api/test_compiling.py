@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.grammars import GrammarCompiler
+from service.text.grammars import GrammarCompiler
 from tests.service.api.client import ASK, CHAT, RESPONSES, Body, Message, app_of, call_raw, client_of, error_of
 from tests.service.scripted import ScriptedEngine, runtime_of, say
 
@@ -79,7 +79,7 @@ async def test_a_client_that_leaves_ends_the_work(path: str, compilations: list[
 
 
 async def test_work_beyond_the_budget_is_refused_with_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.grammar_pool._REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr("service.text.grammar_pool._REQUEST_SECONDS", 0.2)
     async with client_of(ScriptedEngine(say("ok"))) as client:
         answer = await client.post(CHAT, json=hostile("a"))
     assert answer.status_code == 400, answer.text

@@ -11,9 +11,9 @@ import pytest
 
 from service.engine.sequence import TextStream
 from service.engine.thread import EngineThread
-from service.grammars import Grammar, GrammarState
 from service.runtime import Runtime, ServedModel
-from service.tokenizer import ChatTokenizer
+from service.text.grammars import Grammar, GrammarState
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import app_of, client_for, events_of
 from tests.service.engine.harness import alone, greedy, sampled, tiny_engine
 from tests.service.scripted import CARD

@@ -10,7 +10,7 @@ import pytest
 
 from service.api.middleware import BodyMiddleware
 from service.api_keys import digest_of
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, fill, runtime_of, say
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from service.api.raw_prompts import encode_prompts
 from service.api.schemas import CompletionRequest
 from service.engine.requests import GenerationRequest, TokenLogprob
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import ASK, CHAT, TEXT, client_of, error_of, events_of
 from tests.service.scripted import TOKENIZER, ScriptedEngine, say, step
 

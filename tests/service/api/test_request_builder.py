@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import ASK, CHAT, TEXT, client_of, error_of, post
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, say
 

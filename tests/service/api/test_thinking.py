@@ -7,15 +7,15 @@ import httpx2
 import pytest
 from pydantic import JsonValue
 
-from service.chat_template import HERMES, Call
-from service.grammars import GrammarKind, as_lark
-from service.thinking import Thinking, ThoughtTokens, thinks
-from service.tokenizer import ChatTokenizer
-from service.tools import AnswerReader, CallReader
+from service.text.chat_template import HERMES, Call
+from service.text.grammars import GrammarKind, as_lark
+from service.text.thinking import Thinking, ThoughtTokens, thinks
+from service.text.tokenizer import ChatTokenizer
+from service.text.tools import AnswerReader, CallReader
 from tests.service.api.client import ASK, client_of, events_of
-from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
 from tests.service.scripted import ScriptedEngine, say
-from tests.service.tiny_tokenizer import TEMPLATE, tiny_tokenizer
+from tests.service.text.grammar_parts import COMPILER, TOKENIZER, matches
+from tests.service.text.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 PIECES = ("<thi", "nk>\nLet me", " see.\n</th", "ink>\n\nYe", "s.")
 PAST = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"

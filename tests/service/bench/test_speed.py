@@ -35,7 +35,7 @@ from service.bench.speed import contestants_of, measure_set
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
-from service.prompts import PromptSet
+from service.text.prompts import PromptSet
 from tests.service.bench.parts import varied_prompts
 from tests.service.bench.test_load import STEP
 

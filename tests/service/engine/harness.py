@@ -19,7 +19,7 @@ from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState, 
 from service.engine.stats import StepStats
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
 
 NUM_SLOTS = 2048

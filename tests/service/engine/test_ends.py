@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from service.engine.ends import end_token_ids, gguf_end_ids, names_of_ends
 from service.errors import StartupError
-from tests.service.tiny_tokenizer import TEMPLATE, tiny_backend
+from tests.service.text.tiny_tokenizer import TEMPLATE, tiny_backend
 
 VOCAB = 300
 BOS, IM_START, IM_END = "<|bos|>", "<|im_start|>", "<|im_end|>"

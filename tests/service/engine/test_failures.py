@@ -16,7 +16,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SpeculationParams
 from service.engine.sampling import SamplingState, TokenHistory
 from service.engine.sequence import Sequence as Running
-from service.grammars import GrammarState
+from service.text.grammars import GrammarState
 from tests.service.bench.parts import save_drafter, save_two_layers
 from tests.service.engine.harness import (
     LIMITS,

@@ -7,7 +7,7 @@ from tokenizers import pre_tokenizers
 
 from service.engine.gguf_tokenizer import tokenizer_of
 from service.errors import StartupError
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MERGES = ["1 2", "12 3", "123 4", "a b", "Ġ a", "Ġ Ġ", "A b", "' S", "hel lo", "Ã ©"]

@@ -12,8 +12,8 @@ from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from service.engine.budget import FixedBudget
 from service.engine.grammar import constrained, forbidden_tokens, with_runs_of
 from service.engine.requests import SamplingParams
-from service.grammars import Grammar, GrammarCompiler
-from service.tokenizer import ChatTokenizer
+from service.text.grammars import Grammar, GrammarCompiler
+from service.text.tokenizer import ChatTokenizer
 from tests.drafters.trees import assert_valid_tree
 from tests.service.engine.harness import generate, request, tiny_engine
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts, tiny_tokenizer

@@ -14,7 +14,7 @@ from service.engine.requests import GenerationRequest, SamplingParams, Scope, Su
 from service.engine.sampling import SamplingState
 from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
 from service.engine.sequence import Sequence, TextStream, new_sequence
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.engine.harness import greedy, request
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.sequence import TextStream
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.engine.harness import LIMITS, alone, greedy, request, sampled, tiny_engine
-from tests.service.tiny_tokenizer import tiny_tokenizer
+from tests.service.text.tiny_tokenizer import tiny_tokenizer
 from tests.tiny_models import random_prompts, stock_tiny
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())

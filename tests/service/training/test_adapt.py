@@ -25,7 +25,7 @@ from drafters.training.replay import replay_blocks
 from service.assembly import assemble
 from service.engine.drafter_weights import embed_with
 from service.errors import StartupError
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from service.training.adapt import LoggedChat
 from service.training.commands import KEPT_EXIT_CODE, FitOptions
 from tests.published_forms import DRAFT_VOCAB, eagle3, mimo

@@ -9,7 +9,7 @@ from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
-from service.prompts import Prompt, PromptMessage, read_prompts
+from service.text.prompts import Prompt, PromptMessage, read_prompts
 from service.training.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
 from tests.service.training.parts import save_target, settings, write_prompts
 

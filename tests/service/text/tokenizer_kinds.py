@@ -6,8 +6,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
-from service.tokenizer import ChatTokenizer
-from tests.service.tiny_tokenizer import tiny_tokenizer
+from service.text.tokenizer import ChatTokenizer
+from tests.service.text.tiny_tokenizer import tiny_tokenizer
 
 _SPECIALS = ("<unk>", "<s>", "</s>")
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))

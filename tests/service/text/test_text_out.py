@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, TokenLogprob
 from service.engine.sequence import TextStream
 from service.errors import StartupError
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import TEXT, client_of
 from tests.service.scripted import CARD, ScriptedEngine, step
-from tests.service.tokenizer_kinds import KINDS, ids_of
+from tests.service.text.tokenizer_kinds import KINDS, ids_of
 
 PIECES = KINDS["sentencepiece"]
 

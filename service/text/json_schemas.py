@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
-from service.schema_keywords import (
+from service.text.schema_keywords import (
     DEFINITIONS,
     LISTED,
     OPPOSITES,

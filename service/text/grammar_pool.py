@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import JsonValue
 
-from service.grammars import STACK_BYTES, GrammarCompiler, GrammarError, Result, Steps
+from service.text.grammars import STACK_BYTES, GrammarCompiler, GrammarError, Result, Steps
 
 _THREADS = 2  # so that one sender's longest compilation, which nothing interrupts, does not stop all others
 _SLICE_SECONDS = 0.05

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from service.errors import StartupError
-from service.prompts import PromptMessage, read_prompt_set, read_prompts, refuse_too_long, source_of
-from service.tokenizer import ChatTokenizer
+from service.text.prompts import PromptMessage, read_prompt_set, read_prompts, refuse_too_long, source_of
+from service.text.tokenizer import ChatTokenizer
 from tests.service.bench.parts import written_prompts
 from tests.tiny_models import tiny_tokenizer
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from service.chat_template import HERMES, LLAMA_3, MISTRAL, Call, ToolForm, Traits, form_of
-from service.grammars import finished
-from service.tools import AnswerReader, Calling, CallReader, Piece
-from tests.service.grammar_parts import COMPILER, TOKENIZER, matches
+from service.text.chat_template import HERMES, LLAMA_3, MISTRAL, Call, ToolForm, Traits, form_of
+from service.text.grammars import finished
+from service.text.tools import AnswerReader, Calling, CallReader, Piece
+from tests.service.text.grammar_parts import COMPILER, TOKENIZER, matches
 
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
 RECORDED = {

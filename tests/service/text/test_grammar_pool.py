@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from service import grammar_pool
-from service.grammar_pool import Compilations, GrammarPool
-from service.grammars import Grammar, GrammarError, Steps
-from tests.service.grammar_parts import COMPILER
+from service.text import grammar_pool
+from service.text.grammar_pool import Compilations, GrammarPool
+from service.text.grammars import Grammar, GrammarError, Steps
+from tests.service.text.grammar_parts import COMPILER
 
 
 async def off_loop(call: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from service.grammars import Grammar, GrammarCompiler
-from service.tokenizer import ChatTokenizer
+from service.text.grammars import Grammar, GrammarCompiler
+from service.text.tokenizer import ChatTokenizer
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())

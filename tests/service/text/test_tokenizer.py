@@ -11,8 +11,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.errors import InvalidRequest, StartupError
-from service.tokenizer import ChatTokenizer
-from tests.service.tiny_tokenizer import SPECIALS, TEMPLATE, tiny_backend, tiny_tokenizer
+from service.text.tokenizer import ChatTokenizer
+from tests.service.text.tiny_tokenizer import SPECIALS, TEMPLATE, tiny_backend, tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
 BOS, IM_START, IM_END = (tiny_backend().get_vocab()[special] for special in SPECIALS)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from service.grammars import GrammarCompiler, GrammarError, GrammarKind
-from tests.service.grammar_parts import EOS, TOKENIZER, matches
+from service.text.grammars import GrammarCompiler, GrammarError, GrammarKind
+from tests.service.text.grammar_parts import EOS, TOKENIZER, matches
 
 
 @pytest.fixture(scope="module")

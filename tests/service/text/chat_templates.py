@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from service.tokenizer import ChatTokenizer
-from tests.service.tiny_tokenizer import tiny_tokenizer
+from service.text.tokenizer import ChatTokenizer
+from tests.service.text.tiny_tokenizer import tiny_tokenizer
 
 _SHARED = {
     "alternate": r"""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from service.errors import RequestError, StartupError
-from service.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer
 
 _Line = TypeVar("_Line", bound=BaseModel)
 

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from service.chat_template import CALL_BEGINS, Call, ToolForm
-from service.grammars import Steps, json_rule
-from service.schema_keywords import DEFINITIONS
-from service.thinking import Thinking, ThoughtReader, overlap
+from service.text.chat_template import CALL_BEGINS, Call, ToolForm
+from service.text.grammars import Steps, json_rule
+from service.text.schema_keywords import DEFINITIONS
+from service.text.thinking import Thinking, ThoughtReader, overlap
 
 _TEXT = "TEXT: /(.|\\n)*/"
 

@@ -17,9 +17,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import JsonValue
 
-from service.json_schemas import translated
-from service.schema_keywords import DEFINITIONS, Schema, with_definitions
-from service.tokenizer import ChatTokenizer
+from service.text.json_schemas import translated
+from service.text.schema_keywords import DEFINITIONS, Schema, with_definitions
+from service.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # which exists for type checkers only

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from benchmarks.schema_suite import Case, read_suite
-from service.grammars import Grammar, GrammarError
-from service.json_schemas import translated
-from tests.service.grammar_parts import COMPILER, matches
+from service.text.grammars import Grammar, GrammarError
+from service.text.json_schemas import translated
+from tests.service.text.grammar_parts import COMPILER, matches
 
 PACKAGE = "jsonschema==4.26.0"
 """Its source holds the suite."""

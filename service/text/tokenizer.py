@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from service.chat_template import Traits, Turn, probe
 from service.errors import InvalidRequest, StartupError
-from service.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.chat_template import Traits, Turn, probe
+from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
 
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}

@@ -13,13 +13,13 @@ import pytest
 
 from service.api.request_builder import render
 from service.api.schemas import ChatCompletionRequest
-from service.chat_template import HERMES, Call, Traits, form_of, past_arguments, short_id
 from service.errors import InvalidRequest
-from service.tokenizer import ChatTokenizer
+from service.text.chat_template import HERMES, Call, Traits, form_of, past_arguments, short_id
+from service.text.tokenizer import ChatTokenizer
 from tests.service.api.client import CHAT, RESPONSES, client_of, events_of
-from tests.service.chat_templates import FOUND, TEMPLATES, stock_of, tokenizer_of
 from tests.service.scripted import CARD, ScriptedEngine, say
-from tests.service.tiny_tokenizer import tiny_tokenizer
+from tests.service.text.chat_templates import FOUND, TEMPLATES, stock_of, tokenizer_of
+from tests.service.text.tiny_tokenizer import tiny_tokenizer
 
 FAMILIES = list(TEMPLATES)
 CASES, MORE_CASES = 190, 9_100  # of each family
