@@ -22,7 +22,6 @@ from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
 from service.learning.commands import drafter_app, trainer
-from service.observability.top import top
 from service.training.commands import train_app
 
 STARTUP_EXIT_CODE = 2
@@ -178,5 +177,4 @@ def _ingress(
     serve(replicas.split(","), host, port)
 
 
-app.command("top")(top)
 app.command("trainer")(with_settings(trainer))

@@ -139,7 +139,7 @@ async def _announce(
     question = {"role": "user", "content": "Name three rivers."}
     body = json.dumps({"model": model, "messages": [question], "max_tokens": 60})
     logger.info("try it: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d '%s'", url, key, body)
-    logger.info("chat and live charts: %s/ (in a terminal: adaptree top --url %s)", url, url)
+    logger.info("chat and live charts: %s/", url)
 
 
 class _DrainingServer(uvicorn.Server):

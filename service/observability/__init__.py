@@ -1,1 +1,1 @@
-"""Prometheus metrics, the data of the live feed, and the screen of `adaptree top`."""
+"""Prometheus metrics, and the data of the live feed."""

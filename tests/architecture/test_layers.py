@@ -61,7 +61,6 @@ ALLOWED = {
     "service.ray_serve": PACKAGES,
     "service.learning": PACKAGES,
     "service.past": PACKAGES,
-    "service.observability.top": LEAVES,
     "service.serve": PACKAGES,
     "service.doctor": PACKAGES,
     "service.cli": PACKAGES,
