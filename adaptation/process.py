@@ -37,7 +37,7 @@ from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.network.model import SpecBlock, SpecBlockConfig
 from drafters.training.corpus import Example
-from kernels.threads import use_threads
+from kernels.cpu.library import use_threads
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
 _ENDING_SECONDS = 5.0

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from drafters.network import checkpoint
 from drafters.network.model import SpecBlock
-from kernels.linear import Weight
+from kernels.layers import Weight
 from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.drafter_weights import drafter_config, seeded, shipped_folder

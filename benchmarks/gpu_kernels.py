@@ -18,7 +18,7 @@ from benchmarks.gpu import check_device, figures_table, forget
 from benchmarks.gpu_sections import DRY, FULL, At, Figure, Plan, device_seconds
 from kernels import ops
 from kernels.graph_runner import capture_for
-from kernels.linear import Product
+from kernels.layers import Product
 from kernels.rows import ExtendRows, ForwardRows
 from service.assembly import device_of
 from service.bench.commands import Out

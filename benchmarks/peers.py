@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from kernels.threads import threads_in_use
+from kernels.cpu.library import threads_in_use
 from service.assembly import Assembly, device_of
 from service.bench.commands import (
     AnswerTokens,

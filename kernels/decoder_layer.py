@@ -1,19 +1,57 @@
 """A decoder layer as a short list of ops over flat rows: four products, attention, gate, rotary embedding, and norms
-where its family (`families.py`) has them.
+where its family has them.
+
+A family with Llama's products, feed-forward and rotary embedding is added by an entry of `FUSED_FAMILIES`, for targets
+and for drafters.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.families import Family, Norms
-from kernels.linear import Product, Weight, join
+from kernels.layers import Product, Weight, join
 from kernels.ops import Ops
 from kernels.tree_attention import MAX_DEPTH, Attention
+
+T = TypeVar("T")
+
+
+class Norms(NamedTuple, Generic[T]):
+    """A value for each position in a decoder layer that can have a norm; None where the layer has none."""
+
+    attention_input: T
+    attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
+    mlp_input: T
+    mlp_output: T
+
+
+PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family's decoder layer differs from Llama's."""
+
+    norms: Norms[str | None] = PRE_NORM  # their names in transformers
+    query_key_norms: Literal["head", "projection"] | None = None  # what one norm of queries and of keys spans
+    query_key_value_bias: bool = False  # whether these products have biases whatever `attention_bias` says
+
+
+FUSED_FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(query_key_value_bias=True),
+    "qwen3": Family(query_key_norms="head"),
+    "olmo2": Family(
+        Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), query_key_norms="projection"
+    ),
+}
+"""Families by their `model_type` in transformers: their layers run as this list of ops."""
 
 
 @dataclass(frozen=True, slots=True)

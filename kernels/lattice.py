@@ -1,9 +1,16 @@
-"""Nodes of a draft tree that grows by forwards of a drafter: probabilities of the ranks at each position, parents,
-survival, and the nodes from which the next forward starts.
+"""From a drafter's scores to nodes of its tree, which grows by forwards: features of a distribution, probabilities of
+ranks, parents and survival of nodes, and the nodes from which the next forward starts.
+
+A rank head reads the log probabilities of the top ranks, how far the first stands out, and how broad the rest is,
+
+    logs_1..10 = top scores - lse,   gaps = logs_1 - logs_(2, 3, 5),   exp(logs_1),   entropy = lse - sum_v q(v) z(v)
+
+with z the scores, lse their log sum exp and q = exp(z - lse).
 
 Each forward runs some blocks, which start at nodes of the one before. A block's first ranks form its spine; the other
 ranks are leaves. With blocks of one position this is a beam: all nodes are leaves, and the likeliest paths continue.
-Legend: batch, starts = blocks begun at once, block = positions of one, rank = TOP, nodes = starts * block * rank."""
+Legend: batch, starts = blocks begun at once, block = positions of one, rank = TOP, nodes = starts * block * rank.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -15,6 +22,27 @@ from torch.nn.functional import one_hot, pad
 from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT
+
+TOP = 10
+"""Number of ranks that have features."""
+
+GAPS = (1, 2, 4)
+"""Ranks, from 0, whose distance to the first is a feature."""
+
+NUM_FEATURES = TOP + len(GAPS) + 2
+
+
+def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The features, and the ids of ranks 1..TOP; equal scores may come in any order.
+    # scores [..., vocab] -> [..., NUM_FEATURES] float32, [..., TOP] int64"""
+    scores = scores.float()
+    top = scores.topk(TOP, dim=-1)
+    total = scores.logsumexp(-1, keepdim=True)
+    logs = top.values - total  # [..., TOP]
+    gaps = logs[..., :1] - torch.stack([logs[..., rank] for rank in GAPS], dim=-1)
+    entropy = total - (scores.softmax(-1) * scores).sum(-1, keepdim=True)
+    return torch.cat([logs, gaps, logs[..., :1].exp(), entropy], dim=-1), top.indices
+
 
 CLASS_OF_RANK = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2)
 """Class of ranks 1..10; the last class, beyond, is 3."""

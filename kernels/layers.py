@@ -1,13 +1,205 @@
-"""The ops of a decoder layer other than products and attention, with the roundings of transformers.
-Legend: rows = positions of one forward, hidden = the model's width, dim = head_dim; round: to the type of the
-input."""
+"""The ops of a decoder layer but attention: products, norms, the gate and the rotary embedding.
 
-from collections.abc import Callable, Sequence
-from typing import Any
+    y = x W^T + b
+
+Rows of a product do not depend on the batch: a row has the same bits alone and among any others. Libraries pick their
+algorithm, and with it the order of a row's sum, by the number of rows; then a token that is verified in a tree can
+differ from one that is decoded alone. The device kernel sums every row in the order of its columns. The idea, elsewhere
+called batch invariance, is described in "Defeating Nondeterminism in LLM Inference" (He et al., 2025).
+
+With weights in blocks of 4, 6 or 8 bits, as GGUF files have them,
+
+    w_oi = scale_oB (code_oi - zero) + minimum_oB,   x_i ~ a_B p_i
+    y_o = b_o + sum_B scale_oB a_B (sum_{i in B} (code_oi - zero) p_i) + minimum_oB a_B (sum_{i in B} p_i)
+
+B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 columns and p_i = round(x_i / a_B):
+activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks
+are added up in the order of their columns.
+
+The other ops round as transformers does; `round` in their formulas is to the type of the input.
+
+Legend: in, out = widths of a product, blocks = ceil(in / 32), size = columns that share a scale; rows = positions of
+one forward, hidden = the model's width, dim = head_dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+Product = Callable[[Tensor], Tensor]
+"""x [..., in] -> [..., out], in the type of both."""
+
+
+class QuantisedWeight(ABC):
+    """A matrix [out, in] in blocks of a few bits."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of activations and of looked-up rows
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        """Matrices [out, in] of equal `in` and any formats, concatenated along `out`."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of memory that the matrix takes."""
+
+    @abstractmethod
+    def lookup(self, outputs: Tensor) -> Tensor:
+        """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+
+    @abstractmethod
+    def plan(self, bias: Tensor | None) -> Product:
+        """The product with this matrix, plus the bias [out]."""
+
+    def dense(self) -> Tensor:
+        """The whole matrix. # -> [out, in]"""
+        return self.lookup(torch.arange(self.shape[0]))
+
+
+Weight = Tensor | QuantisedWeight
+
+
+def dense(weight: Weight) -> Tensor:
+    """The matrix as a tensor. # -> [out, in]"""
+    return weight.dense() if isinstance(weight, QuantisedWeight) else weight
+
+
+def look_up(outputs: Tensor, weight: Weight) -> Tensor:
+    """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+    return weight.lookup(outputs) if isinstance(weight, QuantisedWeight) else functional.embedding(outputs, weight)
+
+
+def even_sample(weight: Weight, count: int) -> Tensor:
+    """Every n-th element in row-major order, with the largest n that gives at least `count`, or all. # -> [elements]"""
+    if isinstance(weight, Tensor):
+        return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
+    rows, columns = weight.shape
+    places = torch.arange(0, rows * columns, max(1, rows * columns // count))
+    return weight.lookup(places // columns).gather(1, (places % columns)[:, None])[:, 0]
+
+
+def join(weights: Sequence[Weight]) -> Weight:
+    """Matrices [out, in] of equal `in`, concatenated along `out`; a tensor where some are tensors."""
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if len(quantised) == len(weights):
+        return type(quantised[0]).joined(quantised)
+    return torch.cat([dense(weight) for weight in weights])
+
+
+def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
+    """The product y = x W^T + b with one layer's weights. # weight [out, in], bias [out] or none"""
+    if isinstance(weight, QuantisedWeight):
+        return weight.plan(bias)
+    return partial(functional.linear, weight=weight, bias=bias)
+
+
+COLUMNS = 32
+"""Columns of a block."""
+
+_MOST = 127
+_LARGEST_SCALE = torch.finfo(torch.float16).max
+
+
+class BlockFormat(NamedTuple):
+    """Format of a matrix's blocks."""
+
+    bits: int  # of a code: 4, 6 or 8
+    zero: int  # the code of weight 0 in formats without minima
+    has_minima: bool = False
+    size: int = COLUMNS  # that share a scale; 16 only with 6 bits and no minima
+
+
+EIGHT_BITS = BlockFormat(8, 128)
+
+
+class QuantisedBlocks(NamedTuple):
+    """Some rows of a matrix in blocks."""
+
+    codes: Tensor  # [rows, blocks, 32] uint8
+    scales: Tensor  # [rows, blocks, 32 / size] float16
+    minima: Tensor | None = None  # like scales
+
+    def weights(self, form: BlockFormat) -> Tensor:
+        """scale (code - zero) + minimum. # -> [rows, blocks, 32 / size, size] float32"""
+        codes: Tensor = (self.codes.float() - form.zero).unflatten(2, (-1, form.size))
+        steps = codes * self.scales.float()[..., None]
+        return steps if self.minima is None else steps + self.minima.float()[..., None]
+
+
+class UnpackedWeight(QuantisedWeight):
+    """The reference: one byte for each code."""
+
+    def __init__(self, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], columns: int, dtype: torch.dtype) -> None:
+        self._parts, self.dtype = parts, dtype
+        self.shape = sum(blocks.codes.shape[0] for _, blocks in parts), columns
+
+    @classmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        return cls([part for weight in weights for part in weight._parts], weights[0].shape[1], weights[0].dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(value.nbytes for _, blocks in self._parts for value in blocks if value is not None)
+
+    def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
+        whole = torch.cat([blocks.weights(form).flatten(1) for form, blocks in self._parts])[:, : self.shape[1]]
+        return whole.to(self.dtype)[outputs]
+
+    def plan(self, bias: Tensor | None) -> Product:  # bias [out]
+        return partial(_product, parts=self._parts, bias=bias)
+
+
+def keep_blocks(
+    form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
+) -> QuantisedWeight:
+    """The matrix of some pieces of rows; each piece but the last has a multiple of 32. # shape [out, in]"""
+    codes, scales, minima = zip(*pieces, strict=True)
+    blocks = QuantisedBlocks(torch.cat(codes), torch.cat(scales), torch.cat(minima) if form.has_minima else None)
+    return UnpackedWeight([(form, blocks)], shape[1], dtype)
+
+
+def in_8_bits(weight: Tensor) -> QuantisedBlocks:
+    """Quantise to whole numbers from -127 to 127 with a scale per 32 columns, format `EIGHT_BITS`.
+    # weight [out, in]"""
+    blocks = _blocks(weight.float())
+    scales = (blocks.abs().amax(-1, keepdim=True) / _MOST).clamp(max=_LARGEST_SCALE).half()
+    counts = torch.where(scales > 0, (blocks / scales.float()).round().clamp(-_MOST, _MOST), 0.0)
+    return QuantisedBlocks((counts + EIGHT_BITS.zero).to(torch.uint8), scales)
+
+
+def _product(x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bias: Tensor | None) -> Tensor:
+    """# x [..., in] -> [..., out]"""
+    most = (activations := _blocks(x.float())).abs().amax(-1, keepdim=True)  # [..., blocks, 1]
+    inverse = torch.where(most > 0, torch.full_like(most, _MOST) / most, 0.0)
+    whole = (activations.double() * inverse.double()).round().float()  # the product is exact before it is rounded
+    y = torch.cat([_part_of_product(whole, most / _MOST, *part) for part in parts], dim=-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: QuantisedBlocks) -> Tensor:
+    """# whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out]"""
+    whole = whole.unflatten(-1, (-1, form.size))  # [..., blocks, scales, size]
+    codes = (weight.codes.float() - form.zero).unflatten(2, (-1, form.size))
+    dots = torch.einsum("...bsi,obsi->...obs", whole, codes)  # whole numbers below 2^24: exact
+    y = dots * weight.scales.float() * scales[..., None, :, :]
+    if weight.minima is not None:
+        y = y + weight.minima.float() * (scales * whole.sum(-1))[..., None, :, :]
+    return y.flatten(-2).sum(-1)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """# [..., columns] -> [..., blocks, 32], the last one filled up with zeros"""
+    whole: Tensor = functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+    return whole
+
 
 RunLayers = Callable[[Tensor, Tensor | None, Any], Tensor]
 """Runs layers on (hidden [rows, hidden], changed in place; delta, which the first layer adds to it; `RowPlaces`) and

@@ -8,7 +8,6 @@ are not in the table (noise for a drafter's candidates) are plain torch on every
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,10 +16,19 @@ from torch import Tensor
 from kernels.cpu import library
 from kernels.entries import add_entries, place_entries, take_entries
 from kernels.joint_tree import add_text, grow_joint_tree, learn_committed
-from kernels.lattice import grow_lattice, spread_classes
-from kernels.layers import add_rms_norm, plan_layers, rotary_store, silu_mul
-from kernels.linear import EIGHT_BITS, Product, Weight, in_8_bits, keep_blocks, plan_linear
-from kernels.rank_features import rank_features
+from kernels.lattice import grow_lattice, rank_features, spread_classes
+from kernels.layers import (
+    EIGHT_BITS,
+    Product,
+    Weight,
+    add_rms_norm,
+    in_8_bits,
+    keep_blocks,
+    plan_layers,
+    plan_linear,
+    rotary_store,
+    silu_mul,
+)
 from kernels.rows import lay_out_rows
 from kernels.sample import choose_likeliest, gumbel_noise_of, sample
 from kernels.settle import settle
@@ -81,6 +89,11 @@ class Ops:
 
 _ROWS = 4096  # of a matrix that are float32 at once while it is quantised
 
+_MODULES = {
+    "cpu": ("entries", "layers", "steps", "tree_attention", "trees"),
+    "triton": ("joint_tree", "layers", "memory", "rank_features", "sample", "settle", "tree_attention", "trees"),
+}
+
 REFERENCE = Ops()
 OPS = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmethod))
 
@@ -108,6 +121,6 @@ def implementation(kind: str) -> Ops:
 
 
 def kernel_of(op: str, kind: str) -> Callable[..., Any] | None:
-    """The kernel of an op, from the module that is called like its reference's; None where there is none."""
-    module: str = getattr(REFERENCE, op).__module__.replace("kernels.", f"kernels.{kind}.")
-    return None if find_spec(module) is None else getattr(import_module(module), op, None)
+    """The kernel of an op: the function of its name in a module of that kind; None where there is none."""
+    modules = (import_module(f"kernels.{kind}.{module}") for module in _MODULES[kind])
+    return next((getattr(module, op) for module in modules if hasattr(module, op)), None)

@@ -18,8 +18,8 @@ from drafters.registry import TrainedWeights, taps_of
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
+from kernels.cpu.library import use_threads
 from kernels.graph_runner import capture_for
-from kernels.threads import use_threads
 from service import __version__
 from service.config import ServiceConfig
 from service.drafter_choice import begin_drafter, choose_drafter, drafter_needs, load_weights

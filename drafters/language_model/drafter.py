@@ -20,8 +20,7 @@ from drafters.language_model.sequences import Keys, SequenceTable
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
-from kernels.lattice import Lattice, Picked, StartNodes
-from kernels.rank_features import TOP
+from kernels.lattice import TOP, Lattice, Picked, StartNodes
 from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 

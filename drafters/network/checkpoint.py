@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafters.network.config import SpecBlockConfig, config_from
 from drafters.network.model import SpecBlock
-from kernels.linear import Weight, dense, even_sample
+from kernels.layers import Weight, dense, even_sample
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
-from kernels.families import FUSED_FAMILIES
-from kernels.rank_features import TOP
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.lattice import TOP
 
 PrefixEntries = Literal["first", "all"]
 States = Literal["normed", "raw"]

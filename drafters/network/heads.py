@@ -15,8 +15,7 @@ from torch import Tensor
 from drafters.coupling import TreeNoise
 from drafters.network.served import ServingNetwork
 from kernels import ops
-from kernels.lattice import CLASS_OF_RANK
-from kernels.rank_features import TOP
+from kernels.lattice import CLASS_OF_RANK, TOP
 from kernels.survival import CEILING
 
 _UNIFORM_WIDTH = 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafters.network.rotary import Rotary
-from kernels.families import FUSED_FAMILIES, Family, Norms
+from kernels.decoder_layer import FUSED_FAMILIES, Family, Norms
 from kernels.layers import rotated
 
 Embed = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ from drafters.network.layers import Embed as Embed
 from drafters.network.mask_tokens import MaskTokenStructure
 from drafters.network.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.network.structure import Structure
-from kernels.rank_features import NUM_FEATURES, TOP
+from kernels.lattice import NUM_FEATURES, TOP
 
 FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 RANK_EPSILON = torch.finfo(torch.float32).eps

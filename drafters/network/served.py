@@ -14,8 +14,8 @@ from drafters.network.model import FEATURE_SCALE, RANK_EPSILON, structure_of
 from drafters.network.structure import Structure, WeightPlanner, normed_taps
 from kernels import ops
 from kernels.decoder_layer import RowPlaces
+from kernels.lattice import TOP
 from kernels.layers import RunLayers
-from kernels.rank_features import TOP
 
 
 class _RankHead:

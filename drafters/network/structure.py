@@ -13,8 +13,7 @@ from torch.nn.functional import linear
 from drafters.network.config import SpecBlockConfig
 from drafters.network.layers import DrafterDecoder, EntryHeads, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
-from kernels.layers import RunLayers
-from kernels.linear import Product
+from kernels.layers import Product, RunLayers
 from kernels.ops import Ops
 
 ServedInput = Callable[[Tensor, Tensor], Tensor]

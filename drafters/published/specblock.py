@@ -11,7 +11,7 @@ from drafters.network.layers import LayerShape
 from drafters.network.model import RANK_CLASSES
 from drafters.published import form
 from drafters.published.form import Described, PublishedForm, Tensors
-from kernels.families import FUSED_FAMILIES
+from kernels.decoder_layer import FUSED_FAMILIES
 
 _ARCHITECTURES = ("LlamaForCausalLMSpecBlock",), ("LlamaForCausalLMSpecBlockShift",)
 """Names of one network, the first in their training, the second in their fork of SGLang."""

@@ -18,7 +18,7 @@ from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch
 from drafters.training.forward import TrainedBlocks, at, forward_of
-from kernels.rank_features import TOP
+from kernels.lattice import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
 _SMALLEST = torch.finfo(torch.float32).tiny

@@ -1,20 +1,131 @@
-"""Compiled ops of `kernels.layers`; one call runs all layers of a model whose products are packed."""
+"""Compiled ops of `kernels.layers`. Weights are packed once, in tiles of outputs that a product reads front to back.
+One call runs all layers of a model whose products are packed."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from ctypes import c_void_p, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.cpu.library import CStruct, call, halves
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.library import CStruct, call, function, halves
 from kernels.cpu.tree_attention import CompiledAttention, layer_of
-from kernels.layers import RunLayers, spans_projection
+from kernels.layers import BlockFormat, Product, QuantisedBlocks, QuantisedWeight, RunLayers, Weight, spans_projection
 from kernels.layers import plan_layers as op_by_op
 from kernels.tree_attention import LOG2_E
 
 if TYPE_CHECKING:  # which imports the table of all ops
     from kernels.decoder_layer import DecoderLayer, RowPlaces
+
+
+_OUTPUTS = 32  # of the largest tile in any build; smaller ones divide it
+
+
+class PackedLinear:
+    """A product with one layer's packed weights."""
+
+    def __init__(
+        self,
+        kernel: str,
+        weights: Tensor,
+        sizes: tuple[int, int],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        missing: int = 0,
+        kept: object = None,
+    ) -> None:
+        """`kernel`: the C function; `sizes`: columns in and out, of which the last `missing` inputs are zeros that the
+        layer does not have; `kept`: what `weights` points to. # weights: packed, or a structure as bytes; bias [out]"""
+        self._call, self.missing = function(kernel, dtype), missing
+        self.columns, self.out = sizes
+        padding = 0, -self.out % _OUTPUTS
+        padded = None if bias is None else functional.pad(bias.detach().float(), padding)
+        self._kept = weights, padded, kept
+        self._addresses = weights.data_ptr(), None if padded is None else padded.data_ptr()
+
+    @property
+    def structure(self) -> CStruct:
+        """`Product` of decoder_layers.cpp."""
+        return CStruct(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b. # [..., in] -> [..., out]"""
+        x = functional.pad(x, (0, self.missing)) if self.missing else x.contiguous()
+        columns, out = self.columns, self.out
+        y = x.new_empty(*x.shape[:-1], out)
+        self._call(x.data_ptr(), *self._addresses, y.data_ptr(), x.numel() // columns, columns, out)
+        return y
+
+
+def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
+    """As the reference; a row has the bits that it has alone. # weight [out, in], bias [out]"""
+    if isinstance(weight, QuantisedWeight):
+        return weight.plan(bias)
+    missing = weight.shape[1] % 2  # columns are taken in pairs
+    whole = functional.pad(weight.detach(), (0, missing)).contiguous()
+    out, columns = whole.shape
+    packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * columns)
+    call("pack", whole, packed, columns, out, dtype=weight.dtype)
+    return PackedLinear("linear", packed, (columns, out), bias, weight.dtype, missing)
+
+
+class _Part(NamedTuple):
+    """Consecutive outputs of a matrix that have one format."""
+
+    outputs: int
+    tiles: Tensor  # [bytes] uint8
+    structure: CStruct  # `Part` of linear_quantised.cpp
+
+
+class PackedWeight(QuantisedWeight):
+    """Codes packed in as many bits as they have."""
+
+    def __init__(self, parts: Sequence[_Part], columns: int, dtype: torch.dtype) -> None:
+        self.dtype, self._parts = dtype, parts
+        self.shape = sum(part.outputs for part in parts), columns
+
+    @classmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        return cls([part for weight in weights for part in weight._parts], weights[0].shape[1], weights[0].dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.tiles.nbytes for part in self._parts)
+
+    def lookup(self, outputs: Tensor) -> Tensor:  # [...] int64 -> [..., in]
+        assert len(self._parts) == 1, "a joined matrix is not looked up"
+        y = torch.empty(*outputs.shape, self.shape[1], dtype=self.dtype)
+        wanted = self._parts[0].structure, outputs.contiguous(), outputs.numel(), self.shape[1]
+        call("lookup_quantised", *wanted, y, dtype=self.dtype)
+        return y
+
+    def plan(self, bias: Tensor | None) -> PackedLinear:  # bias [out]
+        parts = _as_tensor(b"".join(part.structure for part in self._parts))
+        matrix = _as_tensor(CStruct(parts, len(self._parts)))
+        return PackedLinear("linear_quantised", matrix, self.shape[::-1], bias, self.dtype, kept=(parts, self._parts))
+
+
+def keep_blocks(
+    form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
+) -> PackedWeight:
+    """As the reference. # shape [out, in]"""
+    (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
+    num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
+    tiles, first = torch.zeros(num_bytes, dtype=torch.uint8), 0
+    structure = CStruct(tiles, out, *numbers)
+    for piece in pieces:
+        codes, scales, minima = (None if value is None else value.contiguous() for value in piece)
+        rows = len(piece.codes)
+        call("pack_quantised", structure, tiles, columns, first, rows, codes, scales, minima)
+        first += rows
+    assert first == out, f"{first} rows of {out}"
+    return PackedWeight([_Part(out, tiles, structure)], columns, dtype)
+
+
+def _as_tensor(structure: bytes) -> Tensor:
+    """A copy that has an address. # -> [bytes] uint8"""
+    return torch.frombuffer(bytearray(structure), dtype=torch.uint8)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

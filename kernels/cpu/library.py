@@ -1,4 +1,4 @@
-"""Finds the compiled kernels that this processor can run, and calls them through their C interface.
+"""Finds the compiled kernels that this processor can run, calls them through their C interface, and sets their threads.
 
 The C++ source is the only declaration of what a function takes: `EXPORT` (export.h) stores its signature with the
 address."""
@@ -6,6 +6,7 @@ address."""
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,27 @@ def call(name: str, *arguments: Tensor | int | float | bytes | None, dtype: torc
     values = [value if type(value) in _PASSED_AS_THEY_ARE else value.data_ptr() for value in arguments]  # type: ignore[union-attr]  # only tensors are left
     result: int = function(name, dtype)(*values)
     return result
+
+
+def use_threads(number: int) -> None:
+    """Let the calling thread compute with so many threads, itself included; every other thread computes alone.
+
+    Compiled kernels have a team of their own (team.h), beside which torch computes with one thread: two teams would
+    wait for each other's processors (decision 0141). Without compiled kernels torch has the threads."""
+    if variant() is not None:
+        call("use_threads", number)
+        torch.set_num_threads(1)
+        return
+    torch.set_num_threads(number)
+    # torch takes the last number that any thread has set for threads that have not computed yet.
+    others = threading.Thread(target=torch.set_num_threads, args=(1,))
+    others.start()
+    others.join()
+
+
+def threads_in_use() -> int:
+    """Threads that compute for the calling thread, itself included."""
+    return torch.get_num_threads() if variant() is None else call("threads_in_use")
 
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:

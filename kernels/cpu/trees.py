@@ -1,9 +1,12 @@
-"""Compiled ops of `kernels.trees`."""
+"""Compiled ops on draft trees: `kernels.trees`, `lattice`, `survival` and `joint_tree`."""
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import CStruct, call, contiguous
+from kernels.cpu.library import CStruct, call, contiguous, remembered
+from kernels.lattice import CLASS_OF_RANK, NUM_FEATURES, TOP, Lattice, Picked, StartNodes
+from kernels.memory import ORDERS, Memory
+from kernels.survival import CEILING, CLAIMS, DEPTHS, SIZES, HitCounts, Proposed, Pruned
 from kernels.trees import DraftTree, Fates
 
 
@@ -49,3 +52,148 @@ def _cut(raw: DraftTree, max_nodes: int, *, merges: bool) -> tuple[DraftTree, Te
     chosen = torch.empty_like(tree.tokens)
     call("merge_trees", trees_of(raw), raw.batch, merges, trees_of(tree), chosen)
     return tree, chosen
+
+
+def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; of equal scores the lower id ranks first. # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
+    scores, (*shape, vocab) = scores.contiguous(), scores.shape
+    features, ids = torch.empty(*shape, NUM_FEATURES), torch.empty(*shape, TOP, dtype=torch.int64)
+    call("rank_features", scores, ids.numel() // TOP, vocab, features, ids, dtype=scores.dtype)
+    return features, ids
+
+
+_RANKS = len(CLASS_OF_RANK)
+
+
+def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
+    """As the reference. # logits [..., 4], logprobs [..., 10 or more] -> [..., 10]"""
+    chances = logprobs.new_empty(*logprobs.shape[:-1], _RANKS)
+    rows, width = chances.numel() // _RANKS, logprobs.shape[-1]
+    call("spread_classes", *contiguous(logits, logprobs), rows, width, CEILING, chances)
+    return chances
+
+
+def grow_lattice(
+    origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, first_number: int, least: float, starts: int
+) -> tuple[Lattice, Picked]:
+    """As the reference. # tokens, predicted [batch, starts, block, rank]; trust [block, rank]"""
+    batch, begun, block, ranks = tokens.shape
+    tokens, predicted, trust = contiguous(tokens, predicted, trust)
+    width = begun * block * ranks
+    number = min(starts, width)
+    parents, depths = tokens.new_empty(2, batch, width).unbind()
+    lattice = Lattice(origin, tokens, parents, depths, predicted.new_empty(batch, width))
+    nodes, depth, chosen, start, position = tokens.new_empty(5, batch, number).unbind()
+    picked = Picked(StartNodes(nodes, depth, predicted.new_empty(batch, number)), chosen, start, position)
+    begins = CStruct(*contiguous(*origin)), batch, begun
+    offered = predicted, trust, block, ranks, first_number, CEILING, least
+    call("grow_lattice", *begins, *offered, CStruct(*lattice[1:]), CStruct(*picked.origin, *picked[1:]), number)
+    return lattice, picked
+
+
+def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
+    """As the reference. # all three [...]"""
+    labels = contiguous(buckets, came_true.float(), expected.float())
+    call("count_hits", _hits_of(counts), *labels, buckets.numel())
+
+
+def keep_proposed(
+    log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
+) -> None:
+    """As the reference. # chosen [batch, nodes of the tree]; predicted [batch, all nodes]"""
+    rows, *values = contiguous(rows, chosen, predicted, buckets)
+    call("keep_proposed", _log_of(log), rows, tree.batch, trees_of(tree), *values, buckets.numel())
+
+
+def judge_proposed(
+    log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, next_block: int
+) -> Tensor:
+    """As the reference. # tokens [batch, longest] -> [2]"""
+    rows, tokens, lengths = contiguous(rows, tokens, lengths)
+    (batch, longest), came = tokens.shape, rows.new_empty(2)
+    call("judge_proposed", _log_of(log), _hits_of(counts), rows, batch, tokens, longest, lengths, next_block, came)
+    return came
+
+
+def count_claims(
+    counts: HitCounts,
+    bins: Tensor,
+    bin_decay: float,
+    trees: DraftTree,
+    claimed: Tensor,
+    buckets: Tensor,
+    committed: Tensor,
+    num_known: Tensor,
+) -> None:
+    """As the reference. # bins [3, bins]; claimed, buckets [batch, nodes]; committed [batch, longest]"""
+    assert bins.is_contiguous(), "it is changed in place"
+    *values, num_known = contiguous(claimed, buckets, committed, num_known)
+    counted, verified = (_hits_of(counts), bins, bins.shape[1], bin_decay), (trees_of(trees), trees.batch)
+    call("count_claims", *counted, *verified, *values, committed.shape[1], num_known)
+
+
+def prune_trees(
+    candidates: DraftTree,
+    deepest: Tensor,
+    requested: Tensor,
+    rates: Tensor,
+    seconds: Tensor,
+    weights: Tensor,
+    width: int,
+    widths: Tensor | None = None,
+) -> Pruned:
+    """As the reference. # candidates [batch, nodes] -> [batch, width]"""
+    batch = candidates.batch
+    kept = empty_tree(batch, min(width, candidates.width))
+    claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
+    sizes = torch.empty(batch, SIZES, dtype=torch.int64)
+    given, constants = contiguous(deepest, requested, rates), (DEPTHS, CLAIMS, CEILING)
+    choices, written = (seconds, seconds.shape[0], weights, widths), (trees_of(kept), claimed, buckets, sizes)
+    call("prune_trees", trees_of(candidates), batch, *given, *constants, *choices, *written)
+    return Pruned(kept, claimed, buckets, sizes)
+
+
+@remembered
+def _hits_of(counts: HitCounts) -> CStruct:
+    """`Hits` of hit_rates.cpp."""
+    tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
+    return CStruct(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
+
+
+@remembered
+def _log_of(log: Proposed) -> CStruct:
+    """`Proposed` of hit_rates.cpp."""
+    return CStruct(*log, log.tokens.shape[1])
+
+
+_NUM_SUMS = 4 + len(ORDERS)
+
+
+def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
+    """As the reference. # tokens [count]"""
+    call("add_text", _structure_of(memory), row, part, tokens.contiguous(), tokens.shape[0])
+
+
+def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
+    """As the reference. # rows [batch]"""
+    tree, proposed = empty_tree(rows.shape[0], max_nodes), None if network is None else trees_of(network)
+    call("grow_joint_tree", _structure_of(memory), rows.contiguous(), rows.shape[0], proposed, least, trees_of(tree))
+    return tree
+
+
+def learn_committed(
+    memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
+) -> Tensor:
+    """As the reference. # -> [4 + len(ORDERS)]"""
+    rows, tokens, counts, choices = contiguous(rows, tokens, counts, choices)
+    sums, tree = rows.new_empty(_NUM_SUMS), trees_of(verified)
+    committed = rows, rows.shape[0], tokens, tokens.shape[1], counts
+    call("learn_committed", _structure_of(memory), *committed, tree, choices, rate, sums)
+    return sums
+
+
+@remembered
+def _structure_of(memory: Memory) -> CStruct:
+    """`Memory` of memory.cpp."""
+    *tables, alone, network, factors = memory
+    return CStruct(*tables, *trees_of(alone).words, *trees_of(network).words, factors)

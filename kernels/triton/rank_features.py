@@ -1,6 +1,6 @@
 # ruff: noqa: N803 - sizes that a kernel is compiled for are written in capitals
 # mypy: allow-untyped-decorators
-"""The features of `kernels/rank_features.py` in one pass over the scores, each read once.
+"""The features of `kernels/lattice.py` in one pass over the scores, each read once.
 A row keeps its running maximum, the sum of weights below it and their first moment (from which the entropy follows),
 and the TOP best scores seen. A block is searched only while it holds a score above the last of those, which after the
 first few blocks is seldom. Of equal scores the lower id ranks first."""
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rank_features import GAPS, NUM_FEATURES, TOP
+from kernels.lattice import GAPS, NUM_FEATURES, TOP
 
 _BLOCK = 1024
 _PLACES = 16  # TOP and NUM_FEATURES, rounded up to what a block may hold

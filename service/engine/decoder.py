@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.tree import DraftTree
-from kernels.decoder_layer import DecoderLayer, RotaryTable, RowPlaces
-from kernels.families import FUSED_FAMILIES
-from kernels.layers import RunLayers
-from kernels.linear import QuantisedWeight, Weight, look_up
+from kernels.decoder_layer import FUSED_FAMILIES, DecoderLayer, RotaryTable, RowPlaces
+from kernels.layers import QuantisedWeight, RunLayers, Weight, look_up
 from kernels.ops import REFERENCE, Ops
 from kernels.rows import ExtendRows
 from kernels.tree_attention import Attention

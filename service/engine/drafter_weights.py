@@ -31,8 +31,8 @@ from drafters.published import folders as published
 from drafters.registry import TrainedWeights
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import TargetEnd, copy_end
-from kernels.families import FUSED_FAMILIES
-from kernels.linear import Weight, dense, look_up
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.layers import Weight, dense, look_up
 from service.config import ServiceConfig
 from service.engine.modules import decoder_layers
 from service.engine.modules import weights_of as target_weights_of

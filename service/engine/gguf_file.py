@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kernels import ops
-from kernels.linear import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
+from kernels.layers import COLUMNS, EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits
 from service.engine.gguf_config import ROPE_FACTORS, Architecture, architecture_of
 from service.engine.gguf_reader import GGUFFile, GGUFTensor
 from service.engine.modules import QuantisedEmbedding, QuantisedLinear

@@ -20,8 +20,8 @@ import torch
 from drafters.protocol import DraftContext, Drafter, HostMetadata, Noise, Read
 from drafters.tree import MAX_DEPTH, MAX_NODES, ROOT, DraftTree
 from kernels.cpu import library
+from kernels.cpu.library import threads_in_use
 from kernels.rows import ExtendRows, ForwardRows
-from kernels.threads import threads_in_use
 from service.engine.captured import ROWS as CAPTURED_ROWS
 from service.engine.costs import (
     CostKey,

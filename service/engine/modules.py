@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kernels.linear import Product, QuantisedWeight, Weight
+from kernels.layers import Product, QuantisedWeight, Weight
 from kernels.ops import Ops
 from kernels.tree_attention import Attention
 from service.engine.kv_pool import KVPool

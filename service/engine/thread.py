@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import torch
 
+from kernels.cpu.library import use_threads
 from kernels.graph_runner import HIGH_PRIORITY
-from kernels.threads import use_threads
 from service.engine.engine import Deliver, Engine, EngineOutput
 from service.engine.requests import Submission
 from service.engine.stats import LoadStats

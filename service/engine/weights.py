@@ -32,8 +32,8 @@ from transformers import (
 from drafters.network.checkpoint import TargetParts, identity_of
 from drafters.network.model import SpecBlock
 from kernels.cpu import library
-from kernels.families import FUSED_FAMILIES
-from kernels.linear import QuantisedWeight, Weight, even_sample
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.layers import QuantisedWeight, Weight, even_sample
 from service.engine.ends import end_token_ids, gguf_end_ids
 from service.engine.families import refuse_unverified
 from service.engine.folders import refuse_doubled, refuse_incomplete

@@ -239,7 +239,7 @@ def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
 
 def train(config: ServiceConfig) -> None:
     """Learn until SIGTERM or SIGINT. Raises StartupError."""
-    from kernels.threads import use_threads
+    from kernels.cpu.library import use_threads
     from service.learning.adaptive import build_trainer, stop_learning
 
     use_threads(1)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from adaptation.timing import bf16_is_faster
 from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
 from drafters.training.parallel import Ranks, join, local_device
-from kernels.threads import use_threads
+from kernels.cpu.library import use_threads
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
 from service.engine.drafter_weights import tap_layers_for

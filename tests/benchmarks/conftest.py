@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import app
 from benchmarks.shift_play import Learning
-from kernels.threads import use_threads
+from kernels.cpu.library import use_threads
 from tests.service.bench.conftest import assembly, prompt_file, quiet, trained_assembly
 from tests.service.bench.parts import run_command, save_two_layers, written_prompts
 from tests.tuned import settled

@@ -7,7 +7,7 @@ from torch import Tensor
 from drafters.calibration import HitTable, RankCalibration, SurvivalCalibration
 from drafters.protocol import DraftingSizes
 from drafters.tree import MAX_DEPTH, DraftTree
-from kernels.rank_features import TOP
+from kernels.lattice import TOP
 from kernels.survival import correct_survival
 from tests.drafters.trees import draft_trees
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.families import FUSED_FAMILIES
+from kernels.decoder_layer import FUSED_FAMILIES
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.bench.lossless import TRAINED_WAYS, check, ordered_cases

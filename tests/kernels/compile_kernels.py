@@ -25,7 +25,7 @@ from kernels.sample import Filters
 from kernels.tree_attention import MAX_NODES
 from kernels.trees import DraftTree
 from kernels.triton.settle import accept, commit_slots
-from kernels.triton.survival import correct_survival
+from kernels.triton.trees import correct_survival
 from tests.kernels.attention_parts import Heads, Part, Vectors, attend
 
 _POINTERS = {

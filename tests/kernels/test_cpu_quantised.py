@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits, join
+from kernels.layers import EIGHT_BITS, BlockFormat, QuantisedBlocks, QuantisedWeight, in_8_bits, join
 from kernels.ops import REFERENCE, Ops
 from tests.kernels.conftest import BUILDS, of_build
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kernels.decoder_layer import DecoderLayer, RowPlaces
-from kernels.families import FUSED_FAMILIES, Family
+from kernels.decoder_layer import FUSED_FAMILIES, DecoderLayer, Family, RowPlaces
 from kernels.layers import RunLayers
 from kernels.ops import REFERENCE, Ops
 from kernels.tree_attention import AttentionRows

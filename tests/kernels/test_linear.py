@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import use_threads
 from kernels.ops import Ops
-from kernels.threads import use_threads
-from kernels.triton import linear as kernel
-from kernels.triton.linear import plan_linear
+from kernels.triton import layers as kernel
+from kernels.triton.layers import plan_linear
 
 ON_CPU = {torch.bfloat16: 2**-8, torch.float32: 1e-5}  # half the last bit; of sums in float32, of numbers around 1
 ON_A_DEVICE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

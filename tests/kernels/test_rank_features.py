@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.lattice import TOP
 from kernels.ops import REFERENCE, Ops
-from kernels.rank_features import TOP
 
 
 def _scores(shape: tuple[int, ...], dtype: torch.dtype, spread: float = 2.0) -> Tensor:

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import sample as compiled_sample
+from kernels.cpu import steps as compiled_sample
+from kernels.cpu.library import use_threads
 from kernels.ops import REFERENCE, Ops
 from kernels.sample import (
     OFF,
@@ -26,7 +27,6 @@ from kernels.sample import (
     sample,
     token_ids,
 )
-from kernels.threads import use_threads
 from kernels.triton.sample import gumbel
 from kernels.triton.sample import hash_bits as device_hash_bits
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.cpu.library import threads_in_use, use_threads
 from kernels.ops import Ops
-from kernels.threads import threads_in_use, use_threads
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_thread_asks_for_itself_alone() -> None:
 
 
 def test_without_compiled_kernels_torch_has_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.threads.variant", lambda: None)
+    monkeypatch.setattr("kernels.cpu.library.variant", lambda: None)
     use_threads(3)
     assert counts() == (3, 3)
     assert in_another_thread() == (1, 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import use_threads
 from kernels.ops import Ops
-from kernels.threads import use_threads
 from kernels.tree_attention import MAX_DEPTH, MAX_NODES, AttentionRows
 from kernels.triton.tree_attention import plan_attention
 from tests.kernels.attention_parts import (

@@ -9,8 +9,7 @@ from kernels.ops import REFERENCE
 from kernels.survival import CLAIMS, DEPTHS
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT, DraftTree
-from kernels.triton.survival import correct_survival
-from kernels.triton.trees import ancestor_matrix, fates
+from kernels.triton.trees import ancestor_matrix, correct_survival, fates
 
 
 def trees(batch: int, nodes: int, seed: int) -> DraftTree:

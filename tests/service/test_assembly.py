@@ -8,7 +8,7 @@ import pytest
 
 from kernels import ops
 from kernels.cpu import library
-from kernels.threads import threads_in_use, use_threads
+from kernels.cpu.library import threads_in_use, use_threads
 from service.assembly import Assembly, assemble, start_up_line
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget

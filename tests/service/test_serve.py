@@ -16,7 +16,7 @@ from drafters.kinds import Kind, Parts
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftingSizes, Read
 from drafters.registry import memory_of
-from kernels.threads import use_threads
+from kernels.cpu.library import use_threads
 from service.api.tenants import Tenants
 from service.assembly import assemble
 from service.config import ServiceConfig

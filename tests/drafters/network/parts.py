@@ -18,7 +18,7 @@ from drafters.network.serving import forward_of
 from drafters.protocol import Committed, DraftingSizes, Noise, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
-from kernels.rank_features import NUM_FEATURES
+from kernels.lattice import NUM_FEATURES
 from service.engine.drafter_weights import layers_for
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 

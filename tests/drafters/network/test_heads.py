@@ -15,9 +15,8 @@ from drafters.protocol import Noise
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.tree import ROOT
 from kernels import ops
-from kernels.families import FUSED_FAMILIES
-from kernels.lattice import CLASS_OF_RANK, StartNodes
-from kernels.rank_features import TOP
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.lattice import CLASS_OF_RANK, TOP, StartNodes
 from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 

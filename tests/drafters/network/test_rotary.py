@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.network.layers import LayerShape
 from drafters.network.rotary import Rotary
-from kernels.families import FUSED_FAMILIES
+from kernels.decoder_layer import FUSED_FAMILIES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

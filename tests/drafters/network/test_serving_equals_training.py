@@ -14,7 +14,7 @@ from drafters.protocol import DraftingSizes
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Branches
 from drafters.training.forward import forward_of as training_forward_of
-from kernels.families import FUSED_FAMILIES
+from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.lattice import Picked, StartNodes
 from tests.drafters.network.parts import serving, tiny_drafter, tiny_embedding
 

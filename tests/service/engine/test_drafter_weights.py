@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.families import FUSED_FAMILIES
+from kernels.decoder_layer import FUSED_FAMILIES
 from service.engine.drafter_weights import layers_for
 from tests.tiny_models import FAMILIES, stock_tiny
 

@@ -12,8 +12,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from drafters.tree import DraftTree
 from kernels import ops
-from kernels.families import FUSED_FAMILIES
-from kernels.linear import Product
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.layers import Product
 from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT, Attention
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
