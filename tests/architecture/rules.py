@@ -5,7 +5,8 @@ They read syntax trees only: nothing of the project is imported.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +25,22 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def complaints(paths: Iterable[Path], rule: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """What a rule finds in the source of these modules, by module; modules that keep the rule are left out."""
+    found = {module_name(path): rule(path.read_text()) for path in paths}
+    return {name: findings for name, findings in found.items() if findings}
+
+
+parsed = cache(ast.parse)  # the same source is read by several rules
+
+
 def is_below(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything imported, at any depth, also by importlib with a literal name."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,7 +73,7 @@ def environment_reads(source: str) -> list[str]:
     homes = {"environ", "environb", "getenv", "putenv"}
     attributes = [
         (node.lineno, node.attr)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and node.attr in homes
     ]
     names = [(line, name) for line, name in imported_names(source) if name in {f"os.{home}" for home in homes}]
@@ -75,7 +85,7 @@ def device_transfers(source: str) -> list[str]:
     lines = source.splitlines()
     return [
         f"line {node.lineno}: {_called_name(node)}()"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Call)
         and (_is_method_of(node, {"item", "tolist", "cpu", "synchronize"}) or _is_number_of_a_reduction(node))
         and not any(PLANNED_TRANSFER in line for line in lines[node.lineno - 1 : node.end_lineno])
@@ -96,14 +106,14 @@ def _is_number_of_a_reduction(node: ast.Call) -> bool:
 def long_functions(source: str, ceiling: int) -> list[str]:
     functions = [
         (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return [f"{name} has {length} lines" for name, length in functions if length > ceiling]
 
 
 def has_docstring(source: str) -> bool:
-    return ast.get_docstring(ast.parse(source)) is not None
+    return ast.get_docstring(parsed(source)) is not None
 
 
 def statements_beside_version(source: str) -> list[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.rules import ROOT, device_transfers, module_name, modules
+from tests.architecture.rules import ROOT, complaints, device_transfers, module_name, modules
 
 # Start-up and measurement, which may wait for the device, and a reference that no device runs: each has a kernel there.
 OUTSIDE_THE_STEP = frozenset(
@@ -27,12 +27,10 @@ def in_the_step(path: Path) -> bool:
     return not set(TRAINING) & set(parts)
 
 
-STEP_MODULES = [path for path in modules("kernels", "drafters", "service/engine") if in_the_step(path)]
-
-
-@pytest.mark.parametrize("path", STEP_MODULES, ids=module_name)
-def test_no_unplanned_transfer(path: Path) -> None:
-    assert device_transfers(path.read_text()) == []
+def test_no_unplanned_transfer() -> None:
+    paths = [path for path in modules("kernels", "drafters", "service/engine") if in_the_step(path)]
+    assert paths
+    assert complaints(paths, device_transfers) == {}
 
 
 def test_the_exceptions_exist() -> None:
