@@ -10,6 +10,11 @@ DIST ?= dist
 # Most tests keep to one thread; a file's tests stay together, for they share what takes long to build. Files keep their
 # order: by number of tests those with few, long ones would come last, and one of the two would wait.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Which slow tests `make test` adds: none, or those that cover a file that has changed since the branch left the main one
+# (`changed`; in a clone without history every slow test that names what it covers). See tests/changes.py.
+SLOW ?= none
+# A variable that some machines set. Without bytecode each of some hundred processes compiles torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # programs first: what is installed is compiled with one of them
@@ -42,7 +47,7 @@ serve: $(STAMP) ## serve the embedded model; settings: make serve ARGS="--port 9
 	@$(BIN)/adaptree serve $(ARGS)
 
 test: system $(STAMP) ## the tests that take minutes at most
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not slow and not gpu" --durations=25 $(ARGS)
+	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" --slow $(SLOW) --durations=25 $(ARGS)
 
 test-long: system $(STAMP) ## the same and the slow ones
 	$(BIN)/pytest $(TWO_AT_A_TIME) -m "not gpu" --durations=25 $(ARGS)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.changes import deselect_slow
+
 # Triton decides when it is imported, which torch may do at any time, whether kernels are compiled or interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -39,8 +41,16 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    slow = ("none", "changed", "all")
+    parser.addoption(
+        "--slow", choices=slow, default="all", help="which slow tests run (tests/changes.py); default: all"
+    )
     parser.addoption("--size", type=int, metavar="N", help="of long tests, in what each counts; unset: its own")
     parser.addoption("--figures", type=Path, metavar="FILE", help="also write what long tests tell, as JSON")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect_slow(config, items, config.getoption("--slow"))
 
 
 @pytest.fixture

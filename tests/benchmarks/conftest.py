@@ -18,6 +18,14 @@ from tests.tuned import settled
 __all__ = ["assembly", "prompt_file", "quiet", "trained_assembly"]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(
+        pytest.mark.slow(
+            "experiments of this repository: no part of what is installed", covers="benchmarks tests/benchmarks"
+        )
+    )
+
+
 @pytest.fixture
 def run(quiet: None) -> Callable[..., tuple[int, str]]:
     """`python -m benchmarks ...`, as `run_command`."""

@@ -25,6 +25,9 @@ from tests.service.bench.parts import save_drafter
 from tests.service.learning_parts import EAGER
 from tests.tiny_models import served_by
 
+pytestmark = pytest.mark.slow(
+    "a real Prometheus scrapes two servers, in windows of a minute", covers="deploy service/observability tests/deploy"
+)
 PATIENCE_SECONDS = 120
 CLIENTS = 2
 SCRAPES = 6

@@ -21,15 +21,21 @@ BUILDS = [
     if find_spec(f"kernels.cpu.{name}") is not None and all(ABLE.get(need, False) for need in needs)
 ]
 CPU = torch.device("cpu")
+OTHER = pytest.mark.slow(
+    "other builds of the same source, and the device's kernels interpreted", covers="kernels tests/kernels"
+)
+BY_BUILD = [name if name == library.variant() else pytest.param(name, marks=OTHER) for name in BUILDS]
+INTERPRETED = pytest.param("interpreted", marks=OTHER)
+ON_A_DEVICE = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(params=BY_BUILD)
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
     """The ops of a CPU in one build."""
     yield from of_build(str(request.param), monkeypatch)
 
 
-@pytest.fixture(params=["reference", *BUILDS])
+@pytest.fixture(params=["reference", *BY_BUILD])
 def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
     """The ops of a CPU, compiled or not."""
     if request.param == "reference":
@@ -48,13 +54,14 @@ def of_build(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
         found.cache_clear()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[INTERPRETED, ON_A_DEVICE])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the tensors a device kernel gets."""
-    return prepared(str(request.param), monkeypatch)
+    """Device of the tensors that a device kernel gets: the CPU where kernels are interpreted."""
+    return prepared(DEVICES[request.param], monkeypatch)
 
 
-PLACES = [*BUILDS, "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = {"interpreted": "cpu", "cuda": "cuda"}
+PLACES = [*BY_BUILD, INTERPRETED, ON_A_DEVICE]
 
 
 @pytest.fixture(params=PLACES)
@@ -77,7 +84,7 @@ def at_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for found in of_build(str(request.param), monkeypatch):
             yield found, "cpu"
     else:
-        place = prepared("cpu" if request.param == "interpreted" else "cuda", monkeypatch)
+        place = prepared(DEVICES[request.param], monkeypatch)
         yield implementation("triton"), place
 
 

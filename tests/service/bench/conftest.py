@@ -8,6 +8,10 @@ from service.assembly import Assembly, assemble
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, written_prompts
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.slow("measurements, beside serving", covers="service/bench tests/service/bench"))
+
+
 @pytest.fixture(scope="session")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
     return assembled(save_two_layers(tmp_path_factory.mktemp("two-layers")))
