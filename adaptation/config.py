@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal, Self
 import psutil
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-PolicyName = Literal["bandit", "always", "head_only", "full_only", "never"]
-
 
 def _knob(default: Any, description: str, **limits: float) -> Any:
     return Field(default=default, description=description, **limits)  # type: ignore[call-overload]
@@ -36,12 +34,10 @@ class AdaptationConfig(BaseModel):
         default=False,
         description="Learn from the traffic that is served. It changes the speed of an answer, never its text.",
     )
-    policy: PolicyName = Field(
+    policy: Literal["bandit", "never"] = Field(
         default="bandit",
-        description="Policy that decides about updates. bandit: expected gain (algorithm 1). always: a full "
-        "update every 8 "
-        "queries (Online Speculative Decoding). head_only, full_only: that update whenever its buffer is full. "
-        "never: no updates; with several replicas, this one serves what the others learn.",
+        description="Policy that decides about updates. bandit: expected gain (algorithm 1). never: no updates; "
+        "with several replicas, this one serves what the others learn.",
     )
     alpha: float = _knob(
         0.10,

@@ -6,12 +6,13 @@ Requests with `store: false` leave no trace here. Recording costs the engine 1 t
 import hashlib
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from adaptation.config import Tuning
-from adaptation.policy import Policy, QueryReport
+from adaptation.policy import Bandit, QueryReport
 from adaptation.records import QuotaReason
 from adaptation.samples import (
     SampleBuffers,
@@ -66,7 +67,7 @@ class Quota:
         *,
         client_share: float,
         free_queries: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.time,
         query_positions: int = _QUERY_POSITIONS,
         half_life_seconds: float = _HALF_LIFE_SECONDS,
         max_clients: int = _MAX_CLIENTS,
@@ -151,7 +152,7 @@ class FilteredQuery:
 class FeedbackFilter:
     """Fills buffers and validation set as quota and policy decide. What is not admitted is neither kept nor scored."""
 
-    def __init__(self, policy: Policy, quota: Quota, buffers: SampleBuffers, validation: ValidationSet) -> None:
+    def __init__(self, policy: Bandit, quota: Quota, buffers: SampleBuffers, validation: ValidationSet) -> None:
         self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
         self.refusals: Counter[str] = Counter()  # by reason of the quota
         self.buffers = buffers
@@ -225,9 +226,9 @@ class RecordingSampler:
         return self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
 
 
-def build_filter(tuning: Tuning, policy: Policy, *, clock: Callable[[], float]) -> FeedbackFilter:
+def build_filter(tuning: Tuning, policy: Bandit) -> FeedbackFilter:
     """Build the filter with its quota, buffers and validation set."""
-    quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries, clock=clock)
+    quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries)
     buffers = SampleBuffers(
         {"head": tuning.head_queries, "full": tuning.full_queries},
         replay_texts=tuning.replay_texts,

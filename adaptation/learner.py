@@ -3,9 +3,7 @@
 Every decision is an event with its reason. All calls come from one thread, which calls `recover` after any exception.
 """
 
-import random
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +18,7 @@ from adaptation.feedback import FeedbackFilter, FilteredQuery, RecordingSampler,
 from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.monitor import TrafficMonitor
 from adaptation.persistence import LearnerCheckpoint, Part, Persistence
-from adaptation.policy import Arm, Policy, policy_of
+from adaptation.policy import Arm, Bandit, policy_of
 from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
@@ -61,7 +59,7 @@ class Learner:
         self._job: Pieces[None] | None = None  # an update under way
 
     @property
-    def _policy(self) -> Policy:
+    def _policy(self) -> Bandit:
         return self._feedback.policy
 
     @property
@@ -327,23 +325,23 @@ def build_learner(
     *,
     folder: Path,
     emit: Emit,
-    clock: Callable[[], float] = time.time,
     serves: bool = True,
     tuning: Tuning | None = None,
+    policy: Bandit | None = None,
 ) -> Learner:
-    """Build a learner and its parts. `serves`: whether an engine runs in this process. Raises ValueError for a
-    configuration that is not possible. A drafter served in bf16 is trained and replayed in bf16 where such products are
-    faster."""
+    """Build a learner and its parts. `serves`: whether an engine runs in this process; `policy`: one that benchmarks
+    compare with the configured one. Raises ValueError for a configuration that is not possible. A drafter served in
+    bf16 is trained and replayed in bf16 where such products are faster."""
     tuning = tuning or Tuning()
     weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)
     rules = rules_of(config, drafter, tuning, autocast=autocast)
     trainer = OnlineTrainer(weights.training, weights.anchor, drafter.embed, rows, rules=rules, seed=tuning.seed)
-    policy = policy_of(config, tuning, rng=random.Random(tuning.seed))
+    policy = policy or policy_of(config, tuning)
     timing = TrainingTime(weights.train_device, policy.covers)
     train_in = config.train_in if serves else "thread"
     training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
-    feedback = build_filter(tuning, policy, clock=clock)
+    feedback = build_filter(tuning, policy)
     checkpoint, log = LearnerCheckpoint(folder), EventLog(emit, lambda: weights.newest)
     enabled = config.policy != "never"
     bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, seed=tuning.seed)

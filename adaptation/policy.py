@@ -1,18 +1,15 @@
-"""Policies of learning: which finished queries are learnt from, and when an update is due. `EveryBatch` decides without
-estimates: it is what the bandit is compared with.
-"""
+"""The policy of learning: which finished queries are learnt from, and when an update is due."""
 
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import MappingProxyType
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 from pydantic import ConfigDict, JsonValue, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
-from adaptation.config import AdaptationConfig, PolicyName, Tuning
+from adaptation.config import AdaptationConfig, Tuning
 from drafters.regret import GainPosterior, RegretLedger
 
 Arm = Literal["head", "full"]
@@ -26,8 +23,7 @@ Reason = Literal[
     "gain",  # an arm is expected to gain
     "no_gain",  # no arm is
     "not_covered",  # one may gain, but the ledger does not cover trying it
-    "fixed",  # the policy has one answer
-    "never",  # the policy never learns
+    "never",  # there are no arms: the policy never learns
 ]
 
 State = dict[str, JsonValue]  # plain values from which a later process goes on exactly
@@ -71,96 +67,6 @@ class Decision:
     reason: Reason
 
 
-class Policy(Protocol):
-    """Decides which finished queries are learnt from, and when an update is due. All calls come from the adaptation
-    thread."""
-
-    name: str
-    """As in the settings."""
-
-    @property
-    def values(self) -> Mapping[Arm, float]:
-        """Estimated gain of throughput per unit of signal, by arm; empty: not estimated."""
-
-    @property
-    def balance(self) -> float | None:
-        """Serving time in seconds that learning may still lose; None: no ledger, or not opened yet."""
-
-    @property
-    def resting(self) -> bool:
-        """Whether no arm promises a gain whose trial the ledger covers."""
-
-    def covers(self, seconds: float) -> bool:
-        """Whether training may take so many seconds from serving that are not charged yet."""
-
-    def decide(self, query: QueryReport) -> Decision:
-        """Choose the buffer of a finished query. Called for every query, in order."""
-
-    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        """The arm whose buffer is full and whose update the ledger covers, if any. `signals`: of the samples in each
-        arm's buffer."""
-
-    def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """Record a judged update on queries of this mean signal, which took so many seconds from serving."""
-        return
-
-    def spent(self, seconds: float) -> None:
-        """Charge seconds taken from serving to no arm: an update that was interrupted, or could not be judged."""
-        return
-
-    def traffic_changed(self) -> None:
-        """Make the values of arms less certain: other texts are served, or weights that no update computed."""
-        return
-
-    def state(self) -> State:
-        """The state as plain values."""
-
-    def restore(self, state: State) -> None:
-        """Load what `state` returned; an update under way is lost. Raises ValueError for anything else, and then
-        changes nothing."""
-
-
-class EveryBatch(Policy):
-    """One kind of update whenever its buffer is full; without an arm, none at all.
-
-    With full updates of 8 queries it is the schedule of Online Speculative Decoding (arXiv 2310.07177).
-    """
-
-    values: Mapping[Arm, float] = MappingProxyType({})
-    balance = None
-
-    def __init__(self, arm: Arm | None, batch_queries: int = 1, *, name: PolicyName = "never") -> None:
-        self.name = name
-        self._arm: Arm | None = arm
-        self._batch_queries = batch_queries
-
-    @property
-    def resting(self) -> bool:
-        return self._arm is None
-
-    def covers(self, seconds: float) -> bool:
-        return True
-
-    def decide(self, query: QueryReport) -> Decision:
-        if self._arm is None:
-            return Decision(None, "never")
-        if not query.usable:
-            return Decision(None, "unusable")
-        if query.signal is None:
-            return Decision(None, "not_admitted")
-        return Decision(self._arm, "fixed")
-
-    def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        return self._arm if self._arm is not None and len(signals[self._arm]) >= self._batch_queries else None
-
-    def state(self) -> State:
-        return {}
-
-    def restore(self, state: State) -> None:
-        if state:
-            raise ValueError("not the state of a fixed policy, which has none")
-
-
 LEARNING = "learning"
 """The ledger account of all costs of learning."""
 
@@ -174,7 +80,7 @@ _RECORDING_SHARE = 0.08  # of a query's seconds, for recording it: 0.8 ms of ste
 class BanditRules:
     """Constants of algorithm 1 and of the ledger."""
 
-    batch_queries: Mapping[Arm, int]  # size of each arm's buffer
+    batch_queries: Mapping[Arm, int]  # size of each arm's buffer; without arms nothing is learnt
     alpha: float  # minimum weight of a new measurement
     epsilon: tuple[float, float]  # at first, and after the cold start
     s_min: float  # updates of less signal leave the value of their arm unchanged
@@ -215,7 +121,7 @@ _KNOWLEDGE = TypeAdapter(_Knowledge)
 _RANDOM = TypeAdapter(_RandomState)
 
 
-class Bandit(Policy):
+class Bandit:
     """The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
 
     An arm's value is its gain of throughput per unit of signal; an update on queries of mean signal s is worth, in
@@ -225,11 +131,11 @@ class Bandit(Policy):
 
     over the queries within which it has to pay for itself. The value is a posterior: replays are noisy, with a known
     error. Trials are paid for from a ledger of its own, so that the loss is bounded, and drafting is tried as often.
+    All calls come from the adaptation thread.
     """
 
-    name = "bandit"
-
     def __init__(self, rules: BanditRules, *, rng: random.Random) -> None:
+        self.name = "bandit" if rules.batch_queries else "never"
         self._rules = rules
         self._ledger = RegretLedger()  # opened when the time of a mean query is known
         self._rng = rng
@@ -238,10 +144,12 @@ class Bandit(Policy):
 
     @property
     def values(self) -> Mapping[Arm, float]:
-        return {arm: belief.mean for arm, belief in self._now.arms.items()}
+        """Estimated gain of throughput per unit of signal, by arm."""
+        return {arm: self._now.arms[arm].mean for arm in self._rules.batch_queries}
 
     @property
     def balance(self) -> float | None:
+        """Serving time in seconds that learning may still lose; None: the ledger is not opened yet."""
         return self._ledger.balances.get(LEARNING)
 
     @property
@@ -250,7 +158,8 @@ class Bandit(Policy):
 
     @property
     def resting(self) -> bool:
-        return self._is_warm and self._promising(ARMS) is None
+        """Whether no arm promises a gain whose trial the ledger covers."""
+        return not self._rules.batch_queries or (self._is_warm and self._promising(ARMS) is None)
 
     @property
     def epsilon(self) -> float:
@@ -259,9 +168,13 @@ class Bandit(Policy):
         return first + (last - first) * min(1.0, self._now.num_events / self._rules.cold_start_events)
 
     def covers(self, seconds: float) -> bool:
+        """Whether training may take so many seconds from serving that are not charged yet."""
         return not self._is_warm or self._ledger.balances[LEARNING] > seconds
 
     def decide(self, query: QueryReport) -> Decision:
+        """Choose the buffer of a finished query. Called for every query, in order."""
+        if not self._rules.batch_queries:
+            return Decision(None, "never")
         if not query.usable:
             return Decision(None, "unusable")
         self._observe(query)
@@ -276,12 +189,16 @@ class Bandit(Policy):
         return Decision(arm, "gain" if self._net_gain(arm, self._now.arms[arm].mean) > 0 else "explore")
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
+        """The arm whose buffer is full and whose update the ledger covers, if any. `signals`: of the samples in each
+        arm's buffer."""
         if not self._is_warm:
             return None
-        full = [arm for arm in ARMS if len(signals[arm]) >= self._rules.batch_queries[arm] and self._is_covered(arm)]
+        sizes = self._rules.batch_queries
+        full = [arm for arm in sizes if len(signals[arm]) >= sizes[arm] and self._is_covered(arm)]
         return max(full, key=self._best_net_gain, default=None)
 
     def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
+        """Record a judged update on queries of this mean signal, which took so many seconds from serving."""
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
         belief.num_updates += 1
@@ -300,21 +217,28 @@ class Bandit(Policy):
         self._ledger.record(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
 
     def spent(self, seconds: float) -> None:
+        """Charge seconds taken from serving to no arm: an update that was interrupted, or could not be judged."""
         if self._is_warm:
             self._ledger.raise_cap(LEARNING, seconds)
             self._ledger.record(LEARNING, -seconds)
 
     def traffic_changed(self) -> None:
+        """Make the values of arms less certain: other texts are served, or weights that no update computed."""
         for arm, posterior in self._posteriors.items():
             posterior.widen()
             self._now.arms[arm].sd = posterior.sd
 
     def state(self) -> State:
+        """Serializable state."""
         version, words, gauss = cast(_RandomState, self._rng.getstate())
         self._now.balance = self._ledger.balances.get(LEARNING)
         return {"knowledge": _KNOWLEDGE.dump_python(self._now, mode="json"), "random": [version, list(words), gauss]}
 
     def restore(self, state: State) -> None:
+        """Load what `state` returned; an update under way is lost. Raises ValueError for anything else, and then
+        changes nothing."""
+        if not state and not self._rules.batch_queries:  # 0.3.0 saved none where nothing was learnt
+            return
         if set(state) != {"knowledge", "random"}:
             raise ValueError("not the state of a bandit")
         now = _KNOWLEDGE.validate_python(state["knowledge"])
@@ -380,21 +304,14 @@ class Bandit(Policy):
         return self._posteriors[arm]
 
 
-def policy_of(config: AdaptationConfig, tuning: Tuning, *, rng: random.Random) -> Policy:
+def policy_of(config: AdaptationConfig, tuning: Tuning) -> Bandit:
     """Build the configured policy."""
-    fixed: dict[PolicyName, tuple[Arm | None, int]] = {
-        "always": ("full", tuning.full_queries),
-        "head_only": ("head", tuning.head_queries),
-        "full_only": ("full", tuning.full_queries),
-        "never": (None, 1),
-    }
-    if config.policy != "bandit":
-        return EveryBatch(*fixed[config.policy], name=config.policy)
+    batch_queries: dict[Arm, int] = {"head": tuning.head_queries, "full": tuning.full_queries}
     rules = BanditRules(
-        batch_queries={"head": tuning.head_queries, "full": tuning.full_queries},
+        batch_queries={} if config.policy == "never" else batch_queries,
         alpha=config.alpha,
         epsilon=config.epsilon,
         s_min=config.s_min,
         warm_up_queries=tuning.warm_up_queries,
     )
-    return Bandit(rules, rng=rng)
+    return Bandit(rules, rng=random.Random(tuning.seed))

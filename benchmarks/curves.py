@@ -8,6 +8,7 @@ two: the 8 likeliest paths of a block, and 8 nodes of the memory. Costs are CPU 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -173,7 +174,8 @@ def recording(assembly: Assembly, folder: Path) -> Iterator[tuple[Adaptive, Coll
     """Yield an engine whose queries are recorded and not learnt from."""
     config = AdaptationConfig(enabled=True, train_in="thread")
     tuning = Tuning(queued_queries=_ALL)
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, tuning=tuning)
+    assembly = replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
+    adaptive = build_adaptive(assembly, folder=folder, emit=lambda event: None, tuning=tuning)
     adaptive.worker.loop = collector = Collector()
     adaptive.worker.start()
     try:

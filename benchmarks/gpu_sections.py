@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from adaptation.config import Tuning
 from adaptation.records import Event
+from benchmarks.policies import fixed_policy
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
 from service.bench.experiment import (
@@ -341,8 +342,8 @@ def _serve(engine: Engine, assembly: Assembly, plan: Plan, concurrency: int, cou
 def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Yield the number of updates, the time of one and of judging it, step times (p50, p99) and throughput with and
     without them, and the share lost. Raises RuntimeError when no update was made."""
-    quiet, _, _ = _serve_while_learning(assembly, plan, "never", updates=0)
-    busy, updates, judged = _serve_while_learning(assembly, plan, "always", updates=plan.updates)
+    quiet, _, _ = _serve_while_learning(assembly, plan, updates=0)
+    busy, updates, judged = _serve_while_learning(assembly, plan, updates=plan.updates)
     yield Figure("training", "updates", updates, "")
     for name, number in (("one update", "seconds"), ("judging it", "judging_seconds")) if judged else ():
         yield Figure("training", name, median(numbers[number] for numbers in judged) * 1e3, "ms")
@@ -356,15 +357,21 @@ def training_figures(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
 
 
 def _serve_while_learning(
-    assembly: Assembly, plan: Plan, policy: str, *, updates: int
+    assembly: Assembly, plan: Plan, *, updates: int
 ) -> tuple[list[Run], int, list[Mapping[str, float]]]:
     """Serve until `updates` updates or the end of patience; return runs, updates, and numbers of the judged ones."""
     events: list[Event] = []
-    config = assembly.config.adaptation.model_copy(update={"enabled": True, "policy": policy})
+    config = assembly.config.adaptation.model_copy(update={"enabled": True, "policy": "bandit" if updates else "never"})
+    learning = replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
     budget = FixedBudget(min(_TRAINING_NODES, assembly.limits.max_budget))  # without drafts nothing is learnt
     with TemporaryDirectory(prefix="adaptree-bench-") as folder:
         adaptive = build_adaptive(
-            assembly, config, folder=Path(folder), emit=events.append, policy=budget, tuning=_EAGER
+            learning,
+            folder=Path(folder),
+            emit=events.append,
+            budget=budget,
+            tuning=_EAGER,
+            policy=fixed_policy("always", _EAGER) if updates else None,
         )
         adaptive.start()
         try:

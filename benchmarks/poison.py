@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from adaptation.config import PolicyName
+from benchmarks.policies import PolicyName
 from benchmarks.shared import LongestAnswer, Prompt, mixed
 from benchmarks.shift import TurnQueries, columns_table, draw, event_row, learning_cells, rows_of
 from benchmarks.shift_play import (

@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 from rich.table import Table
 
-from adaptation.config import PolicyName
+from benchmarks.policies import PolicyName
 from benchmarks.shared import LongestAnswer
 from benchmarks.shift_play import (
     PLAIN,

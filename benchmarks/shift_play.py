@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from threading import Event as Signal
 from typing import Final
 
-from adaptation.config import PolicyName, Tuning
+from adaptation.config import Tuning
 from adaptation.records import Event
+from benchmarks.policies import PolicyName, fixed_policy
 from benchmarks.shared import Prompt, mixed
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
@@ -300,10 +301,10 @@ def players_of(
                 ledger = RegretLedger()
                 players.append(Player(name, assembly.engine(assembly.drafter(plain, ledger=ledger), ledger=ledger)))
                 continue
-            notes = Notes()
-            config = assembly.config.adaptation.model_copy(update={"policy": policy})
+            notes, tuning = Notes(), Tuning(seed=seed)
+            fixed = None if policy == "bandit" else fixed_policy(policy, tuning)
             adaptive = build_adaptive(
-                assembly, config, folder=Path(folder) / name, emit=notes.note, tuning=Tuning(seed=seed)
+                assembly, folder=Path(folder) / name, emit=notes.note, tuning=tuning, policy=fixed
             )
             learning = Learning(adaptive)
             closing.callback(learning.close)

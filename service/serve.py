@@ -248,7 +248,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
 
     folder = owned(learning_folder(config.state_dir, assembly.loaded, assembly.drafter_folder))
     logger.info("learning while serving: policy %s, state in %s", config.adaptation.policy, folder)
-    return build_adaptive(assembly, config.adaptation, folder=folder, emit=emit)
+    return build_adaptive(assembly, folder=folder, emit=emit)
 
 
 def card_of(assembly: Assembly) -> ModelCard:

@@ -21,11 +21,12 @@ from adaptation.evaluator import Gate
 from adaptation.feedback import FeedbackFilter
 from adaptation.monitor import RollbackMonitor
 from adaptation.persistence import LearnerCheckpoint
-from adaptation.policy import Arm, EveryBatch
+from adaptation.policy import Arm
 from adaptation.process import TrainingProcess
 from adaptation.samples import SampleBuffers
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, Version
+from benchmarks.policies import EveryBatch
 from tests.adaptation.damage import all_files, flip, truncate
 from tests.fault_parts import Fault, Stream, Strike, learning_stream
 from tests.practised import Practised

@@ -26,7 +26,6 @@ from service.config import ServiceConfig
 from service.engine.drafter_weights import load_network
 from service.engine.requests import GenerationRequest
 from service.learning.adaptive import Adaptive, build_adaptive
-from tests.adaptation.worlds import Clock
 from tests.service.bench.parts import DRAFT_VOCAB, save_two_layers, settings_for
 from tests.service.learning_parts import requests, texts
 from tests.tiny_models import VOCAB_SIZE, random_prompts
@@ -85,8 +84,8 @@ class Practised:
             prepare=in_place(serving),
             embed=self.embed,
         )
-        config, tuning = tuned(knobs)
-        return build_learner(config, served, folder=folder, clock=Clock(), emit=emit, tuning=tuning)
+        config, tuning, policy = tuned(knobs)
+        return build_learner(config, served, folder=folder, emit=emit, tuning=tuning, policy=policy)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, self.assembly.loaded.parts.embedding)
@@ -133,8 +132,9 @@ def _save_first(folder: Path, assembly: Assembly, frequent: list[int]) -> SpecBl
 
 def _recorded(assembly: Assembly, folder: Path, asked: list[GenerationRequest]) -> tuple[Adaptive, list[QueryFeedback]]:
     """What an engine tells a learner that never listens."""
-    config, tuning = tuned({**_PRACTICE, "queued_queries": len(asked)})
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda event: None, tuning=tuning)
+    config, tuning, _ = tuned({**_PRACTICE, "queued_queries": len(asked)})
+    mine = replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
+    adaptive = build_adaptive(mine, folder=folder, emit=lambda event: None, tuning=tuning)
     texts(adaptive.engine, asked)
     return adaptive, sorted(adaptive.worker.inbox.queries, key=lambda feedback: list(feedback.query.tokens))
 

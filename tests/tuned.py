@@ -4,11 +4,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from adaptation.config import AdaptationConfig, Tuning
+from adaptation.policy import Bandit
 from adaptation.worker import Worker
+from benchmarks.policies import FixedName, fixed_policy
 
 QUICK: dict[str, object] = {
     "policy": "head_only",
@@ -29,17 +32,24 @@ _FIXED = {field.name for field in fields(Tuning)}
 _DEFAULTS: dict[str, object] = Tuning.__init__.__kwdefaults__ or {}
 
 
-def tuned(knobs: Mapping[str, object]) -> tuple[AdaptationConfig, Tuning]:
-    settings = {name: value for name, value in knobs.items() if name not in _FIXED}
-    return AdaptationConfig.model_validate(settings), Tuning(**fixed(knobs))  # type: ignore[arg-type]
+def tuned(knobs: Mapping[str, object]) -> tuple[AdaptationConfig, Tuning, Bandit | None]:
+    """Settings, numbers, and the policy if it is one of the benchmarks'."""
+    numbers = fixed(knobs)
+    name = numbers.pop("policy", None)
+    settings = {key: value for key, value in knobs.items() if key not in _FIXED and (key, value) != ("policy", name)}
+    tuning = Tuning(**numbers)  # type: ignore[arg-type]
+    policy = None if name is None else fixed_policy(name, tuning)  # type: ignore[arg-type]
+    return AdaptationConfig.model_validate(settings), tuning, policy
 
 
 def fixed(knobs: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in knobs.items() if name in _FIXED}
+    """What no setting of an operator says: numbers, and a policy of the benchmarks."""
+    numbers = {name: value for name, value in knobs.items() if name in _FIXED}
+    return numbers | {name: value for name, value in knobs.items() if name == "policy" and value in get_args(FixedName)}
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, knobs: Mapping[str, object]) -> None:
-    """What learns from here on has these fixed numbers, whoever builds it."""
+    """What learns from here on has these fixed numbers."""
     for name, value in fixed(knobs).items():
         monkeypatch.setitem(_DEFAULTS, name, value)
 
@@ -56,8 +66,13 @@ def settled(worker: Worker, seconds: float = 60.0) -> bool:
 
 
 def run(numbers: Mapping[str, object]) -> None:
-    """`adaptree` with these fixed numbers."""
-    _DEFAULTS.update(numbers)
+    """`adaptree` with these fixed numbers, and this policy if there is one."""
+    policy = dict(numbers).pop("policy", None)
+    _DEFAULTS.update({name: value for name, value in numbers.items() if name in _FIXED})
+    if policy is not None:
+        from adaptation import learner
+
+        learner.policy_of = lambda config, tuning: fixed_policy(policy, tuning)  # type: ignore[arg-type, assignment]
     from service.cli import main
 
     main()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from adaptation.checkpoint import all_finite
-from adaptation.config import AdaptationConfig, Tuning
+from adaptation.config import Tuning
 from adaptation.learner import Learner, build_learner
 from adaptation.persistence import owned
+from adaptation.policy import Bandit
 from adaptation.records import AdaptationStatus, Emit, Event, EventKind
 from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.timing import TrainingTime
@@ -124,17 +125,17 @@ class Adaptive:
 
 def build_adaptive(
     assembly: Assembly,
-    config: AdaptationConfig,
     *,
     folder: Path,
     emit: Emit,
-    policy: BudgetPolicy | None = None,
+    budget: BudgetPolicy | None = None,
     limits: EngineLimits | None = None,
     tuning: Tuning | None = None,
+    policy: Bandit | None = None,
 ) -> Adaptive:
     """Build an engine as the assembly would, with a drafter of its own that learns, or goes on from the state in
-    `folder`. Raises StartupError."""
-    limits, tuning = limits or assembly.limits, tuning or Tuning()
+    `folder`. `policy`: of learning, other than the configured one. Raises StartupError."""
+    config, limits, tuning = assembly.config.adaptation, limits or assembly.limits, tuning or Tuning()
     ledger, source, parts = RegretLedger(), _replaceable(assembly), assembly.loaded.parts
     network, table = source.weights.network, parts.embedding
     train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
@@ -150,7 +151,7 @@ def build_adaptive(
         given=source.given,
     )
     with _refusing():
-        learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning)
+        learner = build_learner(config, drafter, folder=folder, emit=emit, tuning=tuning, policy=policy)
         worker, replicas = join_replicas(
             config, learner, drafter, tuning, target_identity=assembly.loaded.parts.identity
         )
@@ -176,7 +177,7 @@ def build_adaptive(
     )
     hooks = _EngineHooks(learner.weights, learner.training.time, recorder, replicas, guard)
     drafting = assembly.drafter(limits=limits, weights=weights, ledger=ledger)
-    engine = assembly.engine(drafting, policy, limits, hooks, ledger)
+    engine = assembly.engine(drafting, budget, limits, hooks, ledger)
     learner.restore()
     return Adaptive(engine, learner, worker, replicas, assembly.loaded, network)
 

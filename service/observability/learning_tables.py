@@ -92,7 +92,7 @@ EVENTS: Final[Table[Event]] = (
 ARMS: Final = ("head", "full")
 DECISIONS: Final = (
     *(f"skip:{reason}" for reason in ("warm_up", "not_admitted", "unusable", "no_gain", "not_covered", "never")),
-    *(f"{arm}:{reason}" for arm in ARMS for reason in ("explore", "gain", "fixed")),
+    *(f"{arm}:{reason}" for arm in ARMS for reason in ("explore", "gain")),
 )
 EXCLUDED: Final = _words(QuotaReason, "admitted")
 LEARNING_PHASES: Final = ("collecting", "learning")

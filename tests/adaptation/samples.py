@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner, build_learner
-from adaptation.policy import Policy
+from adaptation.policy import Bandit
 from adaptation.publisher import Publisher
 from adaptation.records import Event
 from adaptation.samples import SampleBuffers, TrainingSample, training_sample
@@ -22,7 +22,6 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP
 from kernels.sample import gumbel_noise_of
-from tests.adaptation.worlds import Clock
 from tests.drafters.network.parts import DRAFT_VOCAB, target_config, tiny_drafter, tiny_embedding, tiny_table
 from tests.tiny_models import VOCAB_SIZE
 from tests.tuned import QUICK, tuned
@@ -149,7 +148,6 @@ class Bench:
     learner: Learner
     weights: DrafterWeights
     serving: SpecBlock
-    clock: Clock
     events: list[Event]
     config: AdaptationConfig
     drafter: ServedDrafter
@@ -170,7 +168,7 @@ class Bench:
         return self.learner._feedback.buffers
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Bandit:
         return self.learner._policy
 
     @property
@@ -198,10 +196,9 @@ def full_bench(folder: Path, **knobs: object) -> Bench:
 def bench(folder: Path, **knobs: object) -> Bench:
     """Quick to decide: always updates, gates on four texts. With `made` False the drafter is made of texts first."""
     made = bool(knobs.pop("made", True))
-    config, tuning = tuned({**QUICK, **knobs})
+    config, tuning, policy = tuned({**QUICK, **knobs})
     serving = drafter()
     events: list[Event] = []
-    clock = Clock()
     served = ServedDrafter(
         config=serving.config,
         weights=weights_of(serving),
@@ -211,12 +208,5 @@ def bench(folder: Path, **knobs: object) -> Bench:
         embed=EMBED,
         made=made,
     )
-    learner = build_learner(
-        config,
-        served,
-        folder=folder,
-        clock=clock,
-        emit=events.append,
-        tuning=tuning,
-    )
-    return Bench(learner, learner.weights, serving, clock, events, config, served, tuning)
+    learner = build_learner(config, served, folder=folder, emit=events.append, tuning=tuning, policy=policy)
+    return Bench(learner, learner.weights, serving, events, config, served, tuning)

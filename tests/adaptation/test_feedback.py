@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
-from adaptation.policy import policy_of
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted
@@ -29,7 +28,8 @@ class Parts:
         client_free_queries: int = 16,
         **knobs: object,
     ) -> None:
-        config, tuning = tuned({"policy": "head_only", **knobs})
+        _, _, policy = tuned({"policy": "head_only", **knobs})
+        assert policy is not None
         self.buffers = SampleBuffers(
             {"head": 100, "full": 100},
             replay_texts=100,
@@ -37,7 +37,7 @@ class Parts:
             rng=random.Random(0),
         )
         self.validation = ValidationSet(share=share, enough=4, max_texts=1000, rng=random.Random(0))
-        self.policy = policy_of(config, tuning, rng=random.Random(0))
+        self.policy = policy
         quota = Quota(
             client_share=client_share,
             free_queries=client_free_queries,

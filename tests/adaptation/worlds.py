@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from adaptation.policy import _RECORDING_SHARE, ARMS, Arm, Bandit, Decision, Judgement, Policy, QueryReport
+from adaptation.policy import _RECORDING_SHARE, ARMS, Arm, Bandit, Decision, Judgement, QueryReport
 
 
 @dataclass
@@ -23,13 +23,13 @@ class Buffers:
 
     signals: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
 
-    def decide(self, policy: Policy, query: QueryReport) -> Decision:
+    def decide(self, policy: Bandit, query: QueryReport) -> Decision:
         decision = policy.decide(query)
         if decision.arm is not None and query.signal is not None:
             self.signals[decision.arm] = [*self.signals[decision.arm], query.signal][-8:]
         return decision
 
-    def take(self, policy: Policy) -> tuple[Arm, float] | None:
+    def take(self, policy: Bandit) -> tuple[Arm, float] | None:
         """The arm whose update is due, and the mean signal of what waited for it."""
         arm = policy.due(self.signals)
         if arm is None:

@@ -122,8 +122,7 @@ def test_the_command_runs_attacks_and_reports(
 ) -> None:
     """One honest client has most of the traffic, so that under an attack it soon exceeds its share."""
     tune(monkeypatch, {**EAGER_NUMBERS, "client_share": 0.1, "client_free_queries": 0})
-    learning = EAGER.model_copy(update={"policy": "head_only"})
-    config = trained_assembly.config.model_copy(update={"adaptation": learning})
+    config = trained_assembly.config.model_copy(update={"adaptation": EAGER})
     assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
     monkeypatch.setattr("service.bench.experiment.assemble", lambda config: assembly)
     file, narrow, out = tmp_path / "honest.jsonl", tmp_path / "narrow.jsonl", tmp_path / "out.json"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.config import PolicyName, Tuning
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Event
+from benchmarks.policies import PolicyName, fixed_policy
 from benchmarks.shift_play import (
     NOTHING,
     Counts,
@@ -123,6 +124,10 @@ def test_a_turn_counts_its_own_learning_and_all_its_time(assembly: Assembly) -> 
     assert all(0 < mine < turn.run.seconds for mine, turn in zip(gaps, turns, strict=True))
 
 
+def learning_as(assembly: Assembly, config: AdaptationConfig) -> Assembly:
+    return replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, EAGER_NUMBERS)
@@ -130,7 +135,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def adaptive(at_once: None, trained_assembly: Assembly, tmp_path: Path) -> Iterator[Adaptive]:
-    built = build_adaptive(trained_assembly, EAGER, folder=tmp_path, emit=lambda event: None)
+    built = build_adaptive(learning_as(trained_assembly, EAGER), folder=tmp_path, emit=lambda event: None)
     yield built
     built.stop()
 
@@ -152,9 +157,10 @@ def test_the_thread_holds_still_until_its_turn(adaptive: Adaptive) -> None:
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
 def test_a_process_that_trains_is_stopped_amid_its_update(trained_assembly: Assembly, tmp_path: Path) -> None:
-    config = EAGER.model_copy(update={"policy": "full_only", "train_in": "process"})
+    assembly = learning_as(trained_assembly, EAGER.model_copy(update={"train_in": "process"}))
     tuning = Tuning(full_steps=1024, gate_texts=2)
-    adaptive = build_adaptive(trained_assembly, config, folder=tmp_path, emit=lambda event: None, tuning=tuning)
+    policy = fixed_policy("full_only", tuning)
+    adaptive = build_adaptive(assembly, folder=tmp_path, emit=lambda event: None, tuning=tuning, policy=policy)
     process = adaptive.learner.training.process
     assert process is not None
     learning = Learning(adaptive)
@@ -186,8 +192,7 @@ def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
     trained_assembly: Assembly, policy: PolicyName, temperature: float
 ) -> None:
     """Under a fixed budget, or so small a target would seldom find that drafting pays."""
-    config = trained_assembly.config.model_copy(update={"adaptation": EAGER})
-    assembly = replace(trained_assembly, config=config, costs=None, drafter_name="specblock")
+    assembly = replace(learning_as(trained_assembly, EAGER), costs=None, drafter_name="specblock")
     measure = Measure(temperature, 10, 2, seed=3)
     turns = turns_of(shifted([SHORT], [SHORT], 16, seed=0), 4, measure)
     with players_of(assembly, {policy: policy, "never": "never"}, 0) as players:

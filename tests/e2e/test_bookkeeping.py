@@ -43,7 +43,7 @@ def breaks(*args: object, **kwargs: object) -> None:
 def config(tmp_path_factory: pytest.TempPathFactory) -> ServiceConfig:
     root = tmp_path_factory.mktemp("books")
     bare = settings_for(save_two_layers(root / "model")).model_copy(update={"budget_policy": "fixed"})
-    learning = AdaptationConfig(enabled=True, policy="head_only", train_in="thread")
+    learning = AdaptationConfig(enabled=True, train_in="thread")
     values = {"adaptation": learning, "drafter": "memory+specblock", "state_dir": root / "state", "open_metrics": True}
     values |= {"allowed_hosts": ("test",)}
     drafter = save_drafter(root / "drafter", assemble(bare.model_copy(update={"drafter": "memory"})))

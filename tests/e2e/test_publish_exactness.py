@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation.config import AdaptationConfig, Tuning
+from adaptation.config import Tuning
 from adaptation.weights import DrafterWeights
 from drafters.training.output_layers import OUTPUT_LAYERS
 from service.assembly import Assembly, assemble
@@ -126,9 +126,7 @@ def publish_in_mid_stream(
     asked = requests(prompts[:SEQUENCES], temperature=temperature, tokens=TOKENS)
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
     limits, tuning = replace(assembly.limits, num_slots=slots), Tuning(snapshots=1)
-    adaptive = build_adaptive(
-        assembly, AdaptationConfig(), folder=folder, emit=lambda event: None, limits=limits, tuning=tuning
-    )
+    adaptive = build_adaptive(assembly, folder=folder, emit=lambda event: None, limits=limits, tuning=tuning)
     told = serve(adaptive, asked, plain, publishes, parts)
     assert told["preemptions"] > 0
     return told

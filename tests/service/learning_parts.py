@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from adaptation.records import Event
+from adaptation.records import Emit, Event
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
 from service.engine.budget import BudgetPolicy
@@ -35,6 +36,21 @@ def assembled(folder: Path, drafter: str = "memory+specblock", dtype: str = "flo
     return assemble(settings.model_copy(update={"drafter": drafter, "drafter_path": weights, "budget_policy": "fixed"}))
 
 
+def built(
+    assembly: Assembly,
+    folder: Path,
+    *,
+    emit: Emit = lambda event: None,
+    budget: BudgetPolicy | None = None,
+    limits: EngineLimits | None = None,
+    **knobs: object,
+) -> Adaptive:
+    """An engine that learns, its thread not started."""
+    config, tuning, policy = tuned({**EAGER, **knobs})
+    mine = replace(assembly, config=assembly.config.model_copy(update={"adaptation": config}))
+    return build_adaptive(mine, folder=folder, emit=emit, budget=budget, limits=limits, tuning=tuning, policy=policy)
+
+
 @contextmanager
 def learning(
     assembly: Assembly,
@@ -46,11 +62,8 @@ def learning(
     **knobs: object,
 ) -> Iterator[Adaptive]:
     """An engine that learns, its thread running."""
-    config, tuning = tuned({**EAGER, **knobs})
-    told = [] if events is None else events
-    adaptive = build_adaptive(
-        assembly, config, folder=folder, emit=told.append, policy=budget, limits=limits, tuning=tuning
-    )
+    emit = (lambda event: None) if events is None else events.append
+    adaptive = built(assembly, folder, emit=emit, budget=budget, limits=limits, **knobs)
     adaptive.start()
     try:
         yield adaptive

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from adaptation.config import AdaptationConfig
 from adaptation.records import Event, ReplicaStatus
 from adaptation.weights import DrafterWeights
 from drafters.feedback import QueryFeedback
@@ -27,8 +26,8 @@ from service.errors import InvalidRequest, StartupError
 from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.drafters.network.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
-from tests.service.learning_parts import EAGER, assembled, learning, requests, texts
-from tests.tuned import settled, tuned
+from tests.service.learning_parts import assembled, built, learning, requests, texts
+from tests.tuned import settled
 
 PROMPTS = varied_prompts()[:4]
 PATIENCE_SECONDS = 30.0
@@ -41,9 +40,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
 
 def idle(assembly: Assembly, folder: Path, nodes: int = 8) -> tuple[Adaptive, list[QueryFeedback]]:
     """One whose thread does not run, and what it is offered."""
-    config, tuning = tuned(EAGER)
-    budget = FixedBudget(nodes)
-    adaptive = build_adaptive(assembly, config, folder=folder, emit=lambda _: None, policy=budget, tuning=tuning)
+    adaptive = built(assembly, folder, budget=FixedBudget(nodes))
     heard: list[QueryFeedback] = []
     adaptive.worker.offer = heard.append  # type: ignore[method-assign, assignment]
     return adaptive, heard
@@ -190,8 +187,7 @@ def test_an_operator_of_one_that_follows_is_sent_to_the_leader(
 
 
 def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -> None:
-    config, tuning = tuned(EAGER)
-    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
+    adaptive = built(assembly, tmp_path)
     woken: list[bool] = []
     adaptive.start(lambda: woken.append(adaptive.learner.weights.pending))
     adaptive.rollback()
@@ -280,8 +276,7 @@ def test_a_process_that_cannot_start_is_told_and_stops_no_server(
     def full(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
-    config, tuning = tuned({**EAGER, "train_in": "process"})
-    adaptive = build_adaptive(assembly, config, folder=tmp_path, emit=lambda _: None, tuning=tuning)
+    adaptive = built(assembly, tmp_path, train_in="process")
     process = adaptive.learner.training.process
     assert process is not None
     with monkeypatch.context() as patch:
@@ -299,7 +294,7 @@ def test_a_process_that_cannot_start_is_told_and_stops_no_server(
 def test_a_drafter_without_weights_cannot_learn(tmp_path: Path) -> None:
     assembly = assemble(settings_for(save_two_layers(tmp_path)))
     with pytest.raises(StartupError, match="nothing to learn"):
-        build_adaptive(assembly, AdaptationConfig(), folder=tmp_path / "state", emit=lambda _: None)
+        build_adaptive(assembly, folder=tmp_path / "state", emit=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_looking_costs_no_import_of_torch(arguments: list[str]) -> None:
 def test_show_tells_value_and_origin(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("max_sequences: 3\n")
-    environ = {"ADAPTREE_DRAIN_SECONDS": "5", "ADAPTREE_ADAPTATION__POLICY": "head_only"}
+    environ = {"ADAPTREE_DRAIN_SECONDS": "5", "ADAPTREE_ADAPTATION__POLICY": "never"}
     settings = shown("--config", str(file), "--port", "9000", "--no-open-metrics", environ=environ)
     assert list(settings) == list(SETTINGS)
     assert settings["port"] == {"value": 9000, "origin": "flag --port"}
@@ -66,7 +66,7 @@ def test_show_tells_value_and_origin(tmp_path: Path) -> None:
     assert settings["drain_seconds"] == {"value": 5.0, "origin": "environment ADAPTREE_DRAIN_SECONDS"}
     assert settings["max_sequences"] == {"value": 3, "origin": f"file {file}"}
     assert settings["adaptation.policy"] == {
-        "value": "head_only",
+        "value": "never",
         "origin": "environment ADAPTREE_ADAPTATION__POLICY",
     }
     assert settings["model"] == {"value": "smollm2-135m", "origin": "default"}

@@ -28,12 +28,11 @@ from service.drafter_choice import choose_drafter
 from service.engine import drafter_weights
 from service.engine.drafter_weights import import_place
 from service.errors import StartupError
-from service.learning.adaptive import Adaptive, build_adaptive, learning_folder
+from service.learning.adaptive import Adaptive, learning_folder
 from service.learning.moving import DRAFTER_FILE, Origin
 from tests.service.bench.parts import DRAFT_VOCAB, run_command
-from tests.service.learning_parts import EAGER, assembled
+from tests.service.learning_parts import assembled, built
 from tests.tiny_models import VOCAB_SIZE
-from tests.tuned import tuned
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +70,9 @@ def published(learnt_once: tuple[Path, dict[int, dict[str, Tensor]]]) -> dict[in
 
 
 def learner_in(assembly: Assembly, state: Path) -> Adaptive:
-    config, tuning = tuned(EAGER)
     assert assembly.drafter_folder is not None
     folder = learning_folder(state, assembly.loaded, assembly.drafter_folder)
-    return build_adaptive(assembly, config, folder=folder, emit=lambda _: None, tuning=tuning)
+    return built(assembly, folder)
 
 
 def moved(adaptive: Adaptive, by: int) -> dict[str, Tensor]:
