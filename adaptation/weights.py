@@ -271,13 +271,7 @@ def in_place(model: SpecBlock) -> Prepare:
 def copies_of(
     drafter: ServedDrafter, config: AdaptationConfig, tuning: Tuning, folder: Path
 ) -> tuple[DrafterWeights, bool]:
-    """The copies of the drafter, and whether to train with products in bf16. Raises ValueError for a drafter that does
-    not learn."""
-    if drafter.config.own_heads:
-        raise ValueError(
-            "Medusa's heads in their published form do not learn: set adaptation.enabled to false, or train others "
-            "with `adaptree train drafter --kind medusa`"
-        )
+    """The copies of the drafter, and whether to train with products in bf16."""
     head = drafter.weights["lm_head.weight"]
     device = head.device if config.train_device == "same" else torch.device(config.train_device)
     in_bf16 = head.dtype == torch.bfloat16

@@ -24,7 +24,7 @@ from drafters.network.heads import POLICIES
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
 from drafters.random_tree import RandomTreeDrafter
 from drafters.switch import SwitchDrafter
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import MOVED_KINDS, TRAINED_KINDS, why_unknown
 from drafters.tree import Candidates, DraftTree
 
 GROUP = "adaptree.drafters"
@@ -191,6 +191,8 @@ def _kind(name: str) -> Kind:
         return _KINDS[name]
     for entry in entry_points(group=GROUP, name=name):
         return _loaded(entry)
+    if name in MOVED_KINDS:
+        raise ValueError(f"drafter {name!r} {why_unknown(name)}")
     raise ValueError(
         f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them as memory+A or switch(A,B)"
     )

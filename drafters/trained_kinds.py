@@ -22,7 +22,6 @@ class TrainedKind(NamedTuple):
     forward: Forward = "entries"
     two_way: bool = False  # entries of a block attend to all of the block, not only to those before; `injected` only
     paths: int = 1  # likeliest paths that go on at each position of a block; above 1 only where a tree has one block
-    glancing: float = 0.0  # training: share of entries after a wrong guess that see the true token
     family: str | None = None  # of its layers as the kind is published, of `FUSED_FAMILIES`; None: the target's
     with_target: bool = False  # published together with the target, and never trained from the beginning
 
@@ -47,13 +46,9 @@ _MASKS = {**_QUERIES, "normalise_features": False, "silent_first": True}  # as D
 TRAINED_KINDS: dict[str, TrainedKind] = {
     # SpecBlock (arXiv 2605.07243)
     "specblock": TrainedKind(2, {"block_size": 4, "num_layers": 2}),
-    # ParallelSpec (arXiv 2410.05589): mask queries after the newest position, in one forward of one layer
-    "parallel": TrainedKind(1, {"block_size": 6, "num_layers": 1, **_QUERIES}),
     # EAGLE-3 (arXiv 2503.01840): one layer, one position per forward, each on the drafter's own state before it; in the
     # published shape, so that other engines read what is trained here
     "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN, **_PUBLISHED}, family="llama"),
-    # Medusa (arXiv 2401.10774): one residual head per position on the target's own state, no layers
-    "medusa": TrainedKind(1, {"block_size": 4, "num_layers": 0, **_PLAIN}),
     # DFlash (arXiv 2602.06036): a block in one forward, two-way, on the target's features as keys and values
     "dflash": TrainedKind(
         1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", two_way=True, paths=4, family="qwen3"
@@ -64,7 +59,17 @@ TRAINED_KINDS: dict[str, TrainedKind] = {
     "treeflash": TrainedKind(8, {"block_size": 1, "num_layers": 2, **_QUERIES}, "conditioned"),
     # A multi-token prediction module that the target was trained with, as MiMo's (arXiv 2505.07608)
     "mtp": TrainedKind(2, {"block_size": 1, "num_layers": 1, **_PLAIN}, with_target=True),
-    # Falcon (arXiv 2412.12639): two dependent positions per forward, several forwards, glancing training
-    "falcon": TrainedKind(3, {"block_size": 2, "num_layers": 2, "broadcast": False}, glancing=0.3),
 }
 """By the name that drafter files carry and that the setting `drafter` takes."""
+
+MOVED_KINDS = ("parallel", "medusa", "falcon")
+"""Kinds of release 0.3.0 that are plug-ins of the benchmarks now."""
+
+
+def why_unknown(kind: str) -> str:
+    """Return why no kind has this name, to follow the name in a message."""
+    if kind in MOVED_KINDS:
+        return (
+            "has left this package: it is a plug-in in benchmarks/baselines of the source; train a drafter of another"
+        )
+    return f"is none of {', '.join(TRAINED_KINDS)}"

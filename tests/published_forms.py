@@ -123,13 +123,12 @@ DRAFT_VOCAB = 40
 
 
 MASK_TOKEN = 17
-DEPTHS = 3
 
 
 def eagle3(folder: Path, *, torn: str | None = None, layers: int = 1, nested: bool = False, **flags: bool) -> Path:
     """A drafter of that form, of other head counts than the target's; `torn`: without this tensor; `nested`: as
-    speculators writes it; flags: those of its config that are set, and `parallel` for P-EAGLE."""
-    parallel, first = flags.pop("parallel", False), "midlayer." if not nested else "layers.0."
+    speculators writes it; flags: those of its config that are set."""
+    first = "midlayer." if not nested else "layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         **layer_shapes(first, reads=2 * HIDDEN, biases=False),
         f"{first}hidden_norm.weight": (HIDDEN,),
@@ -143,8 +142,6 @@ def eagle3(folder: Path, *, torn: str | None = None, layers: int = 1, nested: bo
         shapes |= {f"fc_norm.{tap}.weight": (HIDDEN,) for tap in range(3)}
     if flags.get("norm_before_fc"):
         shapes |= {"input_norm.weight": (3 * HIDDEN,)}
-    if parallel:
-        shapes |= {"mask_hidden": (1, 1, 3 * HIDDEN)}
     tensors = drawn(shapes, seed=5)
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:DRAFT_VOCAB].sort().values
     tensors |= {"d2t": tokens - torch.arange(DRAFT_VOCAB), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
@@ -163,15 +160,13 @@ def eagle3(folder: Path, *, torn: str | None = None, layers: int = 1, nested: bo
     if not nested:
         config = {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 10_000.0, **sizes}
     else:
-        methods = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTHS}]}
         config = {
-            "speculators_model_type": "peagle" if parallel else "eagle3",
+            "speculators_model_type": "eagle3",
             "architectures": ["Eagle3Speculator"],
             "transformer_layer_config": sizes,  # without what is as in `LlamaConfig`
-            "speculators_config": methods,
             "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
         }
-    return written(folder, tensors, {**config, "draft_vocab_size": DRAFT_VOCAB, "mask_token_id": MASK_TOKEN, **flags})
+    return written(folder, tensors, {**config, "draft_vocab_size": DRAFT_VOCAB, **flags})
 
 
 def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
@@ -195,17 +190,6 @@ def eagle3_says(folder: Path, features: Tensor, embedded: Tensor, further: Tenso
             following = output if config.get("norm_output") else last
             states, tokens = torch.cat([states, following[None]]), torch.cat([tokens, further[step : step + 1]])
     return torch.stack(logits)
-
-
-@torch.no_grad()
-def peagle_says(folder: Path, features: Tensor, embedded: Tensor, mask: Tensor) -> Tensor:
-    """Logits of a block behind a text. # features [length, 3 * hidden], embedded [length, hidden] of the tokens after,
-    mask [hidden] -> [depths, draft vocab]"""
-    own, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    both = torch.cat([features, own["mask_hidden"][0].expand(DEPTHS - 1, -1)])
-    tokens = torch.cat([embedded, mask.expand(DEPTHS - 1, -1)])
-    states = eagle3_states(own, config, conditions(own, both), tokens)[-DEPTHS:]
-    return normed(states, own["norm.weight"]) @ own["lm_head.weight"].T
 
 
 def conditions(own: dict[str, Tensor], features: Tensor) -> Tensor:
@@ -345,25 +329,3 @@ def dflash_says(folder: Path, features: Tensor, rows: Tensor, head: Tensor, *, c
         gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         hidden = hidden + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
     return normed(hidden, own["norm.weight"]) @ head.T
-
-
-def medusa(folder: Path, heads: int = 3) -> Path:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for head in range(heads):
-        shapes |= {f"{head}.0.linear.weight": (HIDDEN, HIDDEN), f"{head}.0.linear.bias": (HIDDEN,)}
-        shapes |= {f"{head}.1.weight": (VOCAB, HIDDEN)}
-    folder.mkdir(exist_ok=True)
-    save_file(drawn(shapes, seed=9), folder / "medusa_lm_head.safetensors")
-    config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": "somebody/model"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@torch.no_grad()
-def medusa_says(folder: Path, state: Tensor, heads: int = 3) -> Tensor:
-    """# state [hidden], after the output norm -> [heads, vocab]"""
-    own, logits = load_file(folder / "medusa_lm_head.safetensors"), []
-    for head in range(heads):
-        inner = state + nn.functional.silu(own[f"{head}.0.linear.weight"] @ state + own[f"{head}.0.linear.bias"])
-        logits.append(own[f"{head}.1.weight"] @ inner)
-    return torch.stack(logits)

@@ -1,5 +1,4 @@
 """The network of published EAGLE-3 weights: the first layer's attention reads the token's embedding beside the state.
-A block is one position, or several (P-EAGLE), of which those after the first read a mask token and mask features.
 Legend: rows, hidden; pair = [token or normed state; state], [rows, 2 * hidden]."""
 
 from collections.abc import Callable, Sequence
@@ -24,24 +23,11 @@ class TokenAndState(Input):
         self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
         self.token_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.feature_norms = feature_norms(config, shape.epsilon)
-        self._masked = config.block_size - 1
-        if self._masked:
-            self.mask_features = nn.Parameter(torch.randn(config.features_size))
-            self.mask_embedding = nn.Parameter(torch.randn(shape.hidden))  # the target's, of the mask token
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         """Return [state; token] of each entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
         token = self.token_norm(embedded.to(self.token_norm.weight.dtype))
-        pairs = torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :]
-        if self._masked:
-            masks = self.mask_pair().to(pairs.dtype).expand(*pairs.shape[:-2], self._masked, -1)
-            pairs = torch.cat([pairs, masks], dim=-2)
-        return pairs[..., entries, :]
-
-    def mask_pair(self) -> Tensor:
-        """Return what entries without a token of their own read. # -> [2 * hidden]"""
-        embedding = self.mask_embedding.detach()  # the target's: it is not trained
-        return torch.cat([self.condition(self.mask_features), self.token_norm(embedding)])
+        return torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :][..., entries, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +76,7 @@ class StateLayer:
 
 
 class AutoregressiveStructure(Structure):
-    """EAGLE-3, EAGLE-3.1 and P-EAGLE as their authors publish them."""
+    """EAGLE-3 and EAGLE-3.1 as their authors publish them."""
 
     def input_layer(self) -> Input:
         return TokenAndState(self.config, self.shape)
@@ -101,24 +87,12 @@ class AutoregressiveStructure(Structure):
 
     def served_input(self, planner: WeightPlanner) -> ServedInput:
         token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
-        masked = self.config.block_size - 1
-        masks = planner.tensor(self._mask_pair(planner)) if masked else None
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
             state = context[:, -embedded.shape[1] :]  # of a wider context its end is the state to continue from
-            pairs = torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
-            return pairs if masks is None else torch.cat([pairs, masks.expand(len(pairs), masked, -1)], dim=1)
+            return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
 
         return blocks
-
-    def _mask_pair(self, planner: WeightPlanner) -> Tensor:
-        """Return `TokenAndState.mask_pair` of the planned weights. # -> [2 * hidden]"""
-        prefix = "input_layer."
-        own = {name.removeprefix(prefix): value for name, value in planner.weights.items() if name.startswith(prefix)}
-        layer = self.input_layer().to(own["mask_features"])
-        layer.load_state_dict(own)
-        assert isinstance(layer, TokenAndState)
-        return layer.mask_pair()
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
         first, *others = [layer for layer in super().served_layers(planner) if isinstance(layer, DecoderLayer)]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from drafters.trained_kinds import TRAINED_KINDS, TrainedKind
+from drafters.trained_kinds import TRAINED_KINDS, TrainedKind, why_unknown
 from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.lattice import TOP
 
@@ -20,7 +20,7 @@ class SpecBlockConfig:
     target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
     draft_vocab_size: int  # tokens the drafter can propose
-    num_layers: int = 2  # 0: residual heads alone, one for each entry of a block
+    num_layers: int = 2
     block_size: int = 4  # K, positions per forward
     rank_hidden: int = 256
     # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
@@ -37,7 +37,6 @@ class SpecBlockConfig:
     kind: str = "specblock"  # of `TRAINED_KINDS`
     ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
     token_beside: bool = False  # the first layer's attention reads [token; state] (EAGLE-3)
-    own_heads: bool = False  # an output layer for each entry of a block, and no norm before it
     continues_from: States | None = None  # where further blocks start; None: raw beside a token, else normed
     joined_norm: bool = False  # one norm of all tapped features together instead of one for each
     normed_residual: bool = False  # of `token_beside`: the first layer adds to the normed state
@@ -49,25 +48,17 @@ class SpecBlockConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED_KINDS:
-            raise ValueError(f"drafter config: kind {self.kind!r} is none of {', '.join(TRAINED_KINDS)}")
-        for name in ("draft_vocab_size", "block_size", "rank_hidden", "trained_length"):
+            raise ValueError(f"drafter config: kind {self.kind!r} {why_unknown(self.kind)}")
+        for name in ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "trained_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
-        if self.num_layers < 0 or (self.num_layers > 0) is not (TRAINED_KINDS[self.kind].shape["num_layers"] > 0):
-            raise ValueError(f"drafter config: num_layers must not be {self.num_layers} in one of kind {self.kind}")
-        if self.token_beside and (self.num_layers < 1 or self.shift):
-            raise ValueError("drafter config: token_beside asks for a layer, and for no shift")
-        if self.token_beside and (self.block_size > 1) is not (self.mask_token is not None):
-            raise ValueError(
-                "drafter config: token_beside asks for a mask_token exactly for blocks of several positions"
-            )
+        if self.token_beside and (self.shift or self.block_size > 1):
+            raise ValueError("drafter config: token_beside asks for blocks of one position, and for no shift")
         if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
             raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
-        masked = self.mask_token is not None and not self.token_beside
+        masked = self.mask_token is not None
         if (masked or self.silent_first) and not (masked and self.traits.forward == "injected"):
             raise ValueError("drafter config: mask_token, with silent_first, is for kinds dflash and jetspec")
-        if self.own_heads and self.num_layers:
-            raise ValueError("drafter config: own_heads asks for residual heads: num_layers 0")
         if self.rank_scores and not TOP <= self.rank_scores <= self.draft_vocab_size:
             raise ValueError(f"drafter config: rank_scores must be 0, or from {TOP} to the draft vocabulary's size")
         if self.prefix_entries not in ("first", "all"):

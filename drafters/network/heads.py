@@ -16,9 +16,6 @@ from drafters.coupling import TreeNoise
 from drafters.network.served import ServingNetwork
 from kernels import ops
 from kernels.lattice import CLASS_OF_RANK, TOP
-from kernels.survival import CEILING
-
-_UNIFORM_WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +24,6 @@ class BlockChances:
 
     features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
     classes: Tensor  # [..., block, 4] logits of the rank classes
-
-    @property
-    def draft(self) -> Tensor:
-        """Draft probability of ranks 1..10. # [..., block, rank]"""
-        return self.features[..., :TOP].exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +91,7 @@ def ranked(widths: tuple[int, ...]) -> Policy:
     return policy
 
 
-def uniform(chances: BlockChances) -> Tensor:
-    """Keep the first few ranks everywhere, with their draft probability. # -> [..., block, rank]"""
-    return chances.draft.clamp(max=CEILING) * (torch.arange(TOP, device=chances.classes.device) < _UNIFORM_WIDTH)
-
-
 POLICIES: dict[str, Policy] = {
     "best_first": best_first,
     "rank": ranked((2, 4, 10, 0)),
-    "rank_narrow": ranked((2, 4, 6, 4)),
-    "uniform": uniform,
 }

@@ -165,29 +165,15 @@ class DrafterLayer(nn.Module):
 
 
 class DrafterDecoder(nn.Module):
-    """Layers and the output norm, if there is one; `extra` is the width that the first layer reads before the state,
-    `normed_residual` is the first layer's."""
+    """Layers and the output norm. The first layer reads `extra` values before the state, and may add to the normed
+    state (`normed_residual`)."""
 
-    def __init__(
-        self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed: bool = True, normed_residual: bool = False
-    ) -> None:
+    def __init__(self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed_residual: bool = False) -> None:
         super().__init__()
         self.shape = shape
         first = [DrafterLayer(shape, extra, normed_residual=normed_residual) for _ in range(min(1, num_layers))]
         self.layers = nn.ModuleList([*first, *(DrafterLayer(shape) for _ in range(1, num_layers))])
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon) if normed else nn.Identity()
-
-
-class EntryHeads(nn.Module):
-    """An output layer for each entry of a block, as published Medusa weights have them."""
-
-    def __init__(self, entries: int, hidden: int, vocab: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(entries, vocab, hidden))
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Return each entry's logits. # states [..., entries, hidden] -> [..., entries, vocab]"""
-        return torch.einsum("...ki,kvi->...kv", states, self.weight)
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
 
 
 class Input(nn.Module, ABC):

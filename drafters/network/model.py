@@ -22,7 +22,6 @@ from drafters.network.config import SpecBlockConfig as SpecBlockConfig
 from drafters.network.layers import Attend, DrafterLayer, KeysValues
 from drafters.network.layers import Embed as Embed
 from drafters.network.mask_tokens import MaskTokenStructure
-from drafters.network.residual_heads import HeadsStructure, OwnHeadsStructure
 from drafters.network.structure import Structure
 from kernels.lattice import NUM_FEATURES, TOP
 
@@ -38,8 +37,6 @@ def structure_of(config: SpecBlockConfig) -> Structure:
         return AutoregressiveStructure(config)
     if config.mask_token is not None:
         return MaskTokenStructure(config)
-    if not config.num_layers:
-        return OwnHeadsStructure(config) if config.own_heads else HeadsStructure(config)
     return ConditionedStructure(config) if config.traits.conditioned else Structure(config)
 
 
@@ -69,7 +66,7 @@ class SpecBlock(nn.Module):
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
         )
-        self.lm_head = structure.head()
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=config.rank_biases),
             nn.SiLU(),

@@ -53,7 +53,7 @@ class _Planned:
         shifts = range(config.num_layers - 1 if config.shift else 0)
         self.shifts = [planner.product(weights[f"shift_proj.{number}.weight"]) for number in shifts]
         self.output = structure.served_output(planner)
-        self.head = structure.served_head(planner)
+        self.head = planner.product(weights["lm_head.weight"])
         self.rank_head = _RankHead(config, planner)
         self.path_head = structure.served_path_head(planner)
 
@@ -136,16 +136,13 @@ class ServingNetwork:
         # hidden [rows, width], overwritten; previous [rows] int64, the row of the entry before in the block, or its
         own; pool as `EntryPool.storage` -> [rows, width]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
-        for run in self._planned.runs(pool)[-1:]:
-            delta = run(hidden, delta, places)
-        return self._planned.output(hidden, delta)
+        return self._planned.output(hidden, self._planned.runs(pool)[-1](hidden, delta, places))
 
     def store(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """Write keys and values as `states` does, without computing the last layer's output.
         # hidden [rows, width], previous [rows]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
-        for layer in self._planned.layers[-1:]:
-            layer.store(hidden, delta, places, pool[-1])
+        self._planned.layers[-1].store(hidden, delta, places, pool[-1])
 
     def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
         """Write each layer's keys and values of committed positions, made of their conditions, to the pool.

@@ -171,13 +171,6 @@ class BlockForward:
         return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # with one row per sequence it is a view
 
 
-class HeadsForward(BlockForward):
-    """Of networks without layers, which keep nothing of committed positions."""
-
-    def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Do nothing. # rows [batch]"""
-
-
 class _StoreOnly:
     """Attention plan of rows that only write keys and values."""
 
@@ -246,7 +239,7 @@ def forward_of(network: ServingNetwork, embed: Embed, pool: EntryPool, state: En
     """Return the forward of the network's kind."""
     config = network.config
     kinds = {"entries": BlockForward, "injected": InjectedForward, "conditioned": ConditionedForward}
-    make: Any = kinds[config.traits.forward] if config.num_layers else HeadsForward
+    make: Any = kinds[config.traits.forward]
     found: Forward[Any] = make(network, embed, pool, state)
     return found
 

@@ -1,5 +1,5 @@
 """The parts of a block network, each as it is trained and as it serves: fused input, decoder layers, output norm, head.
-Networks of another structure replace some of them (`autoregressive.py`, `residual_heads.py`, `conditioning.py`).
+Networks of another structure replace some of them (`autoregressive.py`, `mask_tokens.py`, `conditioning.py`).
 Legend: rows = entries of all sequences of a forward, hidden, block = entries of one forward's block."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from drafters.network.config import SpecBlockConfig
-from drafters.network.layers import DrafterDecoder, EntryHeads, Input, LayerShape
+from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import Product, RunLayers
 from kernels.ops import Ops
@@ -20,7 +20,7 @@ ServedInput = Callable[[Tensor, Tensor], Tensor]
 """`Input.blocks` of all entries while serving: context and embedded [rows, hidden] -> [rows, block, width]."""
 
 ServedOutput = Callable[[Tensor, Tensor | None], Tensor]
-"""States from the last layer's input [rows, width] and its residual update [rows, hidden], None without layers."""
+"""States from the last layer's input [rows, width] and its residual update [rows, hidden]."""
 
 PathHeadOp = Callable[[Tensor, Tensor], Tensor]
 """States conditioned on the token before their position: states, embedded [..., hidden] -> [..., hidden]."""
@@ -93,12 +93,6 @@ class InputLayer(Input):
         self.feature_norms = feature_norms(config, shape.epsilon)
         self._broadcast = config.broadcast
 
-    def token(self, embedded: Tensor) -> Tensor:
-        """Return what a token adds to the input of an entry that sees it. # embedded [..., hidden] -> [..., hidden]"""
-        hidden = embedded.shape[-1]
-        normed = self.token_norm(embedded.to(self.token_norm.weight.dtype))
-        return linear(normed, self.fuse.weight[:, hidden : 2 * hidden])
-
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
         dtype = self.token_norm.weight.dtype  # not autocast's: a norm of mixed dtypes is slow
@@ -124,10 +118,6 @@ class Structure:
     def decoder(self) -> DrafterDecoder:
         """Make the layers and the output norm."""
         return DrafterDecoder(self.shape, self.config.num_layers)
-
-    def head(self) -> nn.Linear | EntryHeads:
-        """Make the output layer over the draft vocabulary."""
-        return nn.Linear(self.config.hidden_size, self.config.draft_vocab_size, bias=False)
 
     def path_head(self) -> nn.Module | None:
         """Make what conditions states on the token before their position; None for networks without it."""
@@ -183,10 +173,6 @@ class Structure:
             return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
         # The op adds `delta` to `hidden` in place, so that it holds the state before the norm.
         return lambda hidden, delta: torch.cat([ops.add_rms_norm(hidden, delta, norm, epsilon), hidden], dim=-1)
-
-    def served_head(self, planner: WeightPlanner) -> Callable[[Tensor], Tensor]:
-        """Plan `head` for serving: states [..., hidden] -> logits [..., draft_vocab]."""
-        return planner.product(planner.weights["lm_head.weight"])
 
     def served_path_head(self, planner: WeightPlanner) -> PathHeadOp | None:
         """Plan `path_head` for serving."""

@@ -1,6 +1,6 @@
 """EAGLE-3 and its relatives: a first layer whose attention reads the token's embedding beside the state, `fc` of three
 target layers, and a draft vocabulary. Read as EAGLE and SpecForge publish it (`midlayer`, EAGLE-3.1's norms), as
-speculators does (`layers.N`, nested layer config), and P-EAGLE, which drafts all positions in one forward."""
+speculators does (`layers.N`, nested layer config)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor
 from drafters.network.checkpoint import VOCABULARY, TargetParts
 from drafters.network.config import SpecBlockConfig
 from drafters.published.form import (
-    EMBEDDING,
     TRAINED_LENGTH,
     Described,
     PublishedForm,
@@ -26,7 +25,6 @@ from drafters.published.form import (
     written_layers,
     written_vocabulary,
 )
-from drafters.trained_kinds import TRAINED_KINDS
 
 _NESTED = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -49,8 +47,6 @@ _NAMES = {
 }
 _UNREAD = ("target_hidden_size", "parallel_drafting", "sliding_window_non_causal")
 """Keys that would change the result."""
-_DEPTHS = 8
-"""Positions that P-EAGLE is trained for, where its file does not say."""
 
 
 def _is_eagle3(described: Described) -> bool:
@@ -60,11 +56,8 @@ def _is_eagle3(described: Described) -> bool:
     return eagle or (set(names) <= {"LlamaForCausalLM"} and "draft_vocab_size" in described)
 
 
-def _is_peagle(described: Described) -> bool:
-    return any("peagle" in name.lower() for name in named(described))
-
-
-def _config(described: Described, tensors: Tensors, target: TargetParts, **kind: Any) -> SpecBlockConfig:
+def _config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
+    """With `norm_output` (EAGLE-3.1) blocks continue from the normed state, as in vLLM and speculators."""
     layers = layers_of(described.get(_NESTED, described), target)
     own = described.get("eagle_config") or {}
     refuse_set(described, _UNREAD, layers["hidden_size"])
@@ -79,23 +72,11 @@ def _config(described: Described, tensors: Tensors, target: TargetParts, **kind:
         normed_residual=bool(described.get("norm_before_residual")),
         ranks_from_draft=True,
         token_beside=True,
-        **kind,
+        kind="eagle3",
+        block_size=1,
+        shift=False,
+        continues_from="normed" if described.get("norm_output") else None,
     )
-
-
-def _eagle3_config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
-    """With `norm_output` (EAGLE-3.1) blocks continue from the normed state, as in vLLM and speculators."""
-    continues = "normed" if described.get("norm_output") else None
-    return _config(described, tensors, target, kind="eagle3", block_size=1, shift=False, continues_from=continues)
-
-
-def _peagle_config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
-    if described.get("mask_token_id") is None:
-        raise ValueError("its config has no mask_token_id")
-    methods = (described.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    shape = {**TRAINED_KINDS["parallel"].shape, "block_size": methods[0].get("speculative_tokens") or _DEPTHS}
-    del shape["num_layers"]
-    return _config(described, tensors, target, kind="parallel", mask_token=described["mask_token_id"], **shape)
 
 
 def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]:
@@ -107,24 +88,14 @@ def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]
     return taps_of(counted or (2, depth // 2, depth - 3), target, first=1)
 
 
-def _eagle3_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
+def _weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
     drop_embedding(tensors, target)
     d2t = vocabulary(tensors, config)
     return {**renamed(tensors, _NAMES), **d2t}
 
 
-def _peagle_weights(tensors: dict[str, Tensor], config: SpecBlockConfig, target: TargetParts) -> dict[str, Tensor]:
-    assert config.mask_token is not None
-    mask = tensors.pop("mask_hidden")
-    table = tensors.get(EMBEDDING, target.embedding)
-    found = _eagle3_weights(tensors, config, target)
-    embedded = table[config.mask_token].cpu()  # planned transfer: at the start
-    return {**found, "input_layer.mask_features": mask.flatten(), "input_layer.mask_embedding": embedded}
-
-
 def _tensors(weights: Tensors, config: SpecBlockConfig, first: str) -> dict[str, Tensor]:
-    """Return a file's tensors but for the masks of P-EAGLE; `first`: prefix of the first layer. A rank head and the
-    target's embedding of the mask token have no place in it."""
+    """Return a file's tensors; `first`: prefix of the first layer. A rank head has no place in it."""
     names = {
         "input_layer.condition_proj.": "fc.",
         "input_layer.feature_norms.": "fc_norm.",
@@ -135,7 +106,7 @@ def _tensors(weights: Tensors, config: SpecBlockConfig, first: str) -> dict[str,
     }
     if config.joined_norm:
         names["input_layer.feature_norms.0."] = "input_norm."
-    left = ("rank_", "input_layer.mask_", VOCABULARY)
+    left = ("rank_", VOCABULARY)
     kept = {name: value for name, value in weights.items() if not name.startswith(left)}
     return {**renamed(kept, names), **written_vocabulary(weights, config)}
 
@@ -175,39 +146,25 @@ def _write_eagle3(config: SpecBlockConfig, weights: Tensors, target: str) -> tup
 def _write_speculators(
     config: SpecBlockConfig, weights: Tensors, target: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As speculators writes EAGLE-3 and P-EAGLE."""
-    masked = config.mask_token is not None
+    """As speculators writes EAGLE-3."""
     described = {
-        "architectures": ["PEagleSpeculator" if masked else "Eagle3Speculator"],
-        **speculators_config("peagle" if masked else "eagle3", config, target),
+        "architectures": ["Eagle3Speculator"],
+        **speculators_config("eagle3", config, target),
         _TAPS: [tap + 1 for tap in config.tap_layers],
         **_flags(config),
     }
-    tensors = _tensors(weights, config, "layers.0.")
-    if masked:
-        described["mask_token_id"] = config.mask_token
-        tensors["mask_hidden"] = weights["input_layer.mask_features"].view(1, 1, -1)
-    return described, tensors
+    return described, _tensors(weights, config, "layers.0.")
 
 
 EAGLE3 = PublishedForm(
     "eagle3",
     lambda described: _is_eagle3(described) and _NESTED not in described,
     lambda _: "eagle3",
-    _eagle3_config,
-    _eagle3_weights,
+    _config,
+    _weights,
     write=_write_eagle3,
     writes=("eagle3",),
 )
 SPECULATORS_EAGLE3 = EAGLE3._replace(
     name="speculators", recognises=_is_eagle3, write=_write_speculators, writes=("eagle3",)
-)
-PEAGLE = PublishedForm(
-    "speculators",
-    _is_peagle,
-    lambda _: "parallel",
-    _peagle_config,
-    _peagle_weights,
-    write=_write_speculators,
-    writes=("parallel",),
 )

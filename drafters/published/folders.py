@@ -17,12 +17,13 @@ from drafters.network.checkpoint import CONFIG_FILE, DrafterError, TargetParts
 from drafters.network.config import SpecBlockConfig
 from drafters.network.model import SpecBlock
 from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
-from drafters.published.eagle3 import EAGLE3, PEAGLE, SPECULATORS_EAGLE3
+from drafters.published.eagle3 import EAGLE3, SPECULATORS_EAGLE3
 from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
-from drafters.published.modules import MEDUSA, MTP
+from drafters.published.mtp import MTP
 from drafters.published.specblock import SPECBLOCK
+from drafters.trained_kinds import why_unknown
 
-FORMS = (MTP, PEAGLE, EAGLE3, SPECULATORS_EAGLE3, MEDUSA, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
+FORMS = (MTP, EAGLE3, SPECULATORS_EAGLE3, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
 """All forms; a config is read by the first that recognises it."""
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")
@@ -162,10 +163,13 @@ def _described(folder: Path) -> Described:
 
 
 def _refuse_unknown(folder: Path) -> None:
-    """Raise DrafterError for a drafter that names a form which no one here reads."""
+    """Raise DrafterError for a drafter in a form that is not read here."""
     with checkpoint.refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described = _described(folder)
     names = named(described)
+    for kind, is_moved in (("medusa", "medusa_num_heads" in described), ("parallel", "peagle" in names)):
+        if is_moved:
+            raise DrafterError(f"drafter {folder}: kind {kind!r} {why_unknown(kind)}")
     if names and "format" not in described:
         read = ", ".join(sorted({form.name for form in FORMS}))
         raise DrafterError(f"drafter {folder}: {CONFIG_FILE} names {', '.join(names)}, which is none of {read}")

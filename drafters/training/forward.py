@@ -16,7 +16,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from drafters.network.layers import Embed, KeysValues
 from drafters.network.model import BlockRows, SpecBlock
-from drafters.network.structure import InputLayer
 from drafters.training.corpus import Batch
 
 _FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -80,18 +79,15 @@ class TrainingForward:
         self._entries = model.config.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
-    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
         """Return the states of every position's first entry, and the blocks of some positions.
-        # anchors [batch, anchors]; revealed [batch, anchors, block] bool, entries that see the true token at their
-        position -> [batch, length - 1, hidden]"""
+        # anchors [batch, anchors] -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
         stream = layer.blocks(context, embedded, slice(entries)).flatten(1, 2)
         num_stream = stream.shape[1]
         rest = layer.blocks(at(context, anchors), at(embedded, anchors), slice(entries, self._size))
-        if revealed is not None:
-            rest = rest + self._truth(batch, anchors) * revealed[:, :, entries:, None]
         rest = rest.flatten(1, 2)
         device, (size, number) = anchors.device, anchors.shape
         place = torch.arange(num_stream // entries, device=device).repeat_interleave(entries).expand(size, -1)
@@ -117,15 +113,6 @@ class TrainingForward:
         )
         blocks = TrainedBlocks(anchors, states_of, onward_of, seen_of, attention.layers, anchors)
         return states[:, :num_stream:entries], blocks
-
-    def _truth(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """Return what the true tokens add to the inputs of entries after an anchor's first.
-        # -> [batch, anchors, own, hidden]"""
-        layer = self._model.input_layer
-        assert isinstance(layer, InputLayer), "only a fused input can reveal a token to an entry"
-        places = anchors[:, :, None] + 1 + torch.arange(self._entries, self._size, device=anchors.device)
-        tokens = batch.tokens.gather(1, places.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
-        return layer.token(self._embed(tokens).unflatten(1, places.shape[1:]))
 
     def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
         """Return the states of first entries at these anchors on alternative tokens, after the `first` blocks' stream.
@@ -181,9 +168,8 @@ class InjectedTraining(TrainingForward):
 
     streams = 0
 
-    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
         """Make the stream of conditions, and run the blocks. # anchors [batch, anchors] -> [batch, 0, hidden]"""
-        assert revealed is None, "entries after the first see no token"
         context = self._model.input_layer.condition(batch.features[:, :-1])
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
@@ -202,9 +188,9 @@ class InjectedTraining(TrainingForward):
 class ConditionedTraining(InjectedTraining):
     """For kinds whose layers run once per tree: each further block is the next state, conditioned on the true token."""
 
-    def first(self, batch: Batch, anchors: Tensor, revealed: Tensor | None = None) -> tuple[Tensor, TrainedBlocks]:
+    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
         """Run the layers, and condition all states. # anchors [batch, anchors] -> [batch, 0, hidden]"""
-        none, layers = super().first(batch, anchors, revealed)
+        none, layers = super().first(batch, anchors)
         after = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
         embedded = self._embed(_after(batch, after.flatten(1))).view_as(layers.states)
         assert self._model.path_head is not None

@@ -21,7 +21,6 @@ from drafters.network.config import SpecBlockConfig
 from drafters.network.layers import Embed, Input, LayerShape
 from drafters.network.mask_tokens import MaskTokens
 from drafters.network.model import SpecBlock
-from drafters.network.residual_heads import ResidualHeads
 from drafters.network.structure import InputLayer
 from drafters.training.corpus import Example, TrainingError
 
@@ -59,9 +58,6 @@ def initialise(
     Raises TrainingError."""
     copy_end(model, target)
     top = max(model.config.tap_layers)
-    if isinstance(model.input_layer, ResidualHeads):
-        model.input_layer.start_from(model.config.tap_layers.index(top))
-        return {"exact": top == len(target.layers) - 1}  # else the last layer's output is approximated by another one's
     if isinstance(model.input_layer, MaskTokens):
         model.input_layer.start_from(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
         return {}

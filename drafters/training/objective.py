@@ -63,7 +63,6 @@ class ObjectiveSettings:
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
     loss: Loss = LOSSES["cross_entropy"]
-    glancing: float = 0.0  # share of entries after a wrong guess that see the true token
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Objective:
 
     def _entries(self, batch: Batch, generator: torch.Generator) -> _LabelledEntries:
         anchors = self._draw_anchors(batch, generator)
-        stream, grown = self._forward.first(batch, anchors, self._revealed(batch, anchors, generator))
+        stream, grown = self._forward.first(batch, anchors)
         positions = torch.arange(stream.shape[1], device=anchors.device)
         labelled = batch.label_index[:, 2:] >= 0
         drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions per anchor
@@ -142,18 +141,6 @@ class Objective:
                 self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
             )
         return _LabelledEntries(*map(torch.cat, zip(*found, strict=True)))
-
-    @torch.no_grad()
-    def _revealed(self, batch: Batch, anchors: Tensor, generator: torch.Generator) -> Tensor | None:
-        """Draw some of the entries whose own token the entry before guesses wrong. # -> [batch, anchors, block] bool"""
-        if not self._settings.glancing:
-            return None
-        states = self._forward.first(batch, anchors)[1].states
-        predicted = anchors[:, :, None] + 2 + torch.arange(self._size, device=anchors.device)
-        tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1))
-        wrong = self._model.lm_head(states).argmax(-1) != self._model.t2d[tokens].view(predicted.shape)
-        chosen = _uniform(wrong.shape, generator, wrong.device) < self._settings.glancing
-        return pad((wrong & chosen)[:, :, :-1], (1, 0))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Draw positions with a labelled next token, the same number for each sequence. # -> [batch, anchors]"""

@@ -176,7 +176,6 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
-        glancing=TRAINED_KINDS[plan.options.kind].glancing,
         loss=LOSSES[plan.options.loss],
     )
     trainer = FitLoop(

@@ -85,6 +85,7 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
         ("switch(memory(7),random)", "memory takes no argument"),
         ("early_exit(4)+specblock", r"only the memory joins another in one tree, as in memory\+specblock"),
         ("lookup", "choose one of memory"),
+        ("memory+medusa", "drafter 'medusa' is a plug-in of benchmarks/baselines"),
         *((name, "unknown drafter") for name in ("switch(memory)", "switch(memory,eagle)", "switch(,memory)")),
     ],
 )
@@ -150,7 +151,7 @@ def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
 
 
 def test_a_trained_kind_is_known_whatever_its_trees_grow_by() -> None:
-    assert trained_kind_of("memory+eagle3(uniform)") == trained_kind_of("switch(memory,eagle3)") == "eagle3"
+    assert trained_kind_of("memory+eagle3(rank)") == trained_kind_of("switch(memory,eagle3)") == "eagle3"
     assert trained_kind_of("memory+early_exit(3)") is None
 
 

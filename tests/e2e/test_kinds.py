@@ -141,9 +141,9 @@ def test_what_is_trained_as_dflash_leaves_in_its_form(target: Path, trained: Any
 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
-    assert checkpoint.describe(trained("parallel")).config.kind == "parallel"
-    with pytest.raises(StartupError, match=r"holds one of kind parallel: set drafter to auto, parallel or"):
-        assembled(target, trained("parallel"), "memory+specblock")
+    assert checkpoint.describe(trained("treeflash")).config.kind == "treeflash"
+    with pytest.raises(StartupError, match=r"holds one of kind treeflash: set drafter to auto, treeflash or"):
+        assembled(target, trained("treeflash"), "memory+specblock")
 
 
 def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path: Path) -> None:
@@ -161,7 +161,6 @@ def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path
     ]
     for options, said in (
         (["--kind", "medusas"], "--kind medusas: choose one of specblock"),
-        (["--kind", "medusa", "--layers", "1"], "num_layers must not be 1 in one of kind medusa"),
         (["--kind", "dflash", "--prefix-entries", "all"], "prefix_entries must be 'first' in one of kind dflash"),
     ):
         result = CliRunner().invoke(app, [*common, *FIT, *options])
@@ -170,8 +169,12 @@ def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path
 
 
 def test_a_kind_of_another_version_is_refused(trained: Any, tmp_path: Path) -> None:
-    described = json.loads((trained("parallel") / "config.json").read_text())
-    described["drafter"]["kind"] = "later"
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(checkpoint.DrafterError, match="kind 'later' is none of specblock, parallel"):
-        checkpoint.describe(tmp_path)
+    described = json.loads((trained("treeflash") / "config.json").read_text())
+    for kind, message in (
+        ("later", "is none of specblock, eagle3"),
+        ("medusa", "is a plug-in of benchmarks/baselines"),
+    ):
+        described["drafter"]["kind"] = kind
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        with pytest.raises(checkpoint.DrafterError, match=f"kind '{kind}' {message}"):
+            checkpoint.describe(tmp_path)

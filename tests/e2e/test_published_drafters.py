@@ -9,10 +9,10 @@ import pytest
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
 from service.learning.moving import described
-from tests.published_forms import deep_target, dflash, dflash_target, eagle3, medusa, mimo
+from tests.published_forms import deep_target, dflash, dflash_target, eagle3, mimo
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for
-from tests.service.learning_parts import assert_learns, learning, requests, texts
+from tests.service.learning_parts import assert_learns, requests, texts
 from tests.tiny_models import random_prompts, tiny_model
 
 TOKENS = 16
@@ -30,7 +30,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         "dflash": (qwen, dflash(place / "dflash")),
         "jetspec": (qwen, dflash(place / "jetspec", causal=True)),
         "eagle3": (llama, eagle3(place / "eagle3")),
-        "medusa": (llama, medusa(place / "medusa")),
         "specblock": (llama, specblock(place / "specblock")),
     }
 
@@ -66,12 +65,12 @@ def test_a_target_without_one_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
-    for kind in ("dflash", "jetspec", "eagle3", "specblock", "medusa"):
+    for kind in ("dflash", "jetspec", "eagle3", "specblock"):
         target, folder = folders[kind]
         assembly = assembled(target, "auto", drafter_path=folder)
         assert assembly.drafter_name == f"memory+{kind}"
         assert_serves(assembly, kind)
-    with pytest.raises(StartupError, match="holds one of kind medusa: set drafter to auto, medusa or memory"):
+    with pytest.raises(StartupError, match="holds one of kind specblock: set drafter to auto, specblock or memory"):
         assembled(target, "eagle3", drafter_path=folder)
 
 
@@ -80,15 +79,6 @@ def test_such_a_folder_stays_where_it_lies(folders: Folders) -> None:
     assert folder is not None
     with pytest.raises(StartupError, match="authors' form it is read where it lies: set drafter_path to it"):
         described(folder)
-
-
-def test_heads_that_cannot_learn_say_so(folders: Folders, tmp_path: Path) -> None:
-    target, folder = folders["medusa"]
-    with (
-        pytest.raises(StartupError, match=r"published form do not learn: set adaptation\.enabled to false"),
-        learning(assembled(target, "medusa", drafter_path=folder), tmp_path),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash", "specblock"])

@@ -47,7 +47,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
-@pytest.mark.parametrize("growth", ["best_first", "rank", "rank_narrow", "uniform"])
+@pytest.mark.parametrize("growth", ["best_first", "rank"])
 def test_every_number_of_blocks_and_policy_drafts(tmp_path: Path, blocks: int, growth: str) -> None:
     folder = save_two_layers(tmp_path / "model")
     drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))

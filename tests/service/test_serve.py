@@ -88,7 +88,7 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("drafter", "sources"),
     [
-        ("specblock(uniform)", {"specblock"}),
+        ("specblock(rank)", {"specblock"}),
         ("memory+specblock(rank)", {"memory", "specblock"}),
         ("switch(specblock(rank),memory)", {"memory", "specblock"}),
         ("other", {"of another name"}),

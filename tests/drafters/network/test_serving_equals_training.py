@@ -81,11 +81,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"prefix_entries": "all", "continues_from": "raw", "restarts": True, "rank_biases": False},
     *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
     {"joined_norm": True},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "token_beside": False},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normalise_features": True, "continues_from": "normed"},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normed_residual": True},
     {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 2, "continues_from": "normed"},
-    {"kind": "parallel", **TRAINED_KINDS["parallel"].shape, "token_beside": True, "mask_token": 9, "num_layers": 2},
     {"kind": "jetspec", **TRAINED_KINDS["treeflash"].shape, "block_size": 3},  # of an older release
     {"kind": "dflash", **TRAINED_KINDS["dflash"].shape, "silent_first": False, "mask_token": 5},
 ]
