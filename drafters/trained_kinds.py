@@ -69,7 +69,5 @@ MOVED_KINDS = ("parallel", "medusa", "falcon")
 def why_unknown(kind: str) -> str:
     """Return why no kind has this name, to follow the name in a message."""
     if kind in MOVED_KINDS:
-        return (
-            "has left this package: it is a plug-in in benchmarks/baselines of the source; train a drafter of another"
-        )
+        return "is a plug-in of benchmarks/baselines in the source now: use it from there, or a drafter of another kind"
     return f"is none of {', '.join(TRAINED_KINDS)}"
