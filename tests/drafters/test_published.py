@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not read"),
         ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is none of dflash, eagle3, mtp"),
         ({"speculators_model_type": "peagle"}, "kind 'parallel' is a plug-in of benchmarks/baselines"),
-        ({"medusa_num_heads": 3}, "kind 'medusa' is a plug-in of benchmarks/baselines"),
+        ({"medusa_num_heads": 3, "architectures": ["Medusa"]}, "kind 'medusa' is a plug-in of benchmarks/baselines"),
         ({"speculators_model_type": "dspark"}, "names dspark, which is none of dflash, eagle3, mtp"),
         ({"model_type": "mixtral"}, "cannot have layers of kind 'mixtral'"),
     ):
