@@ -1,7 +1,6 @@
 """Snapshots of weights on disk, in a ring, and the files they consist of: safetensors and a manifest with its hash.
 
-Files are written under a temporary name, synced and renamed, so that a crash leaves the old or the new one. What is
-read is checked against its hash and must fit the drafter. One process owns a folder, and one thread calls.
+What is read is checked against its hash and must fit the drafter. One process owns a folder, and one thread calls.
 """
 
 import hashlib
@@ -21,6 +20,7 @@ from pydantic import ConfigDict, JsonValue, NonNegativeInt, TypeAdapter, Validat
 from torch import Tensor
 
 from adaptation.records import Damaged, NotRemoved, NotStored, Refused
+from drafters.files import UNFINISHED, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ SNAPSHOTS = "snapshots"
 """Subfolder of published drafters in a learning folder."""
 WEIGHTS = "weights.safetensors"
 MANIFEST = "snapshot.json"
-UNFINISHED = ".unfinished-"
 FORMAT = 1
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -106,20 +105,14 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
     weights = safetensors.torch.save(snapshot.tensors)
     described: JsonValue = _INFO.dump_python(info, mode="json")
     content = {"format": FORMAT, "info": described, "weights_sha256": digest(weights)}
-    unfinished = parent / f"{UNFINISHED}{final.name}"
     try:
         manifest = seal(content)
-        parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        write_synced(unfinished / WEIGHTS, weights)
-        write_synced(unfinished / MANIFEST, manifest)
-        sync_folder(unfinished)
-        unfinished.rename(final)
-        sync_folder(parent)
+        with replacing(final) as unfinished:
+            unfinished.mkdir()
+            (unfinished / WEIGHTS).write_bytes(weights)
+            (unfinished / MANIFEST).write_bytes(manifest)
     except (OSError, ValueError) as error:
-        for path in (unfinished, final):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
         raise NotStored(f"snapshot {final.name} could not be stored in {parent}: {error}") from error
 
 
@@ -247,31 +240,3 @@ def _canonical(value: JsonValue) -> bytes:
 def digest(data: bytes) -> str:
     """SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and sync it to disk. Raises OSError."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in place of any that is there, in one rename; its folder is created. Raises OSError."""
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_synced(unfinished, data)
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to disk, on POSIX. Raises OSError."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

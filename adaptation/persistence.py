@@ -4,7 +4,6 @@ training copy. Also decides which process owns a learning folder.
 
 import itertools
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,21 +16,19 @@ from torch import Tensor
 
 from adaptation.checkpoint import (
     FORMAT,
-    UNFINISHED,
     SnapshotInfo,
     SnapshotRing,
     check_layout,
     layout_of,
     now,
     seal,
-    sync_folder,
     unseal_current,
-    write_synced,
 )
 from adaptation.policy import State
 from adaptation.records import Damaged, EventLog, NotStored, Refused
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import ANCHOR, DrafterWeights
+from drafters.files import lock, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +62,11 @@ _SAVED = TypeAdapter(SavedLearner)
 def owned(folder: Path) -> Path:
     """Lock this folder until the process ends, or the first free numbered one next to it if other processes learn here.
     # -> the folder"""
-    try:
-        import fcntl
-    except ImportError:  # Windows has none
-        return folder
     for number in itertools.count(1):
         chosen = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:
             chosen.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(descriptor)
-                raise
+            lock(chosen / _LOCK)
         except BlockingIOError:
             continue
         except OSError as error:  # a folder that cannot be written stores nothing either, which is logged then
@@ -93,7 +81,6 @@ class LearnerCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._current, self._previous = folder / "learner.json", folder / "learner.previous.json"
-        self._unfinished = folder / f"{UNFINISHED}learner.json"
 
     def save(
         self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State], paused: bool = False
@@ -103,12 +90,10 @@ class LearnerCheckpoint:
         state: State = {"version": newest, "parts": {**parts, "served": served}}
         try:
             data = seal({"format": FORMAT, "state": state})
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_synced(self._unfinished, data)
-            if self._is_good(self._current):  # a damaged file must not push a good previous one out
-                self._current.replace(self._previous)
-            self._unfinished.replace(self._current)
-            sync_folder(self._folder)
+            with replacing(self._current) as unfinished:
+                unfinished.write_bytes(data)
+                if self._is_good(self._current):  # a damaged file must not push a good previous one out
+                    self._current.replace(self._previous)
         except (OSError, ValueError) as error:
             raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
+from drafters.files import replacing
 from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Out
@@ -109,10 +110,8 @@ def _written(shape: str, mix: Mix, folder: Path) -> Path:
     vocabulary, path = gguf_file(EMBEDDED_NAME), folder / "shapes" / f"{shape}-{mix}.gguf"
     assert vocabulary is not None, "the embedded model is a GGUF file"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        write_shape(unfinished, SHAPES[shape], mix, vocabulary)
-        unfinished.rename(path)
+        with replacing(path) as unfinished:
+            write_shape(unfinished, SHAPES[shape], mix, vocabulary)
     return path
 
 

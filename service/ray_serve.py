@@ -3,9 +3,10 @@
 Ray places, scales, replaces and routes; the ingress resumes streams as in front of plain processes.
 """
 
-import fcntl
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from drafters.files import lock
 from service.config_sources import load_config
 from service.errors import QueueFull
 from service.ingress.app import create_ingress
@@ -157,6 +159,5 @@ def _buffered(whole: WholeAnswer) -> ReplicaAnswer:
 async def _alone_on_this_node(folder: Path) -> AsyncIterator[None]:
     """Load one replica of a node at a time: the first one fetches and converts the model for all."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "loading").open("w") as file:
-        await anyio.to_thread.run_sync(fcntl.flock, file, fcntl.LOCK_EX)
+    with os.fdopen(await anyio.to_thread.run_sync(partial(lock, folder / "loading", waits=True))):
         yield

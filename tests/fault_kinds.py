@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptation import checkpoint, evaluator
+from adaptation import evaluator
 from adaptation.checkpoint import SnapshotRing
 from adaptation.evaluator import Gate
 from adaptation.feedback import FeedbackFilter
@@ -43,8 +43,8 @@ STAGES: dict[str, Place] = {
     "replaying": (evaluator, "replay_blocks"),
     "judging": (Gate, "decide"),
     "write preparation": (DrafterWeights, "_prepared"),
-    "snapshot write": (checkpoint, "write_synced"),
-    "snapshot sync": (checkpoint, "sync_folder"),
+    "snapshot write": (Path, "write_bytes"),
+    "snapshot sync": (os, "fsync"),
     "trimming the ring": (SnapshotRing, "_make_room"),
     "staging": (DrafterWeights, "_stage"),
     "telling the policy": (EveryBatch, "ended"),
@@ -56,8 +56,7 @@ STAGES: dict[str, Place] = {
 EVERYWHERE = (*STAGES, "forward", "backward")
 
 DISK: tuple[Place, ...] = (
-    (checkpoint, "write_synced"),
-    (checkpoint, "sync_folder"),
+    (Path, "write_bytes"),
     (os, "fsync"),
     (Path, "rename"),
     (Path, "replace"),
@@ -276,9 +275,9 @@ def _disk_full(stream: Stream, place: Place, *, lasting: int) -> Fault:
         def patched(*arguments: Any, **options: Any) -> Any:
             if next(left) <= 0:
                 return usual(*arguments, **options)
-            if place[1] == "write_synced":
+            if place[1] == "write_bytes":
                 path, data = arguments
-                path.write_bytes(data[: stream.rng.randrange(len(data))])
+                usual(path, data[: stream.rng.randrange(len(data))])
             stream.witness.note(strike)
             raise OSError(errno.ENOSPC, "No space left on device")
 

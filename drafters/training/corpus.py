@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters.files import replacing
+
 TOP = 64
 """How many of the target's likeliest tokens a label keeps."""
 
@@ -43,11 +45,10 @@ class Shard:
         return 0 if self.branch_ids is None else self.branch_ids.shape[1]
 
     def save(self, path: Path) -> None:
-        """Write under a temporary name first, so that an interrupted run leaves no partial shard."""
-        part = path.with_suffix(".part")
+        """Write the shard; an interrupted run leaves no partial one. Raises OSError."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        save_file({name: value for name, value in values.items() if value is not None}, part)
-        part.rename(path)
+        with replacing(path) as unfinished:
+            save_file({name: value for name, value in values.items() if value is not None}, unfinished)
 
     @staticmethod
     def load(path: Path) -> "Shard":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.files import replacing
 from drafters.training.corpus import Batch, Example, TrainingError, batches
 from drafters.training.objective import StepScores
 from drafters.training.parallel import Ranks
@@ -76,9 +77,8 @@ def save_state(
         "described": dict(described),
         "notes": dict(notes),
     }
-    part = path.with_suffix(".part")
-    torch.save(content, part)
-    part.rename(path)
+    with replacing(path) as unfinished:
+        torch.save(content, unfinished)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from drafters.files import lock, replace_file
 from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,11 @@ class MonthlyUse:
         self._file = folder / BUDGETS_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self._file.with_suffix(".lock"))
+            self._lock = lock(self._file.with_suffix(".lock"))
             saved = _read(self._file)
+        except BlockingIOError:
+            message = f"another server keeps its budgets in {folder}; give this one a state_dir of its own"
+            raise StartupError(message) from None
         except OSError as error:
             raise StartupError(f"budgets cannot be kept in {folder}: {error}; change state_dir") from error
         self._month, self._used = (self._this_month(), {}) if saved is None else (saved.month, saved.used_tokens)
@@ -168,9 +172,9 @@ class MonthlyUse:
         if not self._changed:
             return
         self._changed = False
-        text = json.dumps({"month": self._month, "used_tokens": self._used})
+        data = json.dumps({"month": self._month, "used_tokens": self._used}).encode()
         try:
-            await asyncio.to_thread(_write, self._file, text)  # a slow disk must not delay the streams
+            await asyncio.to_thread(replace_file, self._file, data)  # a slow disk must not delay the streams
         except OSError as error:
             if not self._write_failed:
                 logger.error("budgets are counted but cannot be written to %s: %s", self._file, error)
@@ -226,20 +230,6 @@ def duration(seconds: float) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes_left}m" if minutes else "") + rest
 
 
-def _locked(path: Path) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends."""
-    import fcntl  # Windows has none, and needs none without budgets
-
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        message = f"another server keeps its budgets in {path.parent}; give this one a state_dir of its own"
-        raise StartupError(message) from None
-    return descriptor
-
-
 def _read(file: Path) -> _Saved | None:
     if not file.exists():
         return None
@@ -249,13 +239,3 @@ def _read(file: Path) -> _Saved | None:
         reason = error.errors(include_url=False)[0]["msg"]
         message = f"the budgets in {file} cannot be read: {reason}; remove the file to begin this month with none used"
         raise StartupError(message) from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace the file atomically."""
-    temporary = file.with_suffix(".new")
-    with temporary.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(file)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from drafters.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -274,14 +275,8 @@ def _as_lists(table: CostTable | DraftCosts) -> dict[str, list[Any]]:
 
 def write_whole(file: Path, content: object) -> None:
     """Write JSON atomically; on failure log a warning and go on."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as handle:
-            json.dump(content, handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(file)
+        replace_file(file, json.dumps(content).encode(), shared=True)
     except OSError as error:
         logger.warning("what was measured cannot be kept in %s: %s", file, error)
 

@@ -12,16 +12,13 @@ import torch
 
 from adaptation.checkpoint import (
     SNAPSHOTS,
-    UNFINISHED,
     all_finite,
     read_manifest,
-    replace_file,
     stored_versions,
-    sync_folder,
-    write_synced,
 )
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
+from drafters.files import replace_file, replacing
 from drafters.network import checkpoint
 from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from drafters.network.config import SpecBlockConfig, config_from
@@ -32,7 +29,6 @@ from service.errors import StartupError
 
 DRAFTER_FILE = "drafter.json"
 _MOVED = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
-_REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +175,7 @@ def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
     def write(unfinished: Path) -> None:
         for name in _MOVED:
             if (folder / name).is_file():
-                write_synced(unfinished / name, (folder / name).read_bytes())
-        sync_folder(unfinished)
+                shutil.copyfile(folder / name, unfinished / name)
 
     put(place, write)
     return place
@@ -208,23 +203,9 @@ def checked(folder: Path) -> Description:
 def put(place: Path, write: Callable[[Path], None]) -> None:
     """Write a folder and put it in place by a rename, replacing any that is there. Raises StartupError, and then the
     old one is still there."""
-    unfinished, replaced = (place.with_name(f"{mark}{place.name}") for mark in (UNFINISHED, _REPLACED))
     try:
-        for left in (unfinished, replaced):
-            shutil.rmtree(left, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        write(unfinished)
-        if place.exists():
-            place.rename(replaced)
-        try:
-            unfinished.rename(place)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(place)
-            raise
-        sync_folder(place.parent)
+        with replacing(place) as unfinished:
+            unfinished.mkdir()
+            write(unfinished)
     except OSError as error:
         raise StartupError(f"{place} cannot be written: {error}") from error
-    finally:
-        for left in (unfinished, replaced):
-            shutil.rmtree(left, ignore_errors=True)

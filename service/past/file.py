@@ -2,8 +2,7 @@
 
     header (a line of JSON) | per scope: a line of JSON, weights, squares, entries | keyed hash of all before
 
-The file is written under a temporary name and renamed, so that there is always a complete one. The key of its hash is
-in the file FILE.key. One process at a time has a file; another one waits for it.
+The key of its hash is in the file FILE.key. One process at a time has a file; another one waits for it.
 """
 
 import hashlib
@@ -24,8 +23,8 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from adaptation.checkpoint import sync_folder
 from adaptation.worker import lower_priority
+from drafters.files import UNFINISHED, create_private, lock, replacing
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
@@ -48,24 +47,36 @@ _NICENESS = 10
 _WEIGHTS_SHAPE = (WEIGHT_SETS, FEATURES)
 
 
+def key_path(file: Path) -> Path:
+    """The file that holds the key of a file of past answers; its lock is that of both."""
+    return file.with_name(f"{file.name}.key")
+
+
 def key_beside(file: Path) -> bytes:
     """The key of a file of past answers, which is created if it is missing. Raises StartupError."""
-    path = file.with_name(f"{file.name}.key")
+    path = key_path(file)
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            with _new_file(temporary) as handle:
-                _finish(handle, secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another process was first
-                os.link(temporary, path)
-            temporary.unlink()
+            _create_key(path)
         key = path.read_bytes()
     except OSError as error:
         raise StartupError(f"memory_file: its key {path} cannot be read: {error}") from error
     if len(key) != _KEY_BYTES:
         raise StartupError(f"memory_file: {path} is no key of {_KEY_BYTES} bytes: remove it, and past answers with it")
     return key
+
+
+def _create_key(path: Path) -> None:
+    """Write a new key, unless another process is first. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}.{os.getpid()}")
+    with create_private(unfinished) as file:
+        file.write(secrets.token_bytes(_KEY_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
+        os.link(unfinished, path)
+    unfinished.unlink()
 
 
 class AnswersFile:
@@ -81,18 +92,9 @@ class AnswersFile:
 
     def write(self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None) -> int:
         """Replace the file; returns its size in bytes. Raises OSError, and CancelledError when `stopping` is set."""
-        temporary = self.path.with_name(f".{self.path.name}.new")
-        try:
-            with _new_file(temporary) as file:
-                _finish(file, self._put(file, past, stopping))
-                size = file.tell()
-            temporary.replace(self.path)
-            sync_folder(self.path.parent)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        return size
+        with replacing(self.path) as unfinished, create_private(unfinished) as file:
+            file.write(self._put(file, past, stopping))
+            return file.tell()
 
     def _put(self, file: BinaryIO, past: Iterable[ScopeAnswers], stopping: threading.Event | None) -> bytes:
         """Write everything but the keyed hash; returns the hash."""
@@ -212,8 +214,7 @@ class MemoryFile:
         lower_priority(_NICENESS)
         guard = self._engine.guard
         try:
-            with self.path.with_name(f"{self.path.name}.key").open("rb") as key:
-                self._lock(key)
+            with os.fdopen(self._lock()):
                 self._is_ours = True
                 self._read()
                 self._is_read = True
@@ -227,24 +228,18 @@ class MemoryFile:
             guard.count("memory_file", error)
             guard.switch_off("memory_file")
 
-    def _lock(self, key: BinaryIO) -> None:
-        """Wait until no other process has the file, such as the one that this one replaces."""
-        try:
-            import fcntl
-        except ImportError:  # Windows has none
-            return
+    def _lock(self) -> int:
+        """Wait until no other process has the file, such as the one that this one replaces. # -> a descriptor"""
         waits = False
         while True:
             try:
-                fcntl.flock(key, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock(key_path(self.path))
             except BlockingIOError:
                 if not waits:
                     logger.warning("past answers in %s are kept by another process: waiting for its end", self.path)
                 waits = True
-                if self._stopping.wait(_LEAST_PAUSE_SECONDS):
-                    raise CancelledError from None
-            else:
-                return
+            if self._stopping.wait(_LEAST_PAUSE_SECONDS):
+                raise CancelledError
 
     def _keep(self) -> None:
         """Wait until there are changes, and write them, unless the server stops."""
@@ -325,19 +320,6 @@ class MemoryFile:
 
     def _between(self, call: Callable[[], _Result]) -> _Result:
         return self._engine.between_steps(call, self._stopping)
-
-
-def _new_file(path: Path) -> BinaryIO:
-    """A new file that only the server's user can read."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-
-def _finish(file: BinaryIO, data: bytes) -> None:
-    """Write the end of a file and wait until it is on the disk."""
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _line(content: Mapping[str, object]) -> bytes:

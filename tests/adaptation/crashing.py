@@ -4,6 +4,7 @@
 killed: nothing more happens on disk, not even tidying up.
 """
 
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-
-from adaptation import checkpoint, persistence
 
 
 class Killed(BaseException):
@@ -33,7 +32,8 @@ class Fuel:
     def write(self, path: Path, data: bytes) -> None:
         granted = self.spend(len(data) + 1)
         if granted:
-            path.write_bytes(data[: granted - 1])
+            with path.open("wb") as file:
+                file.write(data[: granted - 1])
         if granted <= len(data):
             self.run_out()
 
@@ -53,12 +53,11 @@ class Fuel:
 def running_on(fuel: Fuel) -> Iterator[None]:
     """Kill at the end of the fuel; leave without a trace."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, persistence):
-            patch.setattr(module, "write_synced", fuel.write)
-            patch.setattr(module, "sync_folder", fuel.guard(checkpoint.sync_folder))
+        patch.setattr(os, "fsync", fuel.guard(os.fsync))
         patch.setattr(shutil, "rmtree", fuel.guard(shutil.rmtree))
-        for name in ("rename", "replace", "mkdir"):
+        for name in ("rename", "replace", "mkdir", "unlink"):
             patch.setattr(Path, name, fuel.guard(getattr(Path, name)))
+        patch.setattr(Path, "write_bytes", lambda path, data: fuel.write(path, data))
         yield
 
 

@@ -1,6 +1,5 @@
 """Snapshots, training copies and the state of the learner on disk: whole or refused, whatever befalls them."""
 
-import os
 import random
 import shutil
 import subprocess
@@ -28,7 +27,6 @@ from adaptation.checkpoint import (
     read_snapshot,
     seal,
     stored_versions,
-    sync_folder,
     unseal,
     write_snapshot,
 )
@@ -75,15 +73,6 @@ def test_a_cut_or_longer_text_is_seen(cut: int) -> None:
 def test_what_was_never_sealed_is_refused(data: bytes) -> None:
     with pytest.raises(Damaged):
         unseal(data)
-
-
-def test_a_synced_folder_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    before = os.open(tmp_path, os.O_RDONLY)
-    os.close(before)
-    sync_folder(tmp_path)
-    after = os.open(tmp_path, os.O_RDONLY)
-    os.close(after)
-    assert after == before
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ RECORDS = (
     "service.engine.stats",
     "adaptation.config",
     "adaptation.records",
+    "drafters.files",
     "drafters.memory.counts",
 )
 

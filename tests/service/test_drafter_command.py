@@ -337,10 +337,10 @@ def test_an_import_that_breaks_leaves_what_was_there(
     place = import_place(settings_of(assembly, state))
     before = {path.name: path.read_bytes() for path in place.iterdir()}
 
-    def full(path: Path, data: bytes) -> None:
+    def full(source: Path, path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("service.learning.moving.write_synced", full)
+    monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(StartupError, match=r"cannot be written: .*No space left"):
         run(assembly, state, "import", tmp_path / "out", "--force")
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before

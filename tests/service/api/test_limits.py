@@ -172,12 +172,12 @@ async def test_a_disk_that_refuses_is_told_of_once_and_costs_no_count(
     monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)
     attempts = 0
 
-    def refuse(file: Path, text: str) -> None:
+    def refuse(file: Path, data: bytes) -> None:
         nonlocal attempts
         attempts += 1
         raise OSError("no space left")
 
-    monkeypatch.setattr(limits, "_write", refuse)
+    monkeypatch.setattr(limits, "replace_file", refuse)
     use = MonthlyUse(tmp_path)
     async with use.kept():
         use.add("acme", 5)

@@ -122,7 +122,7 @@ def test_shards_hold_all_texts_and_are_kept(reader: FeatureReader, tmp_path: Pat
 
 def test_a_broken_off_shard_is_made_again(reader: FeatureReader, tmp_path: Path) -> None:
     texts = responses(3)
-    (tmp_path / "shard00000.part").write_bytes(b"torn")
+    (tmp_path / ".unfinished-shard00000.safetensors").write_bytes(b"torn")
     list(write_shards(reader, texts, tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["shard00000.safetensors"]
     (tmp_path / "shard00000.safetensors").write_bytes(b"torn")
