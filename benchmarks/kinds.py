@@ -178,10 +178,7 @@ def _rows_of(
 
 
 def _quality(assembly: Assembly, prompts: Sequence[Sequence[int]], measures: Sequence[Measure]) -> list[Row]:
-    """Return `quality_of` at each temperature, with trees of `max_budget` nodes. A switch has no figures: recording
-    changes the times by which it chooses."""
-    if assembly.drafter_name.startswith("switch("):
-        return [quality_of([]) for _ in measures]
+    """`quality_of` at each temperature, with trees of `max_budget` nodes."""
     recorder = observed(assembly)
     engine = assembly.engine(recorder.as_drafter(), FixedBudget(assembly.limits.max_budget))
     found = []

@@ -1,10 +1,6 @@
-"""Whether to ask a drafter, or a further forward of one, in this step. Two rules of one policy:
-
-- `AskGate` asks for more than is proposed anyway: a network in addition to the memory, or further blocks of it.
-- `SwitchPolicy` picks one of two drafters for the step.
-
-Both hold posteriors of the gain by batch size and situation (drafters/regret.py), act where the gain may be positive
-and the ledger can afford the loss of a step, and learn from what steps took and emitted."""
+"""Whether to ask a network in addition to the memory, or for further blocks, in this step: posteriors of the gain by
+batch size and situation (drafters/regret.py). Acts where the gain may be positive and the ledger can afford the loss of
+a step, and learns from what steps took and emitted."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect
@@ -20,15 +16,11 @@ from drafters.protocol import DraftingSizes, StepTimes
 from drafters.readback import Observe
 from drafters.regret import TRIAL_STEPS, GainPosterior, PosteriorsBySize, RegretLedger, StepAccount
 
-FIRST, SECOND = 0, 1
-
 _EXPECTED_EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
-_ENTROPY_EDGES = (0.3, 1.5)  # nats, of the target's last distribution: sure, one of few, one of many
 _TIME_NOISE = 0.1  # standard deviation of log seconds among steps of one situation
 _TIME_DRIFT = _TIME_NOISE**2 / 512  # after 512 steps without a comparison it is as uncertain as after one
 _UNKNOWN_TIME = 8.0  # e-folds: a step may take microseconds or minutes
 _TOKENS_NOISE = 0.5  # steps that one more drafter's tokens save, of one sequence: most are known anyway, or wrong
-_PACE_MEMORY = 128.0  # steps
 
 
 @dataclass(slots=True)
@@ -191,72 +183,6 @@ class ForwardGates:
 
     def _observe(self, number: int, expected: Sequence[float]) -> None:
         (self._expected[number],) = expected
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Means over recent steps of one size of batch."""
-
-    seconds: float  # of a step
-    emitted: float  # tokens per sequence
-
-    def observe(self, seconds: float, emitted: float) -> None:
-        self.seconds += (seconds - self.seconds) / _PACE_MEMORY
-        self.emitted += (emitted - self.emitted) / _PACE_MEMORY
-
-    def gain(self, seconds: float, emitted: float) -> float:
-        """Steps gained by one: what its tokens would have taken at this pace, less what it took."""
-        return emitted / self.emitted - seconds / self.seconds
-
-
-class SwitchPolicy(AskPolicy):
-    """Picks the drafter with the higher best case. Of two kinds of steps the one that emits more tokens per second has
-    the larger mean of n * p - s: n its tokens, s its seconds, p the seconds per token at the present pace. A situation
-    is a drafter and a range of the entropy of the target's last distribution (the mean over the batch). The drafter
-    that is not asked becomes uncertain again. The ledger bounds what asking the second may lose against the first."""
-
-    def __init__(self, account: str, ledger: RegretLedger) -> None:
-        super().__init__({None: account}, ledger)
-        self._paces: dict[int, _Pace] = {}  # by size of batch
-        self._entropy_range = 0
-
-    @property
-    def can_afford_sequence(self) -> bool:
-        """Whether the ledger covers a trial of the second drafter for a sequence that begins."""
-        return self.can_afford(TRIAL_STEPS, None)
-
-    def choose(self, batch: int, *, second: bool) -> int:
-        """Return FIRST or SECOND for so many sequences; `second`: whether the second drafter can answer."""
-        first_gain, second_gain = (self._gains.of(batch, (kind, self._entropy_range)) for kind in (FIRST, SECOND))
-        acts = second and second_gain.best_case > first_gain.best_case and self.can_afford(1.0, None)
-        asked, other = (second_gain, first_gain) if acts else (first_gain, second_gain)
-        other.advance()
-        kind = SECOND if acts else FIRST
-        self._step = Step(batch, None, (kind, self._entropy_range), [(asked, 1.0)])
-        return kind
-
-    def conclude(self, step: Step) -> None:
-        """Record what the step gained. Its outcome is (emitted tokens, entropy of the target's last distribution)."""
-        if step.seconds is None or step.outcome is None:
-            return
-        emitted, (asked, _) = step.outcome[0] / step.batch, step.asked[0]
-        pace = self._paces.setdefault(step.batch.bit_length(), _Pace(step.seconds, emitted))
-        gain = pace.gain(step.seconds, emitted)
-        assert isinstance(step.situation, tuple), "something was asked"
-        kind, entropy_range = step.situation
-        if kind == SECOND:
-            first = self._gains.of(step.batch, (FIRST, entropy_range))
-            self._accounts[None].record((gain - first.mean) * pace.seconds, pace.seconds)
-        asked.observe(gain)
-        pace.observe(step.seconds, emitted)
-
-    def step_seconds(self, batch: int) -> float:
-        pace = self._paces.get(batch.bit_length())
-        return 0.0 if pace is None else pace.seconds
-
-    def _observe(self, step: Step, outcome: Sequence[float]) -> None:
-        self._entropy_range = bisect(_ENTROPY_EDGES, outcome[1])
-        super()._observe(step, outcome)
 
 
 def _size_and_situation(step: Step) -> tuple[int, Hashable]:

@@ -9,8 +9,8 @@ from drafters.language_model.forward import LanguageModel
 from drafters.network.blocks import TrainedWeights as TrainedWeights
 from drafters.protocol import Drafter, DraftingSizes
 
-Need = Literal["nothing", "weights", "model", "layers"]
-"""Weights trained for the target, another language model, or layers of the target itself."""
+Need = Literal["nothing", "weights", "model"]
+"""Weights trained for the target, or another language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,6 @@ class Parts:
     weights: TrainedWeights | None = None
     draft_model: Callable[[int, int], LanguageModel] | None = None
     """Builds a model with its own keys and values, in so many slots and so many entries for trees."""
-    first_layers: Callable[[int], LanguageModel] | None = None
-    """Builds a model of so many first layers of the target, on the target's keys and values."""
 
 
 @dataclass(frozen=True, slots=True)

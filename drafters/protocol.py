@@ -96,8 +96,6 @@ class Committed:
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes; padding is arbitrary
     scores: Scores | None = None  # present if `wants_scores`
-    last_logits: Callable[[], Tensor] | None = None
-    """-> [batch, vocab], the logits that each last token was chosen from; call it before the next step."""
     follow: bool = True  # as of `Read`
     host: HostMetadata | None = None  # rows and roots on the host
 

@@ -1,7 +1,7 @@
 """Builds a drafter by name. The only module that knows every kind.
 
-A name is that of a kind, with an argument in parentheses where it takes one; or `memory+A`, one tree of the memory's
-candidates and of A's, which is asked while that pays; or `switch(A,B)`, one of two in each step.
+A name is a kind's, with an argument in parentheses where it takes one, or `memory+A`: one tree of the memory's
+candidates and A's, where A runs while that pays.
 Other distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
 """
 
@@ -17,20 +17,16 @@ from torch import Tensor
 from drafters.kinds import Kind, Need, Parts
 from drafters.kinds import TrainedWeights as TrainedWeights
 from drafters.language_model.drafter import LanguageModelDrafter, scratch_places
-from drafters.language_model.sequences import OwnKeys, TargetKeys
 from drafters.memory.drafter import MemoryDrafter
 from drafters.network.drafter import SpecBlockDrafter
 from drafters.network.heads import POLICIES
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
-from drafters.random_tree import RandomTreeDrafter
-from drafters.switch import SwitchDrafter
 from drafters.trained_kinds import MOVED_KINDS, TRAINED_KINDS, why_unknown
 from drafters.tree import Candidates, DraftTree
 
 GROUP = "adaptree.drafters"
 MEMORY = "memory"
 _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
-_SWITCH = re.compile(r"switch\((.+),(.+)\)")
 
 
 class NoDrafter(Drafter):
@@ -58,36 +54,21 @@ def _trained(kind: str, parts: Parts) -> Drafter:
     return SpecBlockDrafter(parts.sizes, replace(parts.weights, policy=policy))
 
 
-def _early_exit(parts: Parts) -> Drafter:
-    """Build a drafter of the target's first layers; the argument is their number."""
-    if not parts.argument.isdecimal():
-        raise ValueError("say after how many layers to leave the target, as in early_exit(4)")
-    assert parts.first_layers is not None, "a target has layers"
-    model = parts.first_layers(int(parts.argument))
-    return LanguageModelDrafter(f"early_exit({parts.argument})", model, TargetKeys(), parts.sizes)
-
-
 def _draft_model(parts: Parts) -> Drafter:
     """Build a drafter of another language model."""
     sizes = parts.sizes
     if parts.draft_model is None:
         raise ValueError("draft_model needs a model: set drafter_path to a folder, a .gguf file or a hub id")
     model = parts.draft_model(sizes.num_slots, scratch_places(sizes.max_sequences))
-    return LanguageModelDrafter("draft_model", model, OwnKeys(sizes), sizes)
+    return LanguageModelDrafter("draft_model", model, sizes)
 
 
 _KINDS = {
     MEMORY: Kind(lambda parts: MemoryDrafter(parts.sizes), takes_argument=False),
     "none": Kind(lambda parts: NoDrafter(), takes_argument=False),
-    "random": Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False),
     **{kind: Kind(partial(_trained, kind), needs="weights") for kind in TRAINED_KINDS},
     "draft_model": Kind(_draft_model, needs="model", takes_argument=False),
-    "early_exit": Kind(_early_exit, needs="layers"),
 }
-
-
-_BY_COST: tuple[Need, ...] = ("nothing", "layers", "weights", "model")
-"""Needs of drafters in the order of what a step of theirs costs."""
 
 
 class _NamedDrafter(NamedTuple):
@@ -96,12 +77,6 @@ class _NamedDrafter(NamedTuple):
     name: str  # the kind's
     kind: Kind
     argument: str
-
-    @property
-    def order(self) -> tuple[int, int, int, str]:
-        """Sort key: cheaper drafters first."""
-        by_name = kind_names().index(self.name), len(self.argument), self.argument  # shorter numbers first
-        return _BY_COST.index(self.kind.needs), *by_name
 
 
 def kind_names() -> tuple[str, ...]:
@@ -127,58 +102,43 @@ def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ..
 
 def reads_predictions(name: str) -> bool:
     """Return whether the drafter of that name drafts from a client's prediction; those of other distributions may."""
-    return any(one.name in (MEMORY, "random") or one.name not in _KINDS for one in _resolved(name))
+    return any(one.name == MEMORY or one.name not in _KINDS for one in _resolved(name))
 
 
 def trained_kind_of(name: str) -> str | None:
     """Return the trained kind in that name, if there is one."""
-    kinds = (part.partition("(")[0] for part in _parts_of(name))
+    kinds = (part.partition("(")[0] for part in name.split("+"))
     return next((kind for kind in kinds if kind in TRAINED_KINDS), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
     """Build the drafter of that name. Raises ValueError if there is none, or if it needs something that is missing."""
-    named = _resolved(name)
-    if "+" in name:  # the memory stands first
-        return MemoryDrafter(parts.sizes, _built(named[1], parts))
-    first, *others = (_built(one, parts) for one in named)
-    return SwitchDrafter(first, others[0], parts.sizes) if others else first
+    last = _resolved(name)[-1]
+    drafter = last.kind.build(replace(parts, argument=last.argument))
+    return MemoryDrafter(parts.sizes, drafter) if "+" in name else drafter
 
 
 def memory_of(drafter: Drafter) -> MemoryDrafter | None:
     """Return the drafter's memory of past answers, if it has one."""
-    parts = drafter.parts if isinstance(drafter, SwitchDrafter) else (drafter,)
-    return next((part for part in parts if isinstance(part, MemoryDrafter) and part.past.share_buckets), None)
-
-
-def _built(one: _NamedDrafter, parts: Parts) -> Drafter:
-    return one.kind.build(replace(parts, argument=one.argument))
+    return drafter if isinstance(drafter, MemoryDrafter) and drafter.past.share_buckets else None
 
 
 def _resolved(name: str) -> list[_NamedDrafter]:
-    """Return the drafters of a name, the cheaper one first."""
-    found = [_named(part) for part in _parts_of(name)]
+    """Return the drafters of a name, the memory first."""
+    found = [_named(part) for part in name.split("+")]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
     if len(found) == 2 and found[0] == found[1]:
         raise ValueError(f"drafter {name!r} asks the same one twice")
-    if "+" in name and MEMORY not in (one.name for one in found):
+    if len(found) == 2 and MEMORY not in (one.name for one in found):
         raise ValueError(f"drafter {name!r}: only the memory joins another in one tree, as in memory+specblock")
-    if sum(one.kind.needs in ("weights", "model") for one in found) > 1:
-        raise ValueError(f"drafter {name!r}: drafter_path holds what one of them needs, and both need something")
-    return sorted(found, key=lambda one: one.order)
-
-
-def _parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of the single drafters in a name."""
-    two = _SWITCH.fullmatch(name)
-    return tuple(name.split("+")) if two is None else two.groups()
+    return sorted(found, key=lambda one: one.name != MEMORY)
 
 
 def _named(name: str) -> _NamedDrafter:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"drafter {name!r} is not the name of a kind, nor one with an argument, as in early_exit(4)")
+        raise ValueError(f"drafter {name!r} is not the name of a kind, nor one with an argument, as in specblock(rank)")
     name, argument = match.groups(default="")
     kind = _kind(name)
     if argument and not kind.takes_argument:
@@ -193,9 +153,7 @@ def _kind(name: str) -> Kind:
         return _loaded(entry)
     if name in MOVED_KINDS:
         raise ValueError(f"drafter {name!r} {why_unknown(name)}")
-    raise ValueError(
-        f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or two of them as memory+A or switch(A,B)"
-    )
+    raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or memory+A for A with it")
 
 
 def _loaded(entry: EntryPoint) -> Kind:

@@ -192,8 +192,6 @@ def _target(
     captures: bool,
 ) -> Target:
     """The target with its pool of keys and values; on a GPU, the memory of all other parts is set aside first."""
-    scratch = scratch_places(limits.max_sequences)
-    in_pool = scratch if "layers" in drafter_needs(drafter_name) else 0
     beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
     taps = taps_of(drafter_name, loaded.kv_shape.num_layers, network.config.tap_layers if network else ())
@@ -201,7 +199,7 @@ def _target(
     pool_bytes = config.kv_cache_bytes(device.type, 0)
     if device.type == "cuda":
         needs = memory_planner.needs_of(target, limits, network, _learning(config, loaded), captures=captures)
-        trees = in_pool * loaded.kv_shape.bytes_per_slot + scratch * beside
+        trees = scratch_places(limits.max_sequences) * beside
         needs = (*needs, memory_planner.Need("trees of the drafting model", trees, "lower max_sequences"))
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
@@ -216,7 +214,7 @@ def _target(
         reserve=MAX_NODES,
         bytes_beside=beside + (memory_planner.entry_bytes(network) if device.type == "cuda" else 0),
     )
-    memory_planner.give_room(target, loaded, num_slots, in_pool)
+    memory_planner.give_room(target, loaded, num_slots)
     return target
 
 

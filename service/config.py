@@ -30,7 +30,7 @@ _ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _RELEASE = re.compile(r"per_step|(paced|constant_rate)\((\d*\.?\d+(?:e-?\d+)?)\)")
 _SLOWEST_RELEASE = 10.0  # seconds per token
 _KIND = r"[\w.-]+(?:\([^()+]*\))?"
-_DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?|switch\({_KIND},{_KIND}\)")
+_DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _PAST_MEMORY = "64MiB"  # three million tokens
@@ -83,7 +83,7 @@ def _release(value: str) -> str:
 
 def _drafter(value: str) -> str:
     if not _DRAFTER.fullmatch(value):
-        raise ValueError("name one drafter, as in memory or early_exit(4), or two as memory+A or switch(A,B)")
+        raise ValueError("name one drafter, as in memory or specblock(rank), or two as memory+A")
     return value
 
 
@@ -185,9 +185,8 @@ class ServiceConfig(BaseModel):
     drafter: Annotated[str, AfterValidator(_drafter)] = _setting(
         "auto",
         "The drafter. memory: copies from the text and from past answers. specblock: a small trained network. "
-        "draft_model: the model in drafter_path. early_exit(N): N layers of the target. mtp: the target's own module. "
-        "memory+A: one tree of both. switch(A,B): one of both in each step. auto: memory, with a trained drafter if "
-        "there is one. none: no drafts.",
+        "draft_model: the model in drafter_path. mtp: the target's own module. memory+A: one tree of both. "
+        "auto: memory, with a trained drafter if there is one. none: no drafts.",
         panel="Speculation",
     )
     drafter_path: Path | None = _setting(

@@ -16,7 +16,7 @@ from drafters.asking import ForwardGates
 from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
 from drafters.language_model.forward import LanguageModel, TreeForward
-from drafters.language_model.sequences import Keys, SequenceTable
+from drafters.language_model.sequences import OwnKeys, SequenceTable
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
@@ -51,10 +51,9 @@ class LanguageModelDrafter(Drafter):
 
     reads_prompts = True
 
-    def __init__(self, name: str, model: LanguageModel, keys: Keys, sizes: DraftingSizes) -> None:
-        """`keys` decides which positions the model has to run itself. Raises ValueError if its pool has no room for
-        trees of all sequences."""
-        self._name, self._keys = name, keys
+    def __init__(self, name: str, model: LanguageModel, sizes: DraftingSizes) -> None:
+        """Raises ValueError if the model's pool has no room for trees of all sequences."""
+        self._name, self._keys = name, OwnKeys(sizes)
         self._table = SequenceTable(sizes)
         self._forward = TreeForward(model, self._table, nodes=_ROWS)
         if self._forward.num_trees < sizes.max_sequences:

@@ -27,8 +27,8 @@ class Output(Protocol):
 
 
 class LanguageModel(Protocol):
-    """A causal language model, or its first layers, whose keys and values are stored under the target's slot ids. After
-    the slots its pool has entries for nodes of draft trees. Implemented by the code that loads models."""
+    """A causal language model whose keys and values are stored under the target's slot ids. Its pool has more entries,
+    for nodes of draft trees. Implemented by the code that loads models."""
 
     vocab_size: int
 

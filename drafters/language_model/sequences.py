@@ -37,26 +37,8 @@ class SequenceTable:
         self.tokens[rows, (columns + 1).where(valid, padding)] = committed.tokens
 
 
-class TargetKeys:
-    """The model's keys and values are the target's, which exist as soon as a position is committed: nothing is to be
-    run."""
-
-    def start(self, context: DraftContext) -> None:
-        """Do nothing."""
-
-    def take(self, slots: Tensor, counts: Tensor) -> None:
-        """Do nothing. # slots [batch, count], counts [batch]"""
-
-    def missing(self, host: HostMetadata) -> list[range]:
-        """Return an empty range for each sequence."""
-        return [range(root, root) for root in host.roots]
-
-    def run(self, row: int, until: int, slots: Tensor) -> None:
-        """Do nothing. # slots [count]"""
-
-
 class OwnKeys:
-    """The model has its own keys and values: tracks up to where it has run each sequence, and which slots still hold
+    """Positions that the model has keys and values for: how far it has run each sequence, and which slots still hold
     positions it has run, for sequences that begin with a cached prefix."""
 
     def __init__(self, sizes: DraftingSizes) -> None:
@@ -76,13 +58,10 @@ class OwnKeys:
         self._held.forget(taken_slots(slots, counts))
 
     def missing(self, host: HostMetadata) -> list[range]:
-        """Return the positions before each sequence's root that are still to be run."""
+        """Positions before each sequence's root without keys and values."""
         return [range(self._until[row], root) for row, root in zip(host.rows, host.roots, strict=True)]
 
     def run(self, row: int, until: int, slots: Tensor) -> None:
-        """Note that a sequence was run up to a position, the last part in these slots. # slots [count] int64"""
+        """Mark keys and values as computed up to `until`, the newest ones in these slots. # slots [count] int64"""
         self._until[row] = until
         self._held.hold(slots)
-
-
-Keys = TargetKeys | OwnKeys

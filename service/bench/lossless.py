@@ -11,15 +11,12 @@ from typing import Any, Literal, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from drafters.random_tree import RandomTreeDrafter
-from drafters.registry import needs_of
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.driver import Answer, generate
 from service.bench.experiment import conclude, count_mismatches, counted, plain_engine, prepare
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
-from service.engine.build import drafting_sizes
 from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
 from service.engine.measuring import measure_costs
@@ -36,7 +33,6 @@ BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
 """Short and long prompts, code, lists, stories, sums, other languages, and repetitive texts."""
 
 _SCHEMA = Path(__file__).with_name("lossless_schema.json")  # of answers with `grammar`
-_HIT_RATE = 0.8
 _CASES_PER_ROUND = 192  # the next round has other questions
 _WRONG_EVERY = 7  # tokens of a prediction
 _SLOT_SHARE = 0.6  # of the slots that all sequences would fill, where slots are scarce
@@ -77,8 +73,8 @@ EXTRAS: Mapping[Extras, Mapping[str, Any]] = {
 }
 """Changed sampling parameters by name. With `stop` and `grammar` answers may end early."""
 
-_NODES_OF = {"memory": (None, 16), "switch(memory,random)": (16,), "random": (16, 48), "none": (0,)}
-_TRAINED_NODES_OF = {"memory+specblock": (None, 16), "switch(memory,specblock)": (None,), "specblock": (48,)}
+_NODES_OF = {"memory": (None, 16, 48), "none": (0,)}
+_TRAINED_NODES_OF = {"memory+specblock": (None, 16), "specblock": (48,)}
 WAYS = tuple(Way(drafter, nodes) for drafter, counts in _NODES_OF.items() for nodes in counts)
 TRAINED_WAYS = tuple(Way(drafter, nodes) for drafter, counts in _TRAINED_NODES_OF.items() for nodes in counts)
 """More ways where there is a trained drafter."""
@@ -249,7 +245,7 @@ class _Bench:
         questions = self._questions(case, number)
         expected = [self._reference(question) for question in questions]
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
-        engine = self._engine(case, questions, seed=self.seed + number)
+        engine = self._engine(case, questions)
 
         def preempt(step: int) -> None:
             """Preempt every few steps, also where answers end so soon that slots suffice."""
@@ -309,23 +305,19 @@ class _Bench:
         start = 2 * len(text) // 3
         return (text[start : start + _STOP_LENGTH],) if text else ()
 
-    def _engine(self, case: Case, questions: Sequence[Question], *, seed: int) -> Engine:
+    def _engine(self, case: Case, questions: Sequence[Question]) -> Engine:
         """Return an engine for a case; scarce slots hold any one sequence with a full tree, but not all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
-        needs_slots = "layers" in needs_of(case.way.drafter)  # in the target's pool, for the configured sequences
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
         limits = replace(
             configured,
             prefill_chunk=case.prefill_chunk,
             max_budget=configured.max_budget if nodes is None else nodes,
-            max_sequences=max(configured.max_sequences, 0 if needs_slots else NUM_COMPANIONS + 1),
+            max_sequences=max(configured.max_sequences, NUM_COMPANIONS + 1),
             num_slots=too_few if case.company == "short of slots" else None,
         )
         policy = None if nodes is None else FixedBudget(nodes)
-        if case.way.drafter == "random":  # other trees in each case
-            sizes = drafting_sizes(self.assembly.target, limits)
-            return self.assembly.engine(RandomTreeDrafter(sizes, seed=seed, hit_rate=_HIT_RATE), policy, limits)
         return self.assembly.engine(self.assembly.drafter(case.way.drafter, limits), policy, limits)
 
 

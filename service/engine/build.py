@@ -105,7 +105,6 @@ def make_drafter(
         sizes=sizes if observer is None else replace(sizes, capture=None, observer=observer),
         weights=weights,
         draft_model=None if draft_model is None else draft_model.model.with_pool,
-        first_layers=target.first_layers,
     )
     try:
         return build_drafter(name, parts)

@@ -5,7 +5,6 @@ Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim
 
 import logging
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -74,13 +73,6 @@ class FusedDecoder:
                 outputs[last] = hidden + delta
         features = torch.cat([outputs[index] for index in self._taps], dim=-1) if outputs else None
         return self.logits(hidden, delta, logit_rows), features
-
-    def first(self, count: int) -> "FusedDecoder":
-        """The first `count` layers alone, with the model's norm and head, and without taps."""
-        first = copy(self)
-        first._layers, first._taps = self._layers[:count], ()
-        first._runs, first._planned_for = {}, None
-        return first
 
     def _planned(self, pool: KVPool) -> dict[int, RunLayers]:
         """Runs of layers that end at a tapped one or at the last, by the index of their last layer."""

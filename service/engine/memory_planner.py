@@ -120,10 +120,10 @@ def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: t
         return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
-def give_room(target: Target, loaded: LoadedModel, num_slots: int, scratch: int = 0) -> None:
-    """Replace the pool by the one to serve with; `scratch`: places for a drafter's trees. Raises StartupError."""
+def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
+    """Replace the pool by the one to serve with. Raises StartupError."""
     with memory_for(f"keys and values of {num_slots} tokens", "lower kv_cache"):
-        target.pool = KVPool(loaded.kv_shape, num_slots, target.device, scratch=scratch)
+        target.pool = KVPool(loaded.kv_shape, num_slots, target.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ nodes = padded node count of a tree, depth = longest accepted path.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -125,7 +124,6 @@ def committed_of(
         result=VerifyResult(verified.path, verified.num_accepted, verified.target_tokens),
         features=None if features is None else features[verified.path_rows],
         scores=_scores(output.logits, verified.path_logits, verified.counts) if wants_scores else None,
-        last_logits=partial(_last_logits, output.logits, verified),
         follow=follow,
         host=host,
     )
@@ -155,12 +153,6 @@ def prompt_reads(
                 features=features[part],
                 follow=follow,
             )
-
-
-def _last_logits(logits: Tensor, verified: Verified) -> Tensor:
-    """The logits that chose each sequence's last token. # logits [logits, vocab] -> [batch, vocab]"""
-    index = verified.path_logits.gather(1, verified.counts[:, None] - 1)
-    return logits.index_select(0, index[:, 0])
 
 
 def _scores(logits: Tensor, path_logits: Tensor, counts: Tensor) -> Scores:

@@ -20,7 +20,6 @@ from kernels.tree_attention import AttentionRows
 from service.engine.decoder import FusedDecoder, layers_of
 from service.engine.kv_pool import KVPool, SlotTable
 from service.engine.sampling import EAGER_SAMPLER, Sampler
-from service.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +83,6 @@ class Target:
     def scratch(self) -> Tensor:
         """Slots of the pool for the trees of a drafter that runs this model. # [scratch] int64"""
         return self.pool.scratch
-
-    def first_layers(self, count: int) -> "Target":
-        """The model's first layers with its norm and head, on the same keys and values. Raises StartupError where there
-        are not as many, or the model runs as modules."""
-        most = self.pool.shape.num_layers - 1
-        if not 1 <= count <= most:
-            raise StartupError(f"early_exit({count}): the model has {most + 1} layers; say how many, from 1 to {most}")
-        if not isinstance(self._layers, FusedDecoder):
-            raise StartupError(
-                "early_exit needs a model of standard layers, and this one runs as its own modules: "
-                "set drafter to draft_model or memory"
-            )
-        first = copy(self)
-        first._layers = self._layers.first(count)
-        return first
 
     def with_pool(self, num_slots: int, scratch: int) -> "Target":
         """The same model on a pool of its own."""

@@ -16,8 +16,8 @@ from tests.service.bench.test_load import STEP
 
 def test_kinds_may_name_their_weights() -> None:
     assert kinds_of("memory, specblock=./mine,memory") == [Kind("memory", None), Kind("specblock", Path("mine"))]
-    assert kinds_of("switch(memory,early_exit(4)),memory") == [
-        Kind("switch(memory,early_exit(4))", None),
+    assert kinds_of("memory+specblock(rank),memory") == [
+        Kind("memory+specblock(rank)", None),
         Kind("memory", None),
     ]
     assert [kind.title for kind in kinds_of("memory,specblock=some/where")] == ["memory", "specblock=where"]
@@ -57,14 +57,21 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
     code, output = run(
         *(*words.split(), *sizes.split(), "--model", folder, "--state-dir", tmp_path),
-        *("--kinds", f"memory,specblock(uniform)={drafter},early_exit(1)", "--prompts", prompt_file, "--out", out),
+        *(
+            "--kinds",
+            f"memory,specblock(uniform)={drafter},draft_model={folder}",
+            "--prompts",
+            prompt_file,
+            "--out",
+            out,
+        ),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
     assert report["summary"] == {"kinds": 3, "mismatched_tokens": 0}
     assert [(row["kind"], row["temperature"], row["nodes"]) for row in report["rows"]] == [
         (kind, temperature, nodes)
-        for kind in ("memory", "specblock(uniform)=drafter", "early_exit(1)")
+        for kind in ("memory", "specblock(uniform)=drafter", "draft_model=model")
         for temperature in (0.0, 0.8)
         for nodes in ("4", "served")
     ]

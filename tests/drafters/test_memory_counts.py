@@ -10,11 +10,11 @@ from torch import Tensor
 from drafters.memory.counts import MemoryCounts
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes, Noise
-from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import Readback
 from drafters.tree import VerifyResult
 from kernels.trees import DraftTree, select_nodes
 from tests.kernels.tensor_program import kernels, record
+from tests.random_tree import RandomTreeDrafter
 
 KIB = 1024
 

@@ -11,16 +11,16 @@ from hypothesis import given
 from drafters import registry
 from drafters.kinds import Parts
 from drafters.protocol import DraftContext, Drafter, DraftingSizes, Noise
-from drafters.random_tree import RandomTreeDrafter
 from drafters.registry import NoDrafter, build_drafter, kind_names, needs_of, reads_predictions, trained_kind_of
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree, path_tokens
 from kernels.trees import ancestor_matrix
 from tests.drafters.trees import assert_valid_tree, draft_trees, path_to
+from tests.random_tree import RandomTreeDrafter
 
 SIZES = DraftingSizes(max_sequences=2, max_length=64, vocab_size=100, num_slots=80, max_nodes=8)
 _OTHERS = """
 from drafters.kinds import Kind
-from drafters.random_tree import RandomTreeDrafter
+from tests.random_tree import RandomTreeDrafter
 
 
 class Named(RandomTreeDrafter):
@@ -58,7 +58,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "echoing_drafters", raising=False)
 
 
-@pytest.mark.parametrize("name", ["memory", "none", "random", "memory+random", "switch(memory,random)"])
+@pytest.mark.parametrize("name", ["memory", "none", "random", "memory+random"])
 def test_a_drafter_answers_to_its_name(name: str) -> None:
     drafter = build(name)
     assert drafter.name == name
@@ -75,18 +75,17 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
         ("memory+none+random", "joins 3 drafters: one tree has at most two"),
         ("memory+memory", "asks the same one twice"),
         ("memory+memory()", "asks the same one twice"),
-        ("switch(specblock,draft_model)", "both need something"),
         ("memory+", "'' is not the name of a kind"),
-        ("early_exit(2", "is not the name of a kind, nor one with an argument"),
+        ("specblock(2", "is not the name of a kind, nor one with an argument"),
         ("specblock", "needs trained weights: set drafter_path"),
         ("draft_model", "set drafter_path"),
         ("none(3)", "none takes no argument: leave the parentheses out"),
         ("memory+random(1)", r"drafter random\(1\): random takes no argument"),
-        ("switch(memory(7),random)", "memory takes no argument"),
-        ("early_exit(4)+specblock", r"only the memory joins another in one tree, as in memory\+specblock"),
+        ("memory(7)+random", "memory takes no argument"),
+        ("draft_model+specblock", r"only the memory joins another in one tree, as in memory\+specblock"),
         ("lookup", "choose one of memory"),
         ("memory+medusa", "drafter 'medusa' is a plug-in of benchmarks/baselines"),
-        *((name, "unknown drafter") for name in ("switch(memory)", "switch(memory,eagle)", "switch(,memory)")),
+        *((name, "unknown drafter.*choose one of") for name in ("switch(memory,specblock)", "early_exit(4)")),
     ],
 )
 def test_a_name_that_cannot_be_says_why(name: str, complaint: str) -> None:
@@ -99,7 +98,6 @@ def test_a_name_that_cannot_be_says_why(name: str, complaint: str) -> None:
     [
         ("memory", {"nothing"}),
         ("specblock+memory", {"nothing", "weights"}),
-        ("switch(early_exit(4),specblock)", {"layers", "weights"}),
         ("draft_model", {"model"}),
     ],
 )
@@ -107,32 +105,16 @@ def test_a_kind_says_what_it_needs(name: str, needs: set[str]) -> None:
     assert needs_of(name) == needs
 
 
-@pytest.mark.parametrize(
-    ("cheaper", "costlier"),
-    [
-        ("memory", "random"),
-        ("memory", "early_exit(4)"),
-        ("random", "specblock(rank)"),
-        ("early_exit(4)", "specblock"),
-        ("early_exit(4)", "draft_model"),
-        ("early_exit(4)", "early_exit(12)"),
-        ("random", "echo"),
-        ("echo(9)", "echo(10)"),
-    ],
-)
-@pytest.mark.usefixtures("installed")
-def test_the_order_in_which_two_are_written_changes_nothing(cheaper: str, costlier: str) -> None:
-    joined = (f"{cheaper}+{costlier}", f"{costlier}+{cheaper}") if cheaper == "memory" else ()
-    for name in (*joined, f"switch({cheaper},{costlier})", f"switch({costlier},{cheaper})"):
-        assert registry._resolved(name) == [registry._named(cheaper), registry._named(costlier)]
+def test_the_order_in_which_two_are_written_changes_nothing() -> None:
+    assert registry._resolved("memory+random") == registry._resolved("random+memory")
 
 
 @pytest.mark.usefixtures("installed")
 def test_other_distributions_bring_kinds() -> None:
-    assert kind_names()[-4:] == ("broken", "echo", "gone", "wrong")
+    assert kind_names()[-5:] == ("broken", "echo", "gone", "random", "wrong")
     assert build("echo(7)").name == "echo(7)"
     assert build("memory+echo").name == "memory+echo()", "none takes the place of a kind of ours"
-    with pytest.raises(ValueError, match=r"one of .*early_exit, broken, echo, gone, wrong, or two of them as memory"):
+    with pytest.raises(ValueError, match=r"one of .*draft_model, broken, echo, gone, random, wrong, or memory"):
         build("eagle")
 
 
@@ -151,13 +133,13 @@ def test_what_is_no_kind_is_refused(name: str, complaint: str) -> None:
 
 
 def test_a_trained_kind_is_known_whatever_its_trees_grow_by() -> None:
-    assert trained_kind_of("memory+eagle3(rank)") == trained_kind_of("switch(memory,eagle3)") == "eagle3"
-    assert trained_kind_of("memory+early_exit(3)") is None
+    assert trained_kind_of("memory+eagle3(rank)") == trained_kind_of("eagle3") == "eagle3"
+    assert trained_kind_of("memory+draft_model") is None
 
 
 def test_predictions_are_read_by_the_memory_and_the_random_drafter() -> None:
-    assert all(map(reads_predictions, ("memory", "memory+specblock", "switch(memory,eagle3)", "random")))
-    assert not any(map(reads_predictions, ("none", "specblock", "early_exit(3)", "draft_model")))
+    assert all(map(reads_predictions, ("memory", "memory+specblock", "random")))
+    assert not any(map(reads_predictions, ("none", "specblock", "draft_model")))
 
 
 def test_without_a_drafter_the_tree_is_empty() -> None:

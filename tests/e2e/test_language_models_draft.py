@@ -33,7 +33,7 @@ def assembled_with(
     return assemble(settings_for(folder).model_copy(update=settings), graphs=graphs)
 
 
-@pytest.mark.parametrize(("drafter", "graphs"), [("early_exit(1)", None), ("memory+draft_model", True)])
+@pytest.mark.parametrize(("drafter", "graphs"), [("draft_model", None), ("memory+draft_model", True)])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, drafter: str, graphs: bool | None) -> None:
     """Also where everything around the model is captured, which itself is not."""
     folder, draft = save_two_layers(tmp_path / "model"), tiny_model("qwen3", tmp_path / "draft", seed=3)
@@ -74,7 +74,7 @@ def test_a_draft_model_for_shorter_texts_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_drafter_stops_the_start_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        StartupError, match=r"unknown drafter 'eagle': choose one of memory.*early_exit.*change `drafter`"
+        StartupError, match=r"unknown drafter 'eagle': choose one of memory.*draft_model.*change `drafter`"
     ):
         assembled_with(tmp_path, "eagle")
 
@@ -134,11 +134,9 @@ def answers_of(folder: Path, drafter: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_the_embedded_model_is_served(tmp_path: Path) -> None:
-    """By its first layers, and by a draft model that is the target itself."""
-    answers = {name: answers_of(tmp_path, name) for name in ("none", "early_exit(12)", "draft_model")}
+    """By a draft model that is the target itself."""
+    answers = {name: answers_of(tmp_path, name) for name in ("none", "draft_model")}
     expected = [answer["choices"][0]["token_ids"] for answer in answers["none"]]
-    for name in ("early_exit(12)", "draft_model"):
-        assert [answer["choices"][0]["token_ids"] for answer in answers[name]] == expected
-        told = [answer["metrics"]["speculative_decoding"] for answer in answers[name]]
-        assert min(one["num_draft_tokens"] for one in told) > 0
-    assert min(one["num_accepted_draft_tokens"] for one in told) > 30, "of 48, for the draft model knows all of them"
+    assert [answer["choices"][0]["token_ids"] for answer in answers["draft_model"]] == expected
+    records = [answer["metrics"]["speculative_decoding"] for answer in answers["draft_model"]]
+    assert min(one["num_accepted_draft_tokens"] for one in records) > 30, "of 48, for the draft model knows all of them"

@@ -25,7 +25,7 @@ from tests.tiny_models import FAMILIES, random_prompts, tiny_model
 OTHERS = [family for family in FAMILIES if family != "llama"]
 FEW_CASES = 10  # of which all may have had room
 MANY_TOKENS = 1_000_000
-KINDS = (*TRAINED_KINDS, "early_exit(1)")
+KINDS = TRAINED_KINDS
 FAMILY_SHARE, KIND_SHARE = 0.8 / len(FAMILIES), 0.2 / len(KINDS)
 EMBEDDED_TOKENS = 100_000
 Tell = Callable[..., None]

@@ -90,7 +90,6 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
     [
         ("specblock(rank)", {"specblock"}),
         ("memory+specblock(rank)", {"memory", "specblock"}),
-        ("switch(specblock(rank),memory)", {"memory", "specblock"}),
         ("other", {"of another name"}),
     ],
 )
@@ -138,7 +137,7 @@ class _Tapping(MemoryDrafter):
         super().commit(committed)
 
 
-@pytest.mark.parametrize(("drafter", "taps"), [("tapping", (1,)), ("switch(specblock,tapping)", (1, 0))])
+@pytest.mark.parametrize(("drafter", "taps"), [("tapping", (1,)), ("memory+tapping", (1,))])
 def test_a_kind_says_what_it_taps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, taps: tuple[int, ...]
 ) -> None:
@@ -184,7 +183,7 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
 
 def test_past_answers_are_kept_and_shared_where_it_is_configured(tmp_path: Path) -> None:
     folder = save_two_layers(tmp_path / "model")
-    config = settings(folder, drafter="switch(memory,random)", memory_file=tmp_path / "past")
+    config = settings(folder, drafter="memory+random", memory_file=tmp_path / "past")
     keys = [api_settings(config).naming_key for _ in range(2)]
     assert keys[0] == keys[1]
     assert api_settings(settings(folder)).naming_key not in keys

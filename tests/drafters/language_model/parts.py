@@ -1,16 +1,13 @@
 """Engines around tiny models whose drafters are language models, and what those proposed."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Noise
 from drafters.tree import ROOT, Candidates
 from service.engine import build
@@ -20,7 +17,7 @@ from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool
 from service.engine.target import Target
 from tests.service.engine.harness import LIMITS, NUM_SLOTS, vocabulary_of
-from tests.tiny_models import loaded_tiny, stock_tiny
+from tests.tiny_models import loaded_tiny
 
 SEED = 5
 """Of a draft model that is not the target."""
@@ -31,7 +28,7 @@ def drafting_engine(
 ) -> Engine:
     """A tiny Llama and the drafter of that name; with seed 0 a draft model is the target itself."""
     loaded, draft = loaded_tiny("llama"), loaded_tiny("llama", draft_seed)
-    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device, scratch=scratch_places(limits.max_sequences))
+    pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
     target = Target(loaded.model, pool)
     model = taken_over(draft, loaded, name="draft", max_model_len=limits.max_model_len)
     drafter = build.make_drafter(name, target, limits, draft_model=model)
@@ -76,15 +73,6 @@ def likeliest_chain(candidates: Candidates, line: int) -> tuple[int, ...]:
         node = max(children, key=lambda child: survival[child])
         chain.append(tokens[node])
     return tuple(chain)
-
-
-@cache
-def stock_first_layers(count: int) -> PreTrainedModel:
-    """The target's first layers with transformers' own attention, its norm and its head."""
-    model = copy.deepcopy(stock_tiny("llama"))
-    inner = model.get_decoder()
-    inner.layers = nn.ModuleList(list(inner.layers)[:count])
-    return model
 
 
 @torch.inference_mode()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from drafters.calibration import RankCalibration
 from drafters.language_model.drafter import DEPTH
@@ -19,14 +18,13 @@ from tests.drafters.language_model.parts import (
     Proposals,
     drafting_engine,
     greedy_continuation,
-    stock_first_layers,
 )
 from tests.service.engine.harness import LIMITS, Generated, alone, collect, generate, greedy, request, sampled
 from tests.tiny_models import random_prompts, stock_tiny
 
 TOKENS = 20
 SHARED = 70
-KINDS = ("early_exit(1)", "early_exit(2)", "draft_model", "memory+early_exit(2)", "switch(early_exit(2),draft_model)")
+KINDS = ("draft_model", "memory+draft_model")
 CACHED = replace(LIMITS, prefix_cache=True)
 
 
@@ -75,11 +73,11 @@ def test_of_a_draft_model_that_is_the_target_every_token_is_accepted(params: Sam
     assert max(drafted) == DEPTH, "as soon as it is known how often its first ranks are right"
 
 
-def run_with_interruptions(kind: str, draft_seed: int) -> Proposals:
+def run_with_interruptions() -> Proposals:
     """Sequences that begin alike, some of which draft nothing and some of which lose their slots in between, in a pool
     so small that what is kept is soon given up. Each must be that of plain decoding."""
     engine = drafting_engine(
-        kind, limits=replace(CACHED, max_sequences=3, prefill_chunk=40), num_slots=340, draft_seed=draft_seed
+        "draft_model", limits=replace(CACHED, max_sequences=3, prefill_chunk=40), num_slots=340, draft_seed=SEED
     )
     proposals = Proposals.of(engine)
     asked = requests_of([greedy(TOKENS)] * 6, shared=SHARED)
@@ -108,15 +106,10 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("believed")
-@pytest.mark.parametrize(
-    ("kind", "model"),
-    [("early_exit(2)", stock_first_layers(2)), ("draft_model", stock_tiny("llama", SEED))],
-    ids=["early_exit", "draft_model"],
-)
-def test_proposals_are_what_the_model_says(kind: str, model: PreTrainedModel) -> None:
-    proposals = run_with_interruptions(kind, SEED)
+def test_proposals_are_what_the_model_says() -> None:
+    proposals = run_with_interruptions()
     for text, chain in proposals.seen:
-        assert chain == greedy_continuation(model, text, len(chain))
+        assert chain == greedy_continuation(stock_tiny("llama", SEED), text, len(chain))
     assert sum(len(chain) for _, chain in proposals.seen) > len(proposals.seen)
 
 
@@ -148,16 +141,6 @@ def test_slots_that_hold_another_text_are_not_read() -> None:
     assert keys.missing(second) == [range(1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "complaint"),
-    [
-        ("early_exit(0)", "has 3 layers; say how many, from 1 to 2"),
-        ("early_exit(3)", "has 3 layers; say how many, from 1 to 2"),
-        ("early_exit(half)", "say after how many layers"),
-        ("early_exit", "say after how many layers"),
-        ("draft_model(2)", "leave the parentheses out"),
-    ],
-)
-def test_an_impossible_argument_says_what_is_possible(kind: str, complaint: str) -> None:
-    with pytest.raises(StartupError, match=complaint):
-        drafting_engine(kind)
+def test_a_draft_model_takes_no_argument() -> None:
+    with pytest.raises(StartupError, match="leave the parentheses out"):
+        drafting_engine("draft_model(2)")

@@ -103,10 +103,10 @@ def test_whole_answers_have_no_gaps_to_report() -> None:
 
 
 def test_servers_go_by_name() -> None:
-    assert configurations("plain,adaptive,a:drafter=switch(memory,specblock)/memory=off/memory_file=x/y", {}) == {
+    assert configurations("plain,adaptive,a:drafter=memory+specblock/memory=off/memory_file=x/y", {}) == {
         "plain": {"drafter": "none"},
         "adaptive": {},
-        "a": {"drafter": "switch(memory,specblock)", "memory": "off", "memory_file": "x/y"},
+        "a": {"drafter": "memory+specblock", "memory": "off", "memory_file": "x/y"},
     }
     for names, others in (("plain,plain", {}), ("plain", {"plain": "URL"}), ("plain,,a", {})):
         with pytest.raises(StartupError, match="name each server once"):

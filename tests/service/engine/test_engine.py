@@ -70,7 +70,7 @@ def plain(requests: Sequence[GenerationRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 12])
-@pytest.mark.parametrize("drafter", ["none", "memory", "switch(memory,random)", "random"])
+@pytest.mark.parametrize("drafter", ["none", "memory", "memory+random", "random"])
 def test_company_drafter_and_budget_change_no_token(
     requests: list[GenerationRequest], drafter: str, budget: int
 ) -> None:

@@ -33,7 +33,7 @@ from tests.service.engine.test_engine import KINDS, TOKENS, prompts
 from tests.service.engine.test_grammar import regex
 from tests.service.test_assembly import settings
 
-DRAFTERS = ("none", "memory", "switch(memory,random)", "random")
+DRAFTERS = ("none", "memory", "memory+random", "random")
 NUM_BEFORE = 5
 """Tokens that the bad request has before it fails."""
 

@@ -11,7 +11,6 @@ from benchmarks.checkpoint import DRAFTER, write_dummy
 from drafters.asking import AskGate
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
-from drafters.random_tree import RandomTreeDrafter
 from drafters.readback import Readback
 from drafters.regret import RegretLedger
 from service.assembly import Assembly, assemble
@@ -20,6 +19,7 @@ from service.engine.budget import CostBudget, FixedBudget
 from service.engine.costs import FREE, CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
+from tests.random_tree import RandomTreeDrafter
 from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
 from tests.service.engine.host_reads import HostReads
 from tests.service.engine.launches import Launches
@@ -94,7 +94,7 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 
 
-@pytest.mark.parametrize("drafter", ["none", "random", "memory", "switch(memory,random)"])
+@pytest.mark.parametrize("drafter", ["none", "random", "memory", "memory+random"])
 def test_a_step_uploads_nothing(drafter: str) -> None:
     engine = tiny_engine(drafter=drafter, policy=FixedBudget(0 if drafter == "none" else 5))
     assert waits_of_a_step(engine, greedy())[1] == []
@@ -115,7 +115,7 @@ def test_reads_are_seen() -> None:
 LAUNCHES = {
     "none": (5, 3),
     "memory": (13, 8),
-    "switch(memory,random)": (27, 8),
+    "memory+random": (27, 8),
     "specblock": (18, 10),
     "memory+specblock": (25, 13),
 }

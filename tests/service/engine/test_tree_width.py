@@ -9,7 +9,6 @@ from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
 from drafters.protocol import DraftingSizes
-from drafters.random_tree import RandomTreeDrafter
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels.graph_runner import Capture
@@ -22,6 +21,7 @@ from service.engine.requests import SamplingParams
 from service.engine.tree_pruning import TreePruning, TreeWidth
 from tests.drafters.trees import assert_valid_tree
 from tests.kernels.tensor_program import kernels, record
+from tests.random_tree import RandomTreeDrafter
 from tests.service.engine.harness import generate, greedy, load_of, request, sampled, tiny_engine
 from tests.service.engine.test_budget import candidates_of, table
 from tests.tiny_models import VOCAB_SIZE, random_prompts

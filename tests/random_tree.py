@@ -1,4 +1,5 @@
-"""A drafter for exactness checks: random trees that in part follow a known answer, the sequence's `prediction`.
+"""The drafter `random`, a plug-in of the tests (tests/plugins): random trees that in part follow a known answer, the
+sequence's `prediction`.
 Legend: batch, nodes as in drafters/tree.py."""
 
 from collections.abc import Sequence
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafters.kinds import Kind
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise
 from drafters.tree import MAX_DEPTH, ROOT, Candidates, DraftTree
 from kernels.trees import ancestor_matrix
@@ -65,6 +67,9 @@ class RandomTreeDrafter(Drafter):
 
     def _draw_int(self, high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(high, shape, generator=self._generator, device=self._generator.device)
+
+
+KIND = Kind(lambda parts: RandomTreeDrafter(parts.sizes), takes_argument=False)
 
 
 def random_depths(batch: int, nodes: int, generator: torch.Generator) -> Tensor:
