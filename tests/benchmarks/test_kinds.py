@@ -57,14 +57,8 @@ def test_the_command_compares_kinds(run: Callable[..., tuple[int, str]], tmp_pat
     sizes = "--load-dtype float32 --threads 1 --kv-cache 10MiB --max-model-len 256 --budget-policy fixed"
     code, output = run(
         *(*words.split(), *sizes.split(), "--model", folder, "--state-dir", tmp_path),
-        *(
-            "--kinds",
-            f"memory,specblock(uniform)={drafter},draft_model={folder}",
-            "--prompts",
-            prompt_file,
-            "--out",
-            out,
-        ),
+        *("--kinds", f"memory,specblock(uniform)={drafter},draft_model={folder}"),
+        *("--prompts", prompt_file, "--out", out),
     )
     assert code == 0, output
     report = json.loads(out.read_text())

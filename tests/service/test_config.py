@@ -184,9 +184,7 @@ def test_a_drafter_is_one_name_or_two(name: str) -> None:
     assert "name one drafter, as in memory or specblock(rank), or two as memory+A" in refusal({"drafter": name})
 
 
-@pytest.mark.parametrize(
-    "name", ["auto", "specblock(rank)", "memory+specblock(rank)", "memory+draft_model", "my-own.kind"]
-)
+@pytest.mark.parametrize("name", ["auto", "specblock(rank)", "memory+specblock(rank)", "my-own.kind"])
 def test_names_of_drafters_may_be_of_kinds_that_are_installed(name: str) -> None:
     assert load_config({"drafter": name}, {}).config.drafter == name
 
