@@ -70,7 +70,7 @@ def test_a_drafter_answers_to_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("eagle", "unknown drafter 'eagle': choose one of memory, none, random, specblock"),
+        ("eagle", "unknown drafter 'eagle': choose one of memory, none, specblock"),
         ("memory+eagle(2)", "unknown drafter 'eagle': choose one of"),
         ("memory+none+random", "joins 3 drafters: one tree has at most two"),
         ("memory+memory", "asks the same one twice"),
