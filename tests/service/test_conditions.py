@@ -61,8 +61,8 @@ def test_where_files_lay_is_left_out() -> None:
         "o/m",
     ]
     assert command_line(typed) == "adaptree bench speed --prompts a.jsonl c.jsonl --out=d.json --model o/m"
-    typed = ["/x/service/__main__.py", "bench", "drafters", "--kinds", "memory,eagle3=/a/b/mine,memory+c=../d"]
-    assert command_line(typed) == "python -m service bench drafters --kinds 'memory,eagle3=mine,memory+c=d'"
+    typed = ["/x/service/__main__.py", "bench", "drafters", "--kinds", "memory,eagle3=/a/b/mine,c(1)=../d"]
+    assert command_line(typed) == "python -m service bench drafters --kinds 'memory,eagle3=mine,c(1)=d'"
 
 
 def test_a_checkout_says_its_commit_and_whether_files_differ(tmp_path: Path) -> None:

@@ -115,7 +115,6 @@ def test_reads_are_seen() -> None:
 LAUNCHES = {
     "none": (5, 3),
     "memory": (13, 8),
-    "memory+random": (27, 8),
     "specblock": (18, 10),
     "memory+specblock": (25, 13),
 }
