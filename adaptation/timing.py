@@ -1,6 +1,4 @@
-"""Decides when training may compute: as far as the ledger covers what it takes from serving, and in idle time; and
-measures which type of numbers computes faster.
-"""
+"""Decides when training may compute: as far as the ledger covers what it takes from serving, and in idle time."""
 
 import contextlib
 import math
@@ -32,10 +30,6 @@ _LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and l
 _MEMORY_STEPS = 128  # that a mean of step times remembers
 _BETWEEN_STEPS_SECONDS = 0.05  # after a step in which serving counts as busy: more than lies between two steps
 _LONGEST_STEP_SECONDS = 1.0  # after the begin of a step that failed, so that no end of it was recorded
-
-
-_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # of a product that takes some milliseconds
-_PRODUCT_TRIALS = 5
 
 
 class StepDelay:
@@ -162,24 +156,3 @@ class IdleTime:
         """Record an update of so many seconds."""
         self._rests_until = self._clock() + seconds * (1.0 / self._share - 1.0)
         self._num_failures = 0 if published else self._num_failures + 1
-
-
-def bf16_is_faster(device: torch.device, clocked: Callable[[torch.dtype], float] | None = None) -> bool:
-    """Whether matrix products in bf16 are faster than in fp32.
-
-    On a CPU this is measured, in some hundredths of a second: with matrix units bf16 is up to ten times as fast,
-    without them half as fast, whatever instruction sets the CPU reports. `clocked`: seconds of a product in a type.
-    """
-    if device.type != "cpu":
-        return True
-    clocked = clocked or _product_seconds
-    trials = [(clocked(torch.bfloat16), clocked(torch.float32)) for _ in range(_PRODUCT_TRIALS)]
-    return min(bf16 for bf16, _ in trials) < min(fp32 for _, fp32 in trials)
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    x = torch.ones(_PRODUCT_ROWS, _PRODUCT_INPUTS, dtype=dtype)
-    weight = torch.ones(_PRODUCT_OUTPUTS, _PRODUCT_INPUTS, dtype=dtype)
-    began = time.perf_counter()
-    torch.nn.functional.linear(x, weight)
-    return time.perf_counter() - began

@@ -18,9 +18,9 @@ from torch import Tensor
 from adaptation.checkpoint import SNAPSHOTS, Layout, SnapshotInfo, SnapshotRing, layout_of, now
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Damaged, NotRemoved
-from adaptation.timing import bf16_is_faster
 from drafters.network.checkpoint import weights_of, write_weights
 from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
+from drafters.training.fit import bf16_is_faster
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
 """Prepares weights, by name in the serving dtype, in the learning thread. The function it returns writes them to the

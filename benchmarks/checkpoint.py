@@ -31,7 +31,8 @@ from drafters.network.model import SpecBlock
 from kernels.layers import Weight
 from service.assembly import device_of
 from service.config import LoadedConfig, ServiceConfig
-from service.engine.drafter_weights import drafter_config, seeded, shipped_folder
+from service.drafter import shipped_folder
+from service.engine.initial_drafter import drafter_config, seeded
 from service.engine.modules import decoder_layers, weights_of
 from service.engine.weights import gguf_file, load_model, resolve, target_config
 from service.errors import StartupError

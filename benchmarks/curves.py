@@ -46,7 +46,7 @@ from service.bench.experiment import (
 )
 from service.bench.intervals import rate_ratio, shown
 from service.config import LoadedConfig
-from service.engine.drafter_weights import embed_with
+from service.drafter import embed_with
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, build_adaptive
 

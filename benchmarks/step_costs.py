@@ -20,7 +20,7 @@ from service.assembly import Assembly
 from service.bench.commands import Out
 from service.bench.experiment import conclude, counted, percentile, prepare
 from service.config import LoadedConfig
-from service.engine.numerics import Trial
+from service.engine.measuring import Trial
 from service.engine.weights import EMBEDDED_NAME, gguf_file
 from service.errors import StartupError
 

@@ -18,23 +18,30 @@ from drafters.registry import TrainedWeights, taps_of
 from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
+from kernels.cpu import library
 from kernels.cpu.library import use_threads
 from kernels.graph_runner import capture_for
 from service import __version__
 from service.config import ServiceConfig
-from service.drafter_choice import begin_drafter, choose_drafter, drafter_needs, load_weights
-from service.engine import build, memory_planner
+from service.drafter import (
+    DraftModel,
+    begin_drafter,
+    choose_drafter,
+    draft_model_of,
+    drafter_needs,
+    load_drafter,
+    make_drafter,
+)
+from service.engine import memory_planner
 from service.engine.accounting import LearningHooks
-from service.engine.budget import BudgetPolicy
-from service.engine.build import DraftModel, taken_over
+from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
 from service.engine.captured import capture_forwards
+from service.engine.checks import VERIFIED
 from service.engine.costs import Costs
 from service.engine.ends import names_of_ends
 from service.engine.engine import Engine, EngineLimits, Vocabulary
-from service.engine.families import VERIFIED
-from service.engine.measuring import MeasuredFor, costs_at_start
+from service.engine.measuring import MeasuredFor, Numerics, check, costs_at_start
 from service.engine.memory_planner import MemoryPlan, memory_for, slots_for
-from service.engine.numerics import Numerics, check
 from service.engine.target import Target
 from service.engine.weights import LoadedModel, load_model
 from service.errors import StartupError
@@ -91,7 +98,7 @@ class Assembly:
         receives the forwards of its network."""
         name, limits = name or self.drafter_name, limits or self.limits
         weights = weights or self.weights
-        return build.make_drafter(name, self.target, limits, weights, ledger, self.draft_model, observer)
+        return make_drafter(name, self.target, limits, weights, ledger, self.draft_model, observer)
 
     def engine(
         self,
@@ -110,10 +117,15 @@ class Assembly:
                 limits or self.limits,
                 Vocabulary(self.tokenizer, self.loaded.eos_token_ids),
                 drafter or self.drafter(limits=limits, ledger=ledger),
-                policy or build.make_policy(self.costs, self.limits, ledger),
+                policy or self._policy(ledger),
                 ledger=ledger,
                 learning=learning,
             )
+
+    def _policy(self, ledger: RegretLedger) -> BudgetPolicy:
+        """A budget by measured costs, or a fixed one where nothing was measured."""
+        costs = self.costs
+        return FixedBudget(self.limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts, ledger)
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
@@ -131,7 +143,8 @@ def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     tokenizer.refuse_narrow_vocabulary(loaded.model.config.get_text_config().vocab_size)
     limits = _limits(config, loaded.max_positions)
     drafter_name, folder = choose_drafter(config, starts=loaded.initial_drafter is not None)
-    weights = load_weights(config, folder, loaded)
+    trained = load_drafter(folder, loaded, blocks=config.draft_blocks)
+    weights = None if trained is None else trained.serving
     drafting = _draft_model(config, drafter_name, loaded, limits)
     target = _target(config, loaded, limits, drafter_name, weights, drafting, captures=captures)
     target.never_choose(tokenizer.unknown_ids(target.vocab_size))
@@ -152,10 +165,10 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
             f"load_dtype {config.load_dtype}: there are no kernels for it on a {device.type}; use bfloat16"
         )
     in_8_bits = dtype is None and config.load_dtype == "int8"
-    in_blocks = dtype is None and config.load_dtype == "auto" and build.has_block_kernels(device)
+    in_blocks = dtype is None and config.load_dtype == "auto" and device.type == "cpu" and library.variant() is not None
     if dtype is None:
         named = config.load_dtype not in ("auto", "int8")
-        dtype = getattr(torch, config.load_dtype) if named else build.default_dtype(device)
+        dtype = getattr(torch, config.load_dtype) if named else default_dtype(device)
     with memory_for("the weights", "choose a smaller model, or load_dtype bfloat16"):
         loaded = load_model(
             config.model_source,
@@ -169,6 +182,11 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
     return replace(loaded, in_8_bits=in_8_bits)
 
 
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where there are kernels for the device, which halves what every step reads; else fp32."""
+    return torch.bfloat16 if device.type == "cuda" or library.variant() else torch.float32
+
+
 def _draft_model(
     config: ServiceConfig, drafter_name: str, loaded: LoadedModel, limits: EngineLimits
 ) -> DraftModel | None:
@@ -178,7 +196,7 @@ def _draft_model(
     name = str(config.drafter_path)
     settings = config.model_copy(update={"model": name, "drafter": "none", "drafter_path": None})
     found = load_target(settings, loaded.model.device)
-    return taken_over(found, loaded, name=name, max_model_len=limits.max_model_len)
+    return draft_model_of(found, loaded, name=name, max_model_len=limits.max_model_len)
 
 
 def _target(

@@ -21,8 +21,7 @@ from service.bench.commands import bench_app, check_app
 from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
-from service.learning.commands import drafter_app, trainer
-from service.training.commands import train_app
+from service.training.commands import drafter_app, train_app
 
 STARTUP_EXIT_CODE = 2
 _IN_IDENTIFIERS = "__"  # replaces the dot of a section's settings in Python names
@@ -177,4 +176,17 @@ def _ingress(
     serve(replicas.split(","), host, port)
 
 
-app.command("trainer")(with_settings(trainer))
+@app.command("trainer")
+@with_settings
+def _trainer(
+    loaded: LoadedConfig,
+    redis: Annotated[
+        str | None, typer.Option("--redis", metavar="URL", help="The same as --adaptation.redis-url.")
+    ] = None,
+) -> None:
+    """Learn for the replicas that share a Redis server, in a process of its own that serves no requests."""
+    from service.learning.adaptive import train, with_url
+    from service.logging import configure_logging
+
+    configure_logging(loaded.config.log_level, as_json=loaded.config.log_json)
+    train(with_url(loaded.config, redis))

@@ -63,16 +63,6 @@ def _past(value: str) -> str:
     return value
 
 
-def _model(value: str) -> str:
-    for form, command in (("widen(", "deepened --copies 4"), ("dummy(", "dummy --shape llama-3.1-8b")):
-        if value.startswith(form):
-            raise ValueError(
-                f"write such a model with `python -m benchmarks checkpoint {command} --out FOLDER` from a checkout, "
-                "and set model to FOLDER"
-            )
-    return value
-
-
 def _release(value: str) -> str:
     match = _RELEASE.fullmatch(value)
     if match is None or (match[2] is not None and not 0 < float(match[2]) <= _SLOWEST_RELEASE):
@@ -128,7 +118,7 @@ class ServiceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    model: Annotated[str, AfterValidator(_model)] = _setting(
+    model: str = _setting(
         "smollm2-135m",
         "Target model: the embedded smollm2-135m, a Hugging Face id (id@revision for a branch, tag or commit), a "
         "folder, or a .gguf file.",
@@ -192,8 +182,8 @@ class ServiceConfig(BaseModel):
     drafter_path: Path | None = _setting(
         None,
         "Folder with a trained drafter's config.json and weights, in our form or as others publish it, or its Hugging "
-        "Face id (id@revision); for draft_model the model, as in `model`. Unset: the drafter imported for the model "
-        "with `adaptree drafter import`, else the one shipped with this package or with the model, else one that is "
+        "Face id (id@revision); for draft_model the model, as in `model`. Unset: the drafter that was imported for "
+        "the model with release 0.3.0, else the one shipped with this package or with the model, else one that is "
         "known to be published for it.",
     )
     memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
@@ -274,7 +264,7 @@ class ServiceConfig(BaseModel):
     open_metrics: bool = _setting(True, "Serve /metrics and the live feed without a key.")
     state_dir: Path = _setting(
         _default_state_dir,
-        "Folder for measured costs, imported drafters and what was learnt while serving. Deleting it loses only these.",
+        "Folder for measured costs and what was learnt while serving. Deleting it loses only these.",
         panel="Operation",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Minimum level of messages to log.")

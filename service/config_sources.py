@@ -23,20 +23,6 @@ CONFIG_VARIABLE = "ADAPTREE_CONFIG"
 _SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 _BOUND_WORDS = {"gt": "more than", "ge": "at least", "le": "at most"}
 
-_FIXED = "drop it, its value is fixed now"
-_FORMER = {
-    "budget_pace_seconds": "set stream_release to paced(SECONDS)",
-    "load_format": "write random weights with `python -m benchmarks checkpoint dummy`, and set model to their folder",
-    "vllm_metric_names": "drop it, vLLM's names are always exported",
-    "adaptation.measured_queries": "drop it, updates are judged in replays now",
-    "adaptation.head_queries": _FIXED,
-    "adaptation.full_queries": _FIXED,
-    "adaptation.head_learning_rate": "drop it, adaptation.learning_rate is that of full updates",
-    "adaptation.full_learning_rate": "set adaptation.learning_rate",
-    "adaptation.redis_role": "set adaptation.policy to never where it was follower",
-}
-"""Settings of 0.2.0, and what to do instead."""
-
 Entry = tuple[str, object, str]  # flat name, value, where it was set
 
 
@@ -125,7 +111,6 @@ def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists the settings there are"
-        fix = f"{_FORMER[name]} (it was one of 0.2.0)" if name in _FORMER else fix
         raise StartupError(f"{subject} {spelt(name)}, which is no setting; {fix}")
 
 

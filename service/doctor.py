@@ -5,7 +5,6 @@ It makes the checks of a start, with its messages, and loads no weights."""
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -15,21 +14,19 @@ import httpx
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from kernels import ops
 from service import __version__
 from service.api.connections import listen
 from service.assembly import NO_KERNELS, check_writable, device_of
 from service.config import GIB, ServiceConfig
-from service.drafter_choice import choose_drafter
-from service.engine.ends import end_token_ids, gguf_end_ids, names_of_ends
-from service.engine.families import VERIFIED, refuse_unverified
-from service.engine.gguf_reader import open_gguf, part_paths
-from service.engine.gguf_tokenizer import tokenizer_of
+from service.drafter import choose_drafter
+from service.engine.checks import VERIFIED
+from service.engine.ends import names_of_ends
+from service.engine.gguf_reader import part_paths
 from service.engine.measuring import processor_name
 from service.engine.memory_planner import check_free_memory
-from service.engine.weights import gguf_file, resolve, target_config
+from service.engine.weights import Described, describe, gguf_file
 from service.errors import StartupError
 from service.text.tokenizer import ChatTokenizer
 
@@ -98,44 +95,30 @@ def _device(config: ServiceConfig) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: no GPU is used"
 
 
+@cache  # three checks read it
+def _described(name: str, revision: str | None, unverified: bool) -> Described:
+    return describe(name, revision=revision, unverified=unverified)
+
+
+def _target(config: ServiceConfig) -> Described:
+    return _described(config.model_source, config.revision, config.unverified)
+
+
 def _model(config: ServiceConfig) -> str:
-    family = target_config(config.model_source, revision=config.revision)["model_type"]
-    refuse_unverified(family, allowed=config.unverified)
+    family = _target(config).config.get_text_config().model_type
     return f"{config.model_source}: {family}{'' if family in VERIFIED else ', unverified'}"
 
 
 def _ends(config: ServiceConfig) -> str:
-    name, tokenizer = config.model_source, _tokenizer(config.model_source, config.revision)
-    described, file = AutoConfig.for_model(**target_config(name, revision=config.revision)), gguf_file(name)
-    generation, gguf_ids = None, frozenset[int]()
-    if file is not None:
-        gguf_ids = gguf_end_ids(open_gguf(file).fields, tokenizer)
-    else:
-        with suppress(OSError):  # there need not be one
-            generation = GenerationConfig.from_pretrained(resolve(name), revision=config.revision or "main")
-    return names_of_ends(end_token_ids(described, generation, tokenizer, gguf_ids), tokenizer)
+    target = _target(config)
+    return names_of_ends(target.eos_token_ids, target.tokenizer)
 
 
 def _template(config: ServiceConfig) -> str:
-    tokenizer = ChatTokenizer(_tokenizer(config.model_source, config.revision))
+    tokenizer = ChatTokenizer(_target(config).tokenizer)
     if tokenizer.chat_template is None:
         return "none: only /v1/completions is of use"
     return tokenizer.traits(with_tools=True).described
-
-
-@cache  # two checks read it
-def _tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, without its weights. Raises StartupError."""
-    file = gguf_file(name)
-    if file is not None:
-        return tokenizer_of(open_gguf(file).fields)
-    options = {"revision": revision or "main", "trust_remote_code": False}
-    described = AutoConfig.for_model(**target_config(name, revision=revision))
-    try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(name), config=described, **options)
-    except (OSError, ValueError) as error:
-        raise StartupError(f"model {name!r} has no tokenizer that can be loaded: {error}") from error
-    return found
 
 
 def _drafter(config: ServiceConfig) -> str:

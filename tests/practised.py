@@ -23,7 +23,7 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.engine.drafter_weights import load_network
+from service.drafter import load_network
 from service.engine.requests import GenerationRequest
 from service.learning.adaptive import Adaptive, build_adaptive
 from tests.service.bench.parts import DRAFT_VOCAB, save_two_layers, settings_for

@@ -88,31 +88,34 @@ def config_of(folder: Path, target: TargetParts) -> SpecBlockConfig:
         return config
 
 
-def stores_head(folder: Path) -> bool:
-    """Return whether a folder's drafter has a head of its own, which can be trained. Raises DrafterError, also for a
-    form that cannot be written."""
+def names_in_file(folder: Path, target: TargetParts) -> dict[str, str]:
+    """Return which tensor of a folder's files holds each weight, by the names of `checkpoint.weights_of`; the
+    vocabulary is left out, and the head if it is the target's. Raises DrafterError for a form that does not store its
+    matrices one by one."""
     form = form_of(folder)
     if form is None:
-        return checkpoint.HEAD in checkpoint.read_weights(folder, checkpoint.describe(folder).config)
-    if form.write is None:
+        weights = checkpoint.read_weights(folder, checkpoint.describe(folder).config)
+        return {name: name for name in weights if name != checkpoint.VOCABULARY}
+    tensors = read_tensors(folder, form)
+    stored = {(value.data_ptr(), value.numel()): name for name, value in tensors.items()}
+    _, weights = _converted(folder, form, tensors, target)
+    found = {name: stored.get((value.data_ptr(), value.numel())) for name, value in weights.items()}
+    if any(found[name] is None and value.dim() > 1 for name, value in weights.items() if name != checkpoint.HEAD):
         raise DrafterError(f"drafter {folder}: a drafter of the form {form.name} can be served, but not written")
-    return checkpoint.HEAD in read_tensors(folder, form)
+    return {ours: theirs for ours, theirs in found.items() if theirs is not None}
 
 
-def write_like(folder: Path, out: Path) -> None:
+def write_like(folder: Path, out: Path, target: TargetParts) -> None:
     """Give `out`, which holds a folder's drafter in our own form after training, the form of that folder; what was not
     trained is as it was there. Raises DrafterError."""
     form = form_of(folder)
     if form is None:
         return
-    assert form.write is not None, "its form was checked"
-    tensors, config = read_tensors(folder, form), checkpoint.describe(out).config
-    weights = checkpoint.read_weights(out, config)
-    if checkpoint.HEAD not in tensors:
-        weights.pop(checkpoint.HEAD, None)
-    for name, value in form.write(config, weights, "")[1].items():
-        if name in tensors:
-            tensors[name] = value.to(tensors[name].dtype).reshape(tensors[name].shape)
+    tensors, names = read_tensors(folder, form), names_in_file(folder, target)
+    for name, value in checkpoint.read_weights(out, checkpoint.describe(out).config).items():
+        if name in names:
+            before = tensors[names[name]]
+            tensors[names[name]] = value.to(before.dtype).reshape(before.shape)
     _save(out, tensors)
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", checkpoint.CARD_FILE)):

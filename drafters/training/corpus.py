@@ -1,15 +1,13 @@
 """A target's answers with its tapped features and output distributions, as shards on disk that training reads.
 
 One shard is one safetensors file of sequences laid end to end. Legend: sequences; tokens = positions of all sequences;
-labels = predicted positions of all sequences: a response of n tokens has n + 1, the last for the token after its end;
-responses = response tokens of all sequences; branches = alternative tokens of the target at each of them.
+labels = predicted positions of all sequences: a response of n tokens has n + 1, the last for the token after its end.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,24 +34,17 @@ class Shard:
     temps: Tensor  # [sequences] float32, the response's temperature
     top_ids: Tensor  # [labels, TOP] int32, the target's likeliest tokens
     top_logprobs: Tensor  # [labels, TOP] float16
-    branch_ids: Tensor | None = None  # [responses, branches, TOP] int32, likeliest tokens after each branch
-    branch_logprobs: Tensor | None = None  # [responses, branches, TOP] float16
-
-    @property
-    def num_branches(self) -> int:
-        """Branches per response token."""
-        return 0 if self.branch_ids is None else self.branch_ids.shape[1]
 
     def save(self, path: Path) -> None:
         """Write the shard; an interrupted run leaves no partial one. Raises OSError."""
-        values = {name: getattr(self, name) for name in self.__slots__}
         with replacing(path) as unfinished:
-            save_file({name: value for name, value in values.items() if value is not None}, unfinished)
+            save_file({name: getattr(self, name) for name in self.__slots__}, unfinished)
 
     @staticmethod
     def load(path: Path) -> "Shard":
-        """Read a shard, memory-mapped."""
-        return Shard(**load_file(path))
+        """Read a shard, memory-mapped. Other tensors, which release 0.3.0 may have written, are ignored."""
+        found = load_file(path)
+        return Shard(**{name: found[name] for name in Shard.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +57,6 @@ class Example:
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
     temperature: float = 0.0  # of the response
-    branch_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
-    branch_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0, TOP))  # [length - prompt, branches, TOP]
     seed: int | None = None  # of the sampling noise; None: unknown
     start: int = 0  # absolute position of the first token
 
@@ -75,17 +64,6 @@ class Example:
     def length(self) -> int:
         """Tokens of prompt and response."""
         return self.tokens.shape[0]
-
-    @property
-    def num_branches(self) -> int:
-        """Branches per response token."""
-        return self.branch_ids.shape[1]
-
-    @property
-    def response(self) -> Tensor:
-        """The response's tokens on the device of the labels; served examples have their tokens on the host.
-        # -> [length - prompt] int64"""
-        return self.tokens[self.prompt :].to(self.top_ids.device)
 
     def first(self, length: int) -> "Example":
         """Return the example cut to its first `length` tokens, with features and labels cut to match."""
@@ -96,8 +74,6 @@ class Example:
             features=self.features[:length],
             top_ids=self.top_ids[:labels],
             top_logprobs=self.top_logprobs[:labels],
-            branch_ids=self.branch_ids[: labels - 1],
-            branch_logprobs=self.branch_logprobs[: labels - 1],
         )
 
     def within(self, length: int) -> "Example":
@@ -114,29 +90,19 @@ class Example:
         return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
-def likeliest_others(top_ids: Tensor, response: Tensor, count: int) -> Tensor:
-    """Return the ranks of the likeliest tokens other than the response's. # top_ids [responses, TOP], response
-    [responses] -> [responses, count] int64"""
-    return (top_ids == response[:, None]).byte().argsort(dim=1, stable=True)[:, :count]
-
-
 def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
     """Return the sequences of some shards, memory-mapped, each cut to `max_length` tokens."""
     examples = []
     for shard in map(Shard.load, paths):
-        token, label, first = 0, 0, 0
+        token, label = 0, 0
         sequences = zip(shard.lengths.tolist(), shard.prompts.tolist(), shard.temps.tolist(), strict=True)
         for length, prompt, temperature in sequences:
             mine, labelled = slice(token, token + length), slice(label, label + length - prompt + 1)
             if length > prompt:
                 tops = shard.top_ids[labelled], shard.top_logprobs[labelled]
                 whole = Example(shard.tokens[mine].long(), shard.features[mine], prompt, *tops, temperature)
-                if shard.branch_ids is not None and shard.branch_logprobs is not None:
-                    own = slice(first, first + length - prompt)
-                    ids, logprobs = shard.branch_ids[own], shard.branch_logprobs[own]
-                    whole = replace(whole, branch_ids=ids, branch_logprobs=logprobs)
                 examples.append(whole.within(max_length))
-            token, label, first = mine.stop, labelled.stop, first + length - prompt
+            token, label = mine.stop, labelled.stop
     return examples
 
 
@@ -149,14 +115,6 @@ def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[
     return [example for example, digest in zip(examples, digests, strict=True) if digest not in kept], apart
 
 
-class Branches(NamedTuple):
-    """The target's alternative tokens by position; all [batch, length, branches]."""
-
-    labels: Tensor  # int64, label of the position after, -1 where there is no branch
-    tokens: Tensor  # int64
-    odds: Tensor  # float32
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences side by side, padded to the longest."""
@@ -164,10 +122,8 @@ class Batch:
     tokens: Tensor  # [batch, length] int64, 0 padded
     features: Tensor  # [batch, length, taps * hidden]
     label_index: Tensor  # [batch, length + block] int64, the label of each position, -1 where there is none
-    top_ids: Tensor  # [labels, TOP] int64, first those of positions, then those of branches
+    top_ids: Tensor  # [labels, TOP] int64
     top_logprobs: Tensor  # [labels, TOP] float32
-    passed: Tensor  # [batch, length + reach] float32, log-probability of the response up to each position
-    branches: Branches
     num_tokens: int
 
     @staticmethod
@@ -177,7 +133,6 @@ class Batch:
         tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
         features = torch.zeros(len(examples), longest, examples[0].features.shape[1], dtype=examples[0].features.dtype)
         label_index = torch.full((len(examples), longest + reach), -1)
-        passed = torch.zeros(len(examples), longest + reach)
         base = 0
         for index, example in enumerate(examples):
             tokens[index, : example.length] = example.tokens
@@ -185,43 +140,14 @@ class Batch:
             labels = example.top_ids.shape[0]
             label_index[index, example.prompt : example.prompt + labels] = torch.arange(base, base + labels)
             base += labels
-            passed[index, example.prompt : example.length] = _response_logprobs(example).cumsum(0)
-        branched = [e for e in examples if e.num_branches]
-        ids = [e.top_ids for e in examples] + [e.branch_ids.flatten(0, 1) for e in branched]
-        logprobs = [e.top_logprobs for e in examples] + [e.branch_logprobs.flatten(0, 1) for e in branched]
         return Batch(
             tokens=tokens.to(device),
             features=features.to(device),
             label_index=label_index.to(device),
-            top_ids=torch.cat(ids).long().to(device),
-            top_logprobs=torch.cat([values.float() for values in logprobs]).to(device),
-            passed=passed.to(device),
-            branches=Branches(*(values.to(device) for values in _branches(examples, longest, first_label=base))),
+            top_ids=torch.cat([example.top_ids for example in examples]).long().to(device),
+            top_logprobs=torch.cat([example.top_logprobs.float() for example in examples]).to(device),
             num_tokens=sum(e.length for e in examples),
         )
-
-
-def _response_logprobs(example: Example) -> Tensor:
-    """Return the log-probabilities of the response's tokens, at most the least of the likeliest ones. # ->
-    [response]"""
-    response = example.response
-    found = example.top_ids[: len(response)] == response[:, None]
-    rank = torch.where(found.any(1), found.byte().argmax(1), found.shape[1] - 1)
-    return example.top_logprobs[: len(response)].float().gather(1, rank[:, None])[:, 0]
-
-
-def _branches(examples: Sequence[Example], longest: int, *, first_label: int) -> Branches:
-    """Return the branches of a batch, with labels that count up from the first."""
-    shape = len(examples), longest, examples[0].num_branches
-    labels, tokens, odds = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for index, example in enumerate(examples):
-        response, count = slice(example.prompt, example.length), example.length - example.prompt
-        ranks = likeliest_others(example.top_ids[:count], example.response, example.num_branches)
-        labels[index, response] = torch.arange(first_label, first_label + ranks.numel()).view(ranks.shape)
-        tokens[index, response] = example.top_ids[:count].long().gather(1, ranks)
-        odds[index, response] = example.top_logprobs[:count].float().gather(1, ranks).exp()
-        first_label += ranks.numel()
-    return Branches(labels, tokens, odds)
 
 
 def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:

@@ -114,23 +114,6 @@ class TrainingForward:
         blocks = TrainedBlocks(anchors, states_of, onward_of, seen_of, attention.layers, anchors)
         return states[:, :num_stream:entries], blocks
 
-    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
-        """Return the states of first entries at these anchors on alternative tokens, after the `first` blocks' stream.
-        # anchors, tokens [batch, rows] -> [batch, rows, hidden]"""
-        layer, number = self._model.input_layer, anchors.shape[1]
-        context = layer.condition(at(batch.features, anchors))
-        row = torch.arange(number, device=anchors.device)
-        num_stream, known = (batch.tokens.shape[1] - 1) * self._entries, first.seen.shape[3]
-        seen = pad(_up_to(num_stream, anchors * self._entries - 1), (0, known - num_stream))
-        own = (row[:, None] == row).expand(len(anchors), -1, -1)
-        rows = BlockRows(
-            inputs=layer.blocks(context, self._embed(tokens), slice(1)).flatten(1, 2),
-            positions=anchors + 1,
-            previous=row.expand_as(anchors),
-        )
-        states = self._model(rows, StreamAttention(torch.cat([seen, own], dim=2), first.held))
-        return self._model.heads_and_context(states)[0]
-
     def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
         """Run blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
         # cuts [batch, anchors]"""
@@ -176,14 +159,6 @@ class InjectedTraining(TrainingForward):
         path = _up_to(context.shape[1], anchors)
         return context[:, :0], self._begin(at(context, anchors), _after(batch, anchors), anchors, path, held)
 
-    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
-        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
-        -> [batch, rows, hidden]"""
-        context = self._model.input_layer.condition(at(batch.features, anchors))
-        positions, known = batch.tokens.shape[1] - 1, first.seen.shape[3]
-        path = pad(_up_to(positions, anchors), (0, known - positions))
-        return self._begin(context, tokens, anchors, path, first.held).states[:, :, 0]
-
 
 class ConditionedTraining(InjectedTraining):
     """For kinds whose layers run once per tree: each further block is the next state, conditioned on the true token."""
@@ -196,13 +171,6 @@ class ConditionedTraining(InjectedTraining):
         assert self._model.path_head is not None
         states = self._model.path_head(layers.states, embedded)
         return none, replace(layers, states=states[:, :, :1], onward=states[:, :, :1], ahead=states[:, :, 1:])
-
-    def alternatives(self, batch: Batch, anchors: Tensor, tokens: Tensor, first: TrainedBlocks) -> Tensor:
-        """Return the states of first entries on alternative tokens. # anchors, tokens [batch, rows]
-        -> [batch, rows, hidden]"""
-        assert self._model.path_head is not None
-        states: Tensor = self._model.path_head(super().alternatives(batch, anchors, tokens, first), self._embed(tokens))
-        return states
 
     def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
         """Return the next states as blocks. # cuts [batch, anchors], all 1"""

@@ -1,10 +1,10 @@
 """The training objective (SpecBlock section 3.3), through as many consecutive blocks as the kind is trained for.
-The drafter's loss is one weighted mean over entries, where equations (6) and (7) add up a mean for each position of a
+The drafter's loss is one mean over entries, where equations (6) and (7) add up a mean for each position of a
 block (docs/decisions/0121); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries after a
 token that could not have been drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,22 +17,11 @@ from drafters.network.heads import rank_class, rank_features
 from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Batch
-from drafters.training.forward import TrainedBlocks, at, forward_of
+from drafters.training.forward import forward_of
 from kernels.lattice import TOP
 
 _COOLEST, _HOTTEST = 0.3, 1.2
 _SMALLEST = torch.finfo(torch.float32).tiny
-
-
-class Loss(NamedTuple):
-    """A loss over entries, and how it weighs them."""
-
-    of_entries: Callable[[Tensor, Tensor], Tensor]
-    """Of p, the target's likeliest tokens, 0 where they cannot be drafted, and log q. # both [flat, top] -> [flat]"""
-    reach: float = 0.0
-    """Exponent of an entry's weight: the target's probability of its path, times the positions per anchor. With 1
-    entries weigh as in the trees that the target spans after every position, branches included; with 0 all weigh the
-    same."""
 
 
 def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
@@ -46,13 +35,6 @@ def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
     return 1.0 - torch.minimum(p, log_q.exp()).sum(1)
 
 
-LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy),
-    "total_variation": Loss(total_variation),
-    "tree": Loss(cross_entropy, reach=1.0),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
     """What is trained, and how much of each batch."""
@@ -62,7 +44,6 @@ class ObjectiveSettings:
     valid_prefix: bool = True
     coupled: bool = True  # half of the rank head's entries carry sampling noise
     rank_rows: int = 512  # entries per step that train the rank head
-    loss: Loss = LOSSES["cross_entropy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +64,6 @@ class _LabelledEntries(NamedTuple):
     states: Tensor  # [flat, hidden]
     labels: Tensor  # [flat] int64, row of the batch's labels
     place: Tensor  # [flat] int64, index on the path from the anchor
-    reach: Tensor  # [flat] float32, the target's probability of this path times the positions it stands for
 
 
 class Objective:
@@ -105,9 +85,8 @@ class Objective:
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(logits.detach(), favourite)
         distributions = _distributions(logits, entries.labels, batch, self._model.t2d)
-        weights = entries.reach**self._settings.loss.reach
         return StepScores(
-            draft_loss=(self._settings.loss.of_entries(*distributions) * weights).sum() / weights.sum(),
+            draft_loss=cross_entropy(*distributions).mean(),
             distance=total_variation(*map(Tensor.detach, distributions)).mean(),
             rank_loss=self._rank_loss(entries, logits.detach(), batch, generator),
             hits=self._count(entries.place, ranks == 0),
@@ -119,12 +98,8 @@ class Objective:
         anchors = self._draw_anchors(batch, generator)
         stream, grown = self._forward.first(batch, anchors)
         positions = torch.arange(stream.shape[1], device=anchors.device)
-        labelled = batch.label_index[:, 2:] >= 0
-        drawn = labelled.sum(1) / labelled.gather(1, anchors).sum(1).clamp(min=1)  # [batch], positions per anchor
         ahead = (positions + 2).expand(stream.shape[:2])
-        found = [self._labelled(stream, ahead, batch, place=0, drawn=torch.ones_like(drawn))]
-        if self._settings.loss.reach and batch.branches.tokens.shape[2]:
-            found.append(self._branched(batch, anchors, grown, drawn))
+        found = [self._labelled(stream, ahead, batch, place=0)]
         block = torch.arange(self._size, device=anchors.device)
         place = torch.zeros_like(anchors)[:, :, None] + block
         valid = torch.ones_like(place, dtype=torch.bool)  # of the entry a block starts at
@@ -137,9 +112,7 @@ class Objective:
             valid = self._reached(grown.states, predicted, batch) & valid[:, :, :1]  # [batch, anchors, block + 1]
             taught = predicted.masked_fill(~valid[:, :, :-1], -1)
             own = slice(0 if number else self._streams, None)  # the stream holds first entries
-            found.append(
-                self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own], drawn=drawn)
-            )
+            found.append(self._labelled(grown.states[:, :, own], taught[:, :, own], batch, place=place[:, :, own]))
         return _LabelledEntries(*map(torch.cat, zip(*found, strict=True)))
 
     def _draw_anchors(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -163,30 +136,15 @@ class Objective:
         # Ten ranks are what a tree can hold; the paper's first rank leaves a weak drafter one position to learn from.
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
-    def _branched(self, batch: Batch, anchors: Tensor, grown: TrainedBlocks, drawn: Tensor) -> _LabelledEntries:
-        """Return first entries at these anchors on the target's alternative tokens. # anchors [batch, anchors]; drawn
-        [batch], positions per anchor"""
-        labels, tokens, odds = (at(values, anchors + 1).flatten(1) for values in batch.branches)
-        anchors = anchors.repeat_interleave(tokens.shape[1] // anchors.shape[1], dim=1)
-        known = labels >= 0
-        states = self._forward.alternatives(batch, anchors, tokens, grown)[known]
-        place = torch.zeros_like(labels[known])
-        return _LabelledEntries(states, labels[known], place, (drawn[:, None] * odds)[known])
-
-    def _labelled(
-        self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int, drawn: Tensor
-    ) -> _LabelledEntries:
+    def _labelled(self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int) -> _LabelledEntries:
         """Return the entries whose predicted position, -1 for none, has a label. # states [..., hidden], predicted
-        [...]; drawn [batch], positions per anchor"""
+        [...]"""
         width = batch.label_index.shape[1]
         flat = predicted.flatten(1)
         labels = batch.label_index.gather(1, flat.clamp(0, width - 1)).view(predicted.shape)
         known = (labels >= 0) & (predicted >= 0)
         places = torch.as_tensor(place, device=states.device).expand(predicted.shape)
-        passed = batch.passed.gather(1, (flat - 1).clamp(0, width - 1)).view(predicted.shape)
-        before = batch.passed.gather(1, (flat - 2 - places.flatten(1)).clamp(0, width - 1)).view(predicted.shape)
-        reach = ((passed - before).exp().flatten(1) * drawn[:, None]).view(predicted.shape)
-        return _LabelledEntries(states[known], labels[known], places[known], reach[known])
+        return _LabelledEntries(states[known], labels[known], places[known])
 
     def _rank_loss(self, entries: _LabelledEntries, scored: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
@@ -218,8 +176,8 @@ class Objective:
 
 
 def _distributions(logits: Tensor, labels: Tensor, batch: Batch, t2d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and log q of the target's likeliest tokens, as `Loss` has them. # logits [flat, draft_vocab], labels
-    [flat] -> both [flat, top]"""
+    """Return p and log q of the target's likeliest tokens; p is 0 for tokens that cannot be drafted.
+    # logits [flat, draft_vocab], labels [flat] -> both [flat, top]"""
     drafted = t2d[batch.top_ids[labels]]  # [flat, top]
     p = batch.top_logprobs[labels].exp() * (drafted >= 0)
     logits = logits.float()

@@ -1,8 +1,9 @@
-"""Replays drafting on sequences that exist: tau of blocks, of a chain and of a tree. Nothing is generated: a step
-accepts the proposed tokens that continue the sequence. Blocks are ranked with its sampling noise if the seed is known;
-chains and trees are those of temperature 0.
+"""Scores a drafter on held-out sequences: losses, hits, and drafting replayed as blocks, as a chain and as a tree.
+Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Blocks are ranked with the
+sequence's sampling noise if its seed is known; chains and trees are those of temperature 0.
 Legend: batch = sequences side by side, nodes, depth as in drafters/tree.py."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,17 @@ from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read
-from drafters.training.corpus import Batch, Example
+from drafters.training.corpus import Batch, Example, batches
 from drafters.training.forward import forward_of
+from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.tree import MAX_DEPTH, DraftTree, VerifyResult
 from kernels import ops
+
+TREE_NODES = 16
+_SEED = 1
+_ANCHORED_ROWS = 2.1
+_REPLAYED = 24
+_REPLAYED_TOKENS = 64
 
 _LEAST_POSITIONS = 4
 """Positions of a path that is replayed without a tree, if the drafter is trained for so many."""
@@ -162,7 +170,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
 
 
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
-    """Return what builds the drafter that serves this model."""
+    """Return a factory of serving drafters for this model."""
     network = ServingNetwork(model.config, weights_of(model))
     weights = TrainedWeights(network, embed, blocks=model.config.traits.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
@@ -225,3 +233,62 @@ def replay_trees(
         if len(rows):
             tree = drafter.grow(rows, Noise(zeros, zeros.float(), roots[rows], warm=False))
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScores:
+    """Scores of a drafter; tuples are by index on the path from the anchor, the next token first."""
+
+    loss: float  # cross-entropy to the target
+    rank_loss: float
+    alpha: tuple[float | None, ...]  # share of entries whose likeliest token is the target's; None: none reached
+    covered: tuple[float | None, ...]  # the same for the first four ranks
+    seen: tuple[int, ...]  # entries counted
+    chain_tau: float
+    tree_tau: float  # best-first trees of 16 nodes
+    total_variation: float | None = None  # to the target, by its likeliest tokens; None: not measured
+
+
+@torch.no_grad()
+def examine(
+    model: SpecBlock, embed: Embed, examples: Sequence[Example], *, batch_tokens: int, autocast: bool
+) -> HeldOutScores:
+    """Score a drafter on sequences that it is not trained on."""
+    device, reach = model.d2t.device, model.config.reach
+    replayed = _to_replay(examples)
+    objective = Objective(model, embed, ObjectiveSettings(anchored_rows=_ANCHORED_ROWS))
+    drawn = torch.Generator().manual_seed(_SEED)
+    losses, counts, groups = torch.zeros(3), torch.zeros(3, reach), 0
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        chain = sum((replay_chain(model, embed, example) for example in replayed), Replayed())
+        for group in batches(list(examples), tokens=batch_tokens, generator=drawn):
+            scores = objective(Batch.of(group, reach, device), drawn)
+            losses += torch.stack([scores.draft_loss, scores.rank_loss, scores.distance]).float().cpu()
+            counts += torch.stack([scores.hits, scores.covered, scores.seen])
+            groups += 1
+        tree = replay_trees(serving(model, embed), replayed, max_nodes=TREE_NODES, device=model.d2t.device)
+    hits, covered, seen = counts
+    loss, rank_loss, distance = (losses / max(1, groups)).tolist()
+    return HeldOutScores(
+        loss=loss,
+        rank_loss=rank_loss,
+        alpha=_shares(hits, seen),
+        covered=_shares(covered, seen),
+        seen=tuple(seen.int().tolist()),
+        chain_tau=chain.tau,
+        tree_tau=tree.tau,
+        total_variation=distance,
+    )
+
+
+def _to_replay(examples: Sequence[Example]) -> list[Example]:
+    """Return the beginnings of a few sequences, of temperature 0 if there are any."""
+    long_enough = [example for example in examples if example.length >= example.prompt + 2]
+    greedy = [example for example in long_enough if example.temperature == 0.0]
+    chosen = sorted(greedy or long_enough, key=lambda example: example.prompt_digest)[:_REPLAYED]
+    return [example.first(min(example.length, example.prompt + _REPLAYED_TOKENS)) for example in chosen]
+
+
+def _shares(part: Tensor, whole: Tensor) -> tuple[float | None, ...]:
+    shares: list[float] = (part / whole).tolist()
+    return tuple(None if math.isnan(share) else round(share, 4) for share in shares)

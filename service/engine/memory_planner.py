@@ -21,7 +21,7 @@ from service.config import GIB
 from service.engine.captured import ROWS
 from service.engine.engine import EngineLimits
 from service.engine.kv_pool import KVPool, KVShape
-from service.engine.numerics import Trial
+from service.engine.measuring import Trial
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.errors import StartupError

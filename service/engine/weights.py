@@ -8,11 +8,12 @@ import hashlib
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,10 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,9 +35,8 @@ from drafters.network.model import SpecBlock
 from kernels.cpu import library
 from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.layers import QuantisedWeight, Weight, even_sample
+from service.engine.checks import refuse_doubled, refuse_incomplete, refuse_unsupported, refuse_unverified
 from service.engine.ends import end_token_ids, gguf_end_ids
-from service.engine.families import refuse_unverified
-from service.engine.folders import refuse_doubled, refuse_incomplete
 from service.engine.gguf_config import config_of
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import GGUFFile, open_gguf
@@ -91,6 +91,36 @@ class LoadedModel:
         return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A target without its weights."""
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: frozenset[int]  # tokens that end an answer
+    file: GGUFFile | None  # None: safetensors in a folder or on the hub
+
+
+def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
+    """Read and check a model's configuration and tokenizer. `unverified`: also take a family whose scores no test
+    compares. Raises StartupError naming what is wrong and what to do."""
+    path, generation, gguf_ids = gguf_file(name), None, frozenset[int]()
+    options = {"revision": revision or "main", "trust_remote_code": False}
+    with _naming(name):
+        file = None if path is None else open_gguf(path)
+        config = _read_config(resolve(name), **options) if file is None else config_of(file)
+        refuse_unsupported(config)
+        refuse_unverified(config.get_text_config().model_type, allowed=unverified)
+        if file is not None:
+            tokenizer: PreTrainedTokenizerBase = tokenizer_of(file.fields)
+            gguf_ids = gguf_end_ids(file.fields, tokenizer)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(resolve(name), config=config, **options)
+            with suppress(OSError, TypeError):  # the file is optional
+                generation = GenerationConfig.from_pretrained(resolve(name), revision=options["revision"])
+        return Described(config, tokenizer, end_token_ids(config, generation, tokenizer, gguf_ids), file)
+
+
 def load_model(
     name: str,
     *,
@@ -101,42 +131,30 @@ def load_model(
     in_blocks: bool = False,
     unverified: bool = False,
 ) -> LoadedModel:
-    """Load weights and tokenizer.
-
-    `begin_drafter` builds the initial drafter, if one is wanted; `in_blocks`: keep the blocks of a GGUF file;
-    `unverified`: also take a family that no judge has compared. Raises StartupError naming what is wrong with it and
-    what to do."""
-    file = gguf_file(name)
-    try:
-        if file is not None:
-            model, tokenizer = _from_gguf(open_gguf(file), dtype, in_blocks, unverified)
+    """Load weights and tokenizer. `begin_drafter` builds the initial drafter, if one is wanted; `in_blocks`: keep the
+    blocks of a GGUF file; `unverified` as for `describe`. Raises StartupError naming what is wrong and what to do."""
+    described = describe(name, revision=revision, unverified=unverified)
+    with _naming(name):
+        if described.file is not None:
+            described.config.eos_token_id = sorted(described.eos_token_ids)
+            model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
         else:
-            model, tokenizer = _from_folder(resolve(name), dtype, revision, unverified)
+            model = _from_folder(resolve(name), described.config, dtype, revision or "main")
+    return _made_ready(model, described, device, begin_drafter)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn errors of libraries into a StartupError that names the model."""
+    try:
+        yield
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise StartupError(f"model {name!r}: its weights are damaged, copy or download them again: {error}") from error
-    return _made_ready(model, tokenizer, device, begin_drafter)
 
 
-def _from_gguf(
-    file: GGUFFile, dtype: torch.dtype, in_blocks: bool, unverified: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = config_of(file)
-    refuse_unsupported(config)
-    refuse_unverified(config.model_type, allowed=unverified)
-    tokenizer = tokenizer_of(file.fields)
-    config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
-    return load_gguf(file, config, dtype, ATTENTION_NAME, in_blocks=in_blocks), tokenizer
-
-
-def _from_folder(
-    source: str, dtype: torch.dtype, revision: str | None, unverified: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    options = {"revision": revision or "main", "trust_remote_code": False}
-    config = _read_config(source, **options)
-    refuse_unsupported(config)
-    refuse_unverified(config.get_text_config().model_type, allowed=unverified)
+def _from_folder(source: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str) -> PreTrainedModel:
     refuse_doubled(Path(source))
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
@@ -146,22 +164,21 @@ def _from_folder(
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # refused below, by name
-        **options,
+        revision=revision,
+        trust_remote_code=False,
     )
     model, report = loaded
     refuse_incomplete(report, config)
-    return model, AutoTokenizer.from_pretrained(source, config=config, **options)
+    return cast(PreTrainedModel, model)
 
 
 def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     """The configuration of a model's decoder, without loading the model. Raises StartupError."""
     file = gguf_file(name)
-    try:
+    with _naming(name):
         if file is not None:
             return config_of(open_gguf(file)).to_dict()
         return _read_config(resolve(name), revision=revision or "main").get_text_config().to_dict()
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise StartupError(f"model {name!r} cannot be loaded: {error}") from error
 
 
 def _read_config(source: str, **options: Any) -> PreTrainedConfig:
@@ -180,7 +197,7 @@ def _read_config(source: str, **options: Any) -> PreTrainedConfig:
 
 def _made_ready(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    described: Described,
     device: torch.device,
     begin_drafter: BeginDrafter | None,
 ) -> LoadedModel:
@@ -193,8 +210,8 @@ def _made_ready(
     num_parameters = sum(math.prod(weight.shape) for weight in weights)
     return LoadedModel(
         model=model,
-        tokenizer=tokenizer,
-        eos_token_ids=end_token_ids(model.config, model.generation_config, tokenizer),
+        tokenizer=described.tokenizer,
+        eos_token_ids=described.eos_token_ids,
         max_positions=model.config.get_text_config().max_position_embeddings,
         fingerprint=fingerprint,
         parts=_parts(model, keeps_head=initial_drafter is not None),
@@ -273,36 +290,6 @@ def _embedded_file() -> Path:
             "a .gguf file or a hub id"
         )
     return Path(spec.origin).parent / _EMBEDDED_FILE
-
-
-def refuse_unsupported(full_config: PreTrainedConfig) -> None:
-    """Raise StartupError for models whose attention is not plain causal attention that ours can replace."""
-    config = full_config.get_text_config()
-    if getattr(full_config, "is_encoder_decoder", False):
-        raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise StartupError(
-            f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # of all layers, or of each kind of layer
-        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        if kind in ("dynamic", "longrope"):
-            raise StartupError(
-                f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
-                "depend on another's length; use a checkpoint with rope_type default, linear, yarn or llama3"
-            )
-    if not _takes_attention(full_config) or getattr(config, "max_position_embeddings", None) is None:
-        raise StartupError(
-            f"model type {config.model_type!r} computes attention in a way of its own, which adaptree cannot replace"
-        )
-
-
-def _takes_attention(config: PreTrainedConfig) -> bool:
-    """Whether transformers lets this model's attention be replaced; other models ignore the setting silently."""
-    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known is None or bool(getattr(known, "_supports_attention_backend", False))
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:

@@ -3,15 +3,20 @@ replicas."""
 
 import hashlib
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
+from pydantic import SecretStr
+
 from adaptation.checkpoint import all_finite
-from adaptation.config import Tuning
+from adaptation.config import AdaptationConfig, Tuning
 from adaptation.learner import Learner, build_learner
 from adaptation.persistence import owned
 from adaptation.policy import Bandit
@@ -28,17 +33,16 @@ from drafters.network.recording import FeedbackRecorder
 from drafters.network.served import ServingNetwork
 from drafters.published import folders as published
 from drafters.regret import RegretLedger
+from kernels.cpu.library import use_threads
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
-from service.drafter_choice import choose_drafter
-from service.engine import drafter_weights
+from service.drafter import LoadedDrafter, choose_drafter, embed_with, load_drafter, load_network, source_of
 from service.engine.budget import BudgetPolicy
-from service.engine.drafter_weights import Replaceable
 from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
 from service.errors import InvalidRequest, StartupError
-from service.learning.moving import Origin
+from service.learning.learnt import Origin
 from service.observability.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -105,7 +109,7 @@ class Adaptive:
         """Serve the drafter in a folder as a new version, without asking the gate. Raises DrafterError, NotStored,
         InvalidRequest."""
         self._check_leads()
-        network = drafter_weights.load_network(folder, self.loaded)
+        network = load_network(folder, self.loaded)
         if network.config != self.network.config:
             raise DrafterError(f"drafter {folder}: its shapes or switches are not those of the drafter that serves")
         weights = weights_of(network)
@@ -136,17 +140,17 @@ def build_adaptive(
     """Build an engine as the assembly would, with a drafter of its own that learns, or goes on from the state in
     `folder`. `policy`: of learning, other than the configured one. Raises StartupError."""
     config, limits, tuning = assembly.config.adaptation, limits or assembly.limits, tuning or Tuning()
-    ledger, source, parts = RegretLedger(), _replaceable(assembly), assembly.loaded.parts
-    network, table = source.weights.network, parts.embedding
+    ledger, source, parts = RegretLedger(), _own_drafter(assembly), assembly.loaded.parts
+    network, table = source.serving.network, parts.embedding
     train_table = table if config.train_device == "same" else table.to(device_of(config.train_device))
     drafter = ServedDrafter(
         config=network.config,
-        weights=source.first,
+        weights=source.weights,
         target_head=parts.head,
         prepare=network.prepare,
-        embed=drafter_weights.embed_with(train_table),
+        embed=embed_with(train_table),
         embedding=table,
-        blocks=source.weights.blocks,
+        blocks=source.serving.blocks,
         made=source.made,
         given=source.given,
     )
@@ -169,7 +173,7 @@ def build_adaptive(
     guard = Guard()
     worker.on_death = partial(guard.count, "adaptation")
     weights = replace(
-        source.weights,
+        source.serving,
         recorder=recorder,
         attempt=partial(guard.run, "recorder"),
         version=lambda: learner.weights.version,
@@ -190,7 +194,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     with _refusing():
         network = loaded.initial_drafter
         if network is None and source is not None:
-            network = drafter_weights.load_network(source, loaded)
+            network = load_network(source, loaded)
     if network is None:
         raise StartupError(f"no drafter to train for {config.model}: set drafter_path to a folder with trained weights")
     drafter = ServedDrafter(
@@ -198,7 +202,7 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
         weights=weights_of(network),
         target_head=loaded.parts.head,
         prepare=in_place(network),
-        embed=drafter_weights.embed_with(loaded.parts.embedding),
+        embed=embed_with(loaded.parts.embedding),
         embedding=None,
         blocks=config.draft_blocks,
         made=loaded.initial_drafter is None,
@@ -220,6 +224,36 @@ def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     write()
     logger.info("learning for the replicas of target %s, state in %s", loaded.parts.identity, folder)
     return worker, replicas
+
+
+def with_url(config: ServiceConfig, url: str | None) -> ServiceConfig:
+    """The configuration of the trainer: it learns even if the replicas of the same configuration do not. Raises
+    StartupError without a store."""
+    settings = config.adaptation
+    chosen = settings.redis_url if url is None else SecretStr(url)
+    if chosen is None:
+        raise StartupError("a trainer needs replicas to learn for: give --redis URL, or set adaptation.redis_url")
+    policy = AdaptationConfig().policy if settings.policy == "never" else settings.policy
+    changes = {"enabled": True, "redis_url": chosen, "policy": policy}
+    return config.model_copy(update={"adaptation": settings.model_copy(update=changes)})
+
+
+def train(config: ServiceConfig) -> None:
+    """Learn until SIGTERM or SIGINT. Raises StartupError."""
+    use_threads(1)
+    worker, replicas = build_trainer(config)
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    worker.start()
+    replicas.start()
+    logger.info("ready: learning for the replicas that share the store")
+    stopped.wait()
+    stop_learning(worker, replicas)
 
 
 @contextmanager
@@ -262,17 +296,15 @@ class _EngineHooks:
         self.replicas.offer(self.recorder.finish(query))
 
 
-def _replaceable(assembly: Assembly) -> Replaceable:
-    folder, known = assembly.drafter_folder, assembly.weights
-    if known is not None and assembly.loaded.initial_drafter is not None:
-        return drafter_weights.initial_replaceable(assembly.loaded, folder, blocks=known.blocks)
-    if folder is None or known is None:
+def _own_drafter(assembly: Assembly) -> LoadedDrafter:
+    """Load the drafter once more, for its weights are replaced. Raises StartupError if it has none."""
+    found = load_drafter(assembly.drafter_folder, assembly.loaded, blocks=assembly.config.draft_blocks)
+    if found is None:
         raise StartupError(
             f"drafter {assembly.drafter_name} has nothing to learn: set drafter to specblock or memory+specblock with "
             "trained weights, or set adaptation.enabled to false"
         )
-    found = drafter_weights.load_replaceable(folder, assembly.loaded, blocks=known.blocks)
-    return replace(found, weights=replace(known, network=found.weights.network, embed=found.weights.embed))
+    return found
 
 
 def _write_origin(
@@ -281,7 +313,7 @@ def _write_origin(
     """Write drafter provenance next to the snapshots, which an export needs; a failure is logged."""
     try:
         sha256 = None if deployed is None else hashlib.sha256(published.weights_bytes(deployed)).hexdigest()
-        model = drafter_weights.source_of(config)
+        model = source_of(config)
         Origin(loaded.parts.identity, drafter, model, sha256).write(folder)
     except OSError as error:
         logger.warning("what is learnt cannot be exported: %s", error)

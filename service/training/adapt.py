@@ -27,17 +27,16 @@ from service.api.request_builder import render
 from service.api.schemas import ChatMessage, ChatTemplateFields, text_of
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.drafter_choice import local_folder
-from service.engine.drafter_weights import embed_with
+from service.drafter import embed_with, local_folder
 from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
-from service.learning.export import new_folder
+from service.learning.learnt import new_folder
 from service.logging import say
 from service.text.prompts import read_lines
 from service.text.tokenizer import ChatTokenizer
-from service.training.commands import FEATURE_SHARE, FitOptions
-from service.training.features import make_features, make_folder, processes
+from service.training.features import FEATURE_SHARE, make_features, make_folder, processes
 from service.training.fit import STATE_FILE, FitPlan, autocasts, fit, kept_length, target_dtype
+from service.training.options import FitOptions
 from service.training.regenerate import Response
 
 _GATE = Tuning()
@@ -111,7 +110,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
         if len(apart) < _GATE.gate_texts:
             raise StartupError(f"{texts}: too few texts of different prompts, or too little time: {_NEEDED} are needed")
         fit(loaded, plan, ranks)
-        published.write_like(drafter, trained)
+        published.write_like(drafter, trained, loaded.parts)
         decision = _judge(old, _load(trained, loaded), apart, loaded)
     except (DrafterError, TrainingError) as error:
         raise StartupError(str(error)) from error

@@ -1,35 +1,34 @@
-"""The sub-commands `adaptree train ...`: all stages in one, or one by one.
+"""The commands `adaptree train ...`, all stages in one or one by one, and `adaptree drafter ...`, which inspect, export
+and adapt drafters.
 
 Imports nothing heavy before a command runs, so that help answers at once.
 """
 
 import inspect
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
-from drafters.trained_kinds import TRAINED_KINDS
-from service.config import ServiceConfig
+from service.config import LoadedConfig, ServiceConfig
 from service.config_sources import load_config
 from service.errors import StartupError
+from service.training.options import FitOptions
 
-ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
-"""Parts of the method that a run can leave out, to measure their effect."""
-
-_KINDS = tuple(name for name, kind in TRAINED_KINDS.items() if not kind.with_target)
+WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
+"""Adds one option per setting to a command, whose first argument then is the configuration."""
 
 _ANSWER_SHARE = 0.4
-FEATURE_SHARE = 0.3
-"""Largest shares of the time of a run of all stages; training gets the rest."""
+"""Largest share of the time of a run of all stages that answering takes."""
 
-_TREE_BRANCHES = 2
+_LONG = ("tensors", "target")
+"""Tables of a drafter's description that only --json prints."""
 
 KEPT_EXIT_CODE = 3
-"""Of `adapt` where the new drafter has not won."""
+"""Exit code of `drafter adapt` where the new drafter has not won."""
 
 _Target = Annotated[
     str,
@@ -45,62 +44,6 @@ _MaxTokens = Annotated[int, typer.Option("--max-new-tokens", min=8, help="Longes
 _Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Prompts answered at the same time.")]
 _Seed = Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")]
 _Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the drafter; a run there goes on.")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitOptions:
-    """Options of the commands that train, one per field. Raises StartupError for an unknown kind or ablation."""
-
-    draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens the drafter can propose.")] = 8192
-    kind: Annotated[  # named, for typer 0.27 takes a metavar of the same letters for the name
-        str, typer.Option("--kind", metavar="KIND", help=f"What to train: {', '.join(_KINDS)}.")
-    ] = "specblock"
-    layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
-    ] = None
-    loss: Annotated[
-        Literal["cross_entropy", "total_variation", "tree"],
-        typer.Option(
-            help="What is lowered; tree: cross-entropy over what the target may say, with features of --branches."
-        ),
-    ] = "cross_entropy"
-    prefix_entries: Annotated[
-        Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
-    ] = "first"
-    start_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Go on from the weights of this drafter, of whatever kind, instead of the target's."
-        ),
-    ] = None
-    ablate: Annotated[
-        str, typer.Option(metavar="LIST", help="Leave out: shift,broadcast,valid_prefix,coupling,rank.")
-    ] = ""
-    learning_rate: Annotated[float, typer.Option(min=0, help="Largest learning rate.")] = 5e-4
-    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, in each process.")] = 2000
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps until the full rate, and until the rank head learns.")] = 50
-    evaluate_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two looks at the held-out texts.")] = (
-        5.0
-    )
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise StartupError(f"--kind {self.kind}: choose one of {', '.join(_KINDS)}")
-        unknown = sorted(self.without - set(ABLATIONS))
-        if unknown:
-            raise StartupError(f"--ablate {', '.join(unknown)}: choose among {', '.join(ABLATIONS)}")
-
-    @property
-    def branches(self) -> int:
-        """Alternative tokens per answer token that the loss needs."""
-        return _TREE_BRANCHES if self.loss == "tree" else 0
-
-    @property
-    def without(self) -> frozenset[str]:
-        """The ablations, a subset of ABLATIONS."""
-        return frozenset(name.strip() for name in self.ablate.split(",") if name.strip())
 
 
 def with_fit_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -128,6 +71,18 @@ def train_app() -> typer.Typer:
     return app
 
 
+def drafter_app(with_settings: WithSettings) -> typer.Typer:
+    """The commands, each with every setting as an option."""
+    app = typer.Typer(
+        help="Inspect, export and adapt drafters.",
+        no_args_is_help=True,
+    )
+    app.command("inspect")(with_settings(_inspect))
+    app.command("export")(with_settings(_export))
+    app.command("adapt")(_adapt)
+    return app
+
+
 def _drafter(
     options: FitOptions,
     out: _Folder,
@@ -150,7 +105,7 @@ def _drafter(
     config = _config(target, device, threads, concurrency)
     from drafters.training.fit import Length
     from service.logging import say
-    from service.training.features import make_features, processes
+    from service.training.features import FEATURE_SHARE, make_features, processes
     from service.training.fit import STATE_FILE, fit_drafter, kept_length
     from service.training.regenerate import Answering, answer_prompts
 
@@ -166,7 +121,7 @@ def _drafter(
             how = Answering(max_new_tokens, concurrency, options.seed, _deadline(_ANSWER_SHARE * minutes))
             answer_prompts(config, prompts, responses[0], how)
         deadline = _deadline(FEATURE_SHARE * minutes)
-        make_features(config, responses, features, branches=options.branches, deadline=deadline)
+        make_features(config, responses, features, deadline=deadline)
     ranks.wait()
     length = kept_length(out)  # a resumed run keeps its length
     if length is None:
@@ -206,9 +161,6 @@ def _features(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the shards; missing ones are added.")],
     target: _Target = "smollm2-135m",
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further shard after this.")] = None,
-    branches: Annotated[
-        int, typer.Option(min=0, max=16, help="Also ask what follows so many other tokens at each of an answer's.")
-    ] = 0,
     device: _Device = "auto",
     threads: _Threads = None,
 ) -> None:
@@ -217,7 +169,7 @@ def _features(
     from service.training.features import make_features, processes
 
     processes(config)
-    make_features(config, responses, out, branches=branches, deadline=_deadline(minutes))
+    make_features(config, responses, out, deadline=_deadline(minutes))
 
 
 def _fit(
@@ -248,7 +200,88 @@ def _fit(
     ranks.leave()
 
 
-def adapt_drafter(
+def _inspect(
+    loaded: LoadedConfig,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="A drafter folder, or a learning folder. Unset: what the configured server has learnt.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Describe a drafter folder, or without one what was learnt here and which version is served.
+
+    Of a folder: shapes, size, hash, target, and facts: how it was trained, or what it was learnt from. Damaged files,
+    wrong shapes and weights that are not finite are refused.
+
+    Of what was learnt: every version kept in state_dir for the configured model, with the scores that the gate saw.
+
+    Loads no model and changes nothing; the server may go on running.
+
+    adaptree drafter inspect my-drafter
+
+    adaptree drafter inspect --model Qwen/Qwen3-0.6B --json
+    """
+    from adaptation.checkpoint import SNAPSHOTS
+    from service.learning.learnt import described, learnt, look_at
+
+    if folder is not None and not (folder / SNAPSHOTS).is_dir():
+        content = described(folder)
+        print(json.dumps(content, indent=2) if as_json else "\n".join(_lines(content)))
+        return
+    found = [one.as_json() for one in (learnt(loaded.config) if folder is None else [look_at(folder)])]
+    if as_json:
+        print(json.dumps({"learnt": found}, indent=2))
+        return
+    if not found:
+        config = loaded.config
+        print(f"nothing was learnt for {config.model} in {config.state_dir}: serve with --adaptation.enabled true")
+    for one in found:
+        print("\n".join(_lines({**one, "versions": {row["version"]: row for row in one["versions"]}})))
+
+
+def _lines(values: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """Nested values as one line each, under dotted names."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in _LONG:
+            yield from _lines(value, f"{name}{key}.")
+        elif not isinstance(value, Mapping):
+            yield f"{name}{key}: {'' if value is None else value}"
+
+
+def _export(
+    loaded: LoadedConfig,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="New folder for the drafter.")],
+    version: Annotated[
+        int | None, typer.Option("--version", min=1, help="One of the kept versions. Unset: the one that is served.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Learning folder, where several drafters have learnt."),
+    ] = None,
+) -> None:
+    """Write what was learnt as a drafter folder, which any server of the same target takes.
+
+    Copy it to another server, and set drafter_path there.
+
+    Weights are stored in bf16; its config.json (facts.lineage) and README.md say what they were learnt from.
+
+    Loads no model; the server may go on running.
+
+    adaptree drafter export --out learnt
+
+    adaptree drafter export --out before --version 3
+    """
+    from service.learning.learnt import export
+    from service.logging import say
+
+    written = export(loaded.config, out, version=version, source=source)
+    say(f"version {written} is in {out}: serve with --drafter-path {out}")
+
+
+def _adapt(
     drafter: Annotated[Path, typer.Option(metavar="FOLDER", help="The drafter in any form: a folder or hub id.")],
     model: Annotated[str, typer.Option(help="Its target, or a fine-tune of it: as for serve.")],
     texts: Annotated[Path, typer.Option(metavar="FILE", help="JSONL of chats that end in the target's answers.")],

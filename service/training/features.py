@@ -1,7 +1,9 @@
 """Stage 2: extracts the target's features and next-token distributions over its own answers.
 
-Shards on disk hold tapped layer outputs in bf16 and the 64 likeliest tokens of every response position, with branches
-also those after alternative tokens. A shard that holds the same texts is kept. The manifest names target and files.
+Shards on disk hold tapped layer outputs in bf16 and the 64 likeliest tokens of every response position. A shard that
+holds the same texts is kept. The manifest names target and files.
+
+Legend: batch, heads, length = tokens of the longest sequence, dim.
 """
 
 import hashlib
@@ -10,33 +12,36 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from adaptation.timing import bf16_is_faster
-from drafters.training.corpus import TOP, Shard, by_length, likeliest_others
+from drafters.training.corpus import TOP, Shard, by_length
+from drafters.training.fit import bf16_is_faster
+from drafters.training.forward import attend
 from drafters.training.parallel import Ranks, join, local_device
 from kernels.cpu.library import use_threads
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_weights import tap_layers_for
-from service.engine.modules import FeatureTaps, decoder_layers
+from service.engine.initial_drafter import tap_layers_for
+from service.engine.modules import FeatureTaps, decoder_layers, refuse_unknown
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar
 from service.text.prompts import source_of
-from service.training.attention import ATTENTION_NAME, Rows
 from service.training.regenerate import Response, read_responses
 
 MANIFEST_FILE = "features.json"
+
+FEATURE_SHARE = 0.3
+"""Largest share of the time of a run of all stages that reading features takes."""
 
 SHARD_SEQUENCES = 64
 _LABEL_BYTES = TOP * 6
@@ -96,20 +101,66 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
 
 
+ATTENTION_NAME = "adaptree_dense"
+
+
+def dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attended: list[int],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over whole sequences, called by transformers as the model's attention function.
+
+    query [batch, heads, length, dim], key and value [batch, kv_heads, length, dim] -> [batch, length, heads, dim].
+    `attended` collects the indices of the layers that have run; `options` are transformers' own: scaling,
+    sliding_window, softcap, dropout (ignored). Raises StartupError for any other that would change the result.
+    """
+    known = {name: options.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "dropout")}
+    refuse_unknown(module, {**options, "attention_mask": attention_mask}, "so its features cannot be read here")
+    attended.append(module.layer_idx)  # type: ignore[arg-type]
+    scaling, window, softcap, _ = known.values()
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    length = query.shape[2]
+    if softcap is None and (window is None or window >= length):
+        out = attend(query, key, value, scale=scale)
+    else:
+        out = _masked(query * scale, key, value, length if window is None else window, softcap)
+    return out.transpose(1, 2).to(dtype).contiguous(), None
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, window: int, softcap: float | None) -> Tensor:
+    """softmax(cap(q k)) v over the last `window` positions. # as in `dense_attention` -> [batch, heads, length, dim]"""
+    row = torch.arange(query.shape[2], device=query.device)
+    distance = row[:, None] - row
+    seen = (distance >= 0) & (distance < window)  # [length, length]
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, length, dim]
+    scores = grouped @ key[:, :, None].transpose(3, 4)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    out: Tensor = weights @ value[:, :, None]
+    return out.flatten(1, 2)
+
+
+AttentionInterface.register(ATTENTION_NAME, dense_attention)
+
+
 class FeatureReader:
     """Runs a target over whole sequences and collects its features and distributions."""
 
-    def __init__(
-        self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int, branches: int = 0
-    ) -> None:
-        """`branches`: alternative tokens at each response position after which the target is evaluated too."""
-        self.branches = branches
+    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], *, batch_tokens: int) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._device = model.device
-        self._batch_tokens = (
-            batch_tokens // 4 if branches else batch_tokens
-        )  # twice the rows; attention scores grow with their square
+        self._batch_tokens = batch_tokens
         self._num_layers = len(decoder_layers(model))
         self._taps = FeatureTaps(decoder_layers(model), tap_layers)
         config = model.config.get_text_config()
@@ -130,76 +181,36 @@ class FeatureReader:
         texts = [_Text(response.prompt + response.response, len(response.prompt)) for response in responses]
         found: dict[int, _Read] = {}
         for indices in by_length([response.num_tokens for response in responses], self._batch_tokens):
-            found.update(zip(indices, self._read([texts[index] for index in indices]), strict=True))
+            found.update(zip(indices, self._run([texts[index] for index in indices]), strict=True))
         reads = [found[index] for index in range(len(responses))]
-        shard = Shard(
+        return Shard(
             tokens=torch.tensor([t for one in responses for t in (*one.prompt, *one.response)], dtype=torch.int32),
             features=torch.cat([read.features for read in reads]),
             lengths=torch.tensor([response.num_tokens for response in responses]),
             prompts=torch.tensor([len(response.prompt) for response in responses]),
             temps=torch.tensor([response.temperature for response in responses]),
-            top_ids=torch.cat([read.tops.ids for read in reads]),
-            top_logprobs=torch.cat([read.tops.logprobs for read in reads]),
+            top_ids=torch.cat([read.top_ids for read in reads]),
+            top_logprobs=torch.cat([read.top_logprobs for read in reads]),
         )
-        if not self.branches:
-            return shard
-        ids, logprobs = (torch.cat(values) for values in zip(*(read.branches for read in reads), strict=True))
-        return replace(shard, branch_ids=ids, branch_logprobs=logprobs)
-
-    def _read(self, texts: Sequence["_Text"]) -> list["_Read"]:
-        """Run the texts, then their branches, one branch of every position at a time."""
-        reads = list(self._run(texts))
-        if not self.branches:
-            return reads
-        others = [
-            read.tops.ids[:-1].gather(1, likeliest_others(read.tops.ids[:-1], torch.tensor(response), self.branches))
-            for read, response in zip(reads, (text.tokens[text.prompt :] for text in texts), strict=True)
-        ]
-        branches = [
-            list(self._run_branches(texts, [tokens[:, number] for tokens in others])) for number in range(self.branches)
-        ]
-        return [
-            read._replace(branches=_Tops(*(torch.stack(values, dim=1) for values in zip(*mine, strict=True))))
-            for read, mine in zip(reads, zip(*branches, strict=True), strict=True)
-        ]
 
     def _run(self, texts: Sequence["_Text"]) -> Iterator["_Read"]:
-        length = max(len(text.tokens) for text in texts)
-        ids = _padded([torch.tensor(text.tokens) for text in texts])
+        """Run texts side by side, padded to the longest. Raises StartupError."""
+        ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
         first = min(text.prompt for text in texts) - 1  # the position that predicts the first response token
-        logits = self._logits(ids, torch.arange(first, length))
-        for row, (tokens, prompt) in enumerate(texts):
-            features = self._taps.take(len(tokens), row).to(torch.bfloat16).cpu()
-            yield _Read(features, _Tops.of(logits[row, prompt - 1 - first : len(tokens) - first]))
-
-    def _run_branches(self, texts: Sequence["_Text"], others: Sequence[Tensor]) -> Iterator["_Tops"]:
-        """Distributions after these alternatives to each text's response tokens. # others [response] each"""
-        ids, branched = _padded([torch.tensor(text.tokens) for text in texts]), _padded(others)
-        length = ids.shape[1]
-        parents = _padded([torch.arange(text.prompt - 1, len(text.tokens) - 1) for text in texts])
-        rows = Rows.branched(length, parents.to(self._device))
-        kept = torch.arange(length, length + branched.shape[1])
-        logits = self._logits(torch.cat([ids, branched], dim=1), kept, rows)
-        for row, tokens in enumerate(others):
-            yield _Tops.of(logits[row, : len(tokens)])
-
-    def _logits(self, ids: Tensor, kept: Tensor, rows: Rows | None = None) -> Tensor:
-        """# ids [batch, rows], kept [logits] -> [batch, logits, vocab]"""
         attended: list[int] = []
-        extra = {} if rows is None else {"rows": rows, "position_ids": rows.positions}
         output = self._model(
             input_ids=ids.to(self._device),
             use_cache=False,
-            logits_to_keep=kept.to(self._device),
+            logits_to_keep=torch.arange(first, ids.shape[1], device=self._device),
             attended=attended,
-            **extra,
         )
         if attended != list(range(self._num_layers)):
             raise StartupError(
                 "this model has layers whose attention is not one plain attention each; its features cannot be read"
             )
-        logits: Tensor = output.logits
-        return logits
+        for row, (tokens, prompt) in enumerate(texts):
+            features = self._taps.take(len(tokens), row).to(torch.bfloat16).cpu()
+            yield _Read.of(features, output.logits[row, prompt - 1 - first : len(tokens) - first])
 
 
 class _Text(NamedTuple):
@@ -207,30 +218,19 @@ class _Text(NamedTuple):
     prompt: int
 
 
-class _Tops(NamedTuple):
-    """The target's likeliest tokens."""
+class _Read(NamedTuple):
+    """Features and the target's likeliest tokens of one text."""
 
-    ids: Tensor  # [..., TOP] int32
-    logprobs: Tensor  # [..., TOP] float16
+    features: Tensor  # [length, taps * hidden] bfloat16
+    top_ids: Tensor  # [labels, TOP] int32
+    top_logprobs: Tensor  # [labels, TOP] float16
 
     @staticmethod
-    def of(logits: Tensor) -> "_Tops":
+    def of(features: Tensor, logits: Tensor) -> "_Read":
         logits = logits.float()
         top = logits.topk(TOP)
         logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-        return _Tops(top.indices.to(torch.int32).cpu(), logprobs.to(torch.float16).cpu())
-
-
-class _Read(NamedTuple):
-    """Results of one text."""
-
-    features: Tensor  # [length, taps * hidden]
-    tops: _Tops  # [labels]
-    branches: _Tops | None = None  # [response, branches]
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True).long()
+        return _Read(features, top.indices.to(torch.int32).cpu(), logprobs.to(torch.float16).cpu())
 
 
 def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: Path) -> Iterator[Sequence[Response]]:
@@ -238,11 +238,10 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
     make_folder(folder)
     chunks = [responses[start : start + SHARD_SEQUENCES] for start in range(0, len(responses), SHARD_SEQUENCES)]
     paths = [folder / f"shard{number:05d}.safetensors" for number in range(len(chunks))]
-    kept = [_holds(path, chunk, reader.branches) for path, chunk in zip(paths, chunks, strict=True)]
+    kept = [_holds(path, chunk) for path, chunk in zip(paths, chunks, strict=True)]
     missing = [chunk for is_kept, chunk in zip(kept, chunks, strict=True) if not is_kept]
     needed = sum(
-        response.num_tokens * (reader.bytes_per_token + 4)
-        + (len(response.response) * (1 + reader.branches) + 1) * _LABEL_BYTES
+        response.num_tokens * (reader.bytes_per_token + 4) + (len(response.response) + 1) * _LABEL_BYTES
         for chunk in missing
         for response in chunk
     )
@@ -264,24 +263,18 @@ def write_shards(reader: FeatureReader, responses: Sequence[Response], folder: P
         yield chunk
 
 
-def _holds(path: Path, responses: Sequence[Response], branches: int) -> bool:
+def _holds(path: Path, responses: Sequence[Response]) -> bool:
     """Whether the shard holds all of these texts; it may hold only the first ones. Raises StartupError for others."""
     if not path.exists():
         return False
     try:
         with safe_open(path, framework="pt") as shard:
             tokens, lengths = shard.get_tensor("tokens"), shard.get_tensor("lengths")
-            names = list(shard.keys())
-            held = shard.get_slice("branch_ids").get_shape()[1] if "branch_ids" in names else 0
     except (OSError, SafetensorError) as error:
         raise StartupError(f"{path} cannot be read ({error}); delete it") from error
     wanted = [token for response in responses for token in (*response.prompt, *response.response)]
     if lengths.shape[0] > len(responses) or tokens.tolist() != wanted[: tokens.shape[0]]:
         raise StartupError(f"{path} holds other texts than these responses; give another folder or delete it")
-    if held != branches:
-        raise StartupError(
-            f"{path} was made with --branches {held}, not {branches}; give that number or another folder"
-        )
     return int(lengths.shape[0]) == len(responses)
 
 
@@ -298,7 +291,6 @@ def make_features(
     responses: Sequence[Path],
     out: Path,
     *,
-    branches: int = 0,
     deadline: float | None,
     loaded: LoadedModel | None = None,
     taps: Sequence[int] = (),
@@ -313,7 +305,7 @@ def make_features(
         loaded.model.float()  # the same weights
     taps = taps or tap_layers_for(loaded.model)
     most = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
-    reader = FeatureReader(loaded.model, taps, batch_tokens=most, branches=branches)
+    reader = FeatureReader(loaded.model, taps, batch_tokens=most)
     before = time.monotonic()
     shards, tokens, kept = 0, 0, list[Response]()
     with bar("reading features", sum(response.num_tokens for response in wanted)) as advance:

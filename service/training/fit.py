@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaptation.timing import bf16_is_faster
 from drafters.network import checkpoint
 from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
 from drafters.published import folders as published
@@ -24,21 +23,23 @@ from drafters.training.fit import (
     Length,
     Position,
     SavedRun,
+    bf16_is_faster,
     make_optimizer,
     save_state,
 )
 from drafters.training.initialise import initialise
-from drafters.training.objective import LOSSES, Objective, ObjectiveSettings
+from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
-from drafters.training.scores import HeldOutScores, examine
+from drafters.training.replay import HeldOutScores, examine
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig
-from service.engine.drafter_weights import embed_with, layers_for, target_end
+from service.drafter import embed_with
+from service.engine.initial_drafter import layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 from service.logging import bar, say
-from service.training.commands import FitOptions
 from service.training.features import Manifest, make_folder, sha256_of
+from service.training.options import FitOptions
 from service.training.report import Curve, CurvePoint, facts_of, write_card
 
 STATE_FILE = "fit.pt"
@@ -99,7 +100,7 @@ class FitPlan:
             "betas": list(settings.betas),
             "draft_vocab_size": options.draft_vocab,
             "kind": options.kind,
-            "loss": options.loss,
+            "loss": "cross_entropy",  # runs of release 0.3.0 may have another one, and are refused
             **self.shape,
             "prefix_entries": options.prefix_entries,
             "anchored_rows": ObjectiveSettings().anchored_rows,
@@ -168,15 +169,12 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     _refuse_other_target(manifest, loaded, plan.features)
     trained, apart = plan.examples()
     _refuse_too_few(trained, plan, ranks)
-    if plan.options.branches and not trained[0].num_branches:
-        raise StartupError(f"--loss tree needs branches, and {plan.features} has none: make features with --branches 2")
     make_folder(plan.out)
     start = _begin(loaded, plan, manifest, trained)
     start = replace(start, notes={**start.notes, "length": asdict(plan.length), "autocast": plan.autocast})
     objective = ObjectiveSettings(
         valid_prefix="valid_prefix" not in plan.options.without,
         coupled="coupling" not in plan.options.without,
-        loss=LOSSES[plan.options.loss],
     )
     trainer = FitLoop(
         start.model,
@@ -290,7 +288,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
 def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
     """A folder's drafter; its head is trained if it is not the target's."""
     model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device).requires_grad_(True)
-    model.lm_head.requires_grad_(published.stores_head(folder))
+    model.lm_head.requires_grad_(checkpoint.HEAD in published.names_in_file(folder, loaded.parts))
     return model
 
 

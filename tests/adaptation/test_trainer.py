@@ -18,7 +18,7 @@ from adaptation.losses import TextDivergence, untrained_rows
 from adaptation.policy import ARMS, Arm
 from adaptation.publisher import Pace
 from adaptation.samples import TrainingSample, example_of, training_sample
-from adaptation.timing import bf16_is_faster, completed
+from adaptation.timing import completed
 from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.network.checkpoint import weights_of
@@ -27,6 +27,7 @@ from drafters.network.model import SpecBlock
 from drafters.protocol import Noise
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Batch, Example
+from drafters.training.fit import bf16_is_faster
 from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, newton_logits, target_divergence
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
@@ -365,7 +366,7 @@ def test_the_best_of_several_times_decides(bf16: list[float], fp32: list[float],
 
 def test_other_devices_than_cpus_are_not_asked() -> None:
     def refuses(dtype: torch.dtype) -> float:
-        raise AssertionError("nobody may be asked")
+        raise AssertionError("a device other than a CPU is not measured")
 
     assert bf16_is_faster(torch.device("cuda"), refuses)
 

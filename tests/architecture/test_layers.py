@@ -58,10 +58,10 @@ ALLOWED = {
     "service.api": ("service.api", "service.runtime", *LEAVES, *RECORDS),
     # The assembly, the server process, the benchmarks and the command line build and start everything.
     "service.runtime": ("service.runtime", *LEAVES, *RECORDS),
-    "service.drafter_choice": ("service.drafter_choice", "service.engine", *LEAVES, "drafters", "kernels"),
+    "service.drafter": ("service.drafter", "service.engine", *LEAVES, "drafters", "kernels"),
     "service.assembly": (
         "service.assembly",
-        "service.drafter_choice",
+        "service.drafter",
         "service.engine",
         *LEAVES,
         "drafters",

@@ -11,9 +11,7 @@ OUTSIDE_THE_STEP = frozenset(
     {
         "kernels.joint_tree",  # a tree grows as its values say
         "kernels.memory",
-        "service.engine.build",  # puts the engine together
-        "service.engine.measuring",  # measures the cost table
-        "service.engine.numerics",  # the self-check and its forwards
+        "service.engine.measuring",  # the self-check, and the cost table
         "service.engine.weights",  # loads the target
     }
 )

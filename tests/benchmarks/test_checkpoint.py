@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.checkpoint import (
@@ -31,9 +30,9 @@ from service.assembly import Assembly, assemble
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, mismatches, plain_engine, requests_from, tau
 from service.config import ServiceConfig
+from service.engine.checks import refuse_unsupported
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import open_gguf
-from service.engine.weights import refuse_unsupported
 from service.errors import StartupError
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import SMALL, stock_tiny, tiny_model
@@ -174,14 +173,6 @@ def test_what_a_gguf_file_cannot_hold_is_refused(tmp_path: Path, monkeypatch: py
 def test_zero_bytes_are_zeros(name: str) -> None:
     kind = GGMLQuantizationType[name]
     assert not dequantize(np.zeros((3, 4 * GGML_QUANT_SIZES[kind][1]), np.uint8), kind).any()
-
-
-@pytest.mark.parametrize(
-    ("model", "command"), [("widen(smollm2-135m, 2)", "checkpoint deepened"), ("dummy(tiny)", "checkpoint dummy")]
-)
-def test_former_names_of_models_name_the_command(model: str, command: str) -> None:
-    with pytest.raises(ValidationError, match=f"python -m benchmarks {command}"):
-        ServiceConfig(model=model)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("llama-3.1-8b", 8_030_261_248), ("qwen3-8b", 8_190_735_360)])

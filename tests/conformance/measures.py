@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from service.engine.build import default_dtype
+from service.assembly import default_dtype
 from tests.conformance.checkpoints import CHECKPOINTS, Checkpoint, made, save
 from tests.conformance.gguf_writer import Value, contents, read_back
 from tests.conformance.judges import TEXTS, Distance, LlamaCpp, Texts, distance, loaded, our_scores, scores_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from service.engine.families import VERIFIED
+from service.engine.checks import VERIFIED
 from tests.conformance.checkpoints import CHECKPOINTS, POSITIONS, Checkpoint, made
 from tests.conformance.judges import TEXTS, LlamaCpp, scores_of
 from tests.conformance.measures import FORMS, KINDS, Form, of_file, of_folder, small

@@ -19,8 +19,8 @@ from service.assembly import _learning, assemble
 from service.config import GIB
 from service.config_sources import load_config
 from service.engine import memory_planner
-from service.engine.drafter_weights import drafter_config
 from service.engine.engine import EngineLimits
+from service.engine.initial_drafter import drafter_config
 from service.engine.kv_pool import KVShape
 from service.engine.memory_planner import MemoryPlan, needs_of, slots_for
 from service.errors import StartupError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.registry import TrainedWeights
-from service.engine import build
+from service.drafter import make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, Scope, SpeculationParams
@@ -182,7 +182,7 @@ def trained_engine(name: str, limits: EngineLimits) -> Engine:
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded, tap_layers=TAPS)
     weights = TrainedWeights(serving(tiny_drafter()), tiny_embedding(loaded.model.config.hidden_size))
-    drafter = build.make_drafter(name, target, limits, weights)
+    drafter = make_drafter(name, target, limits, weights)
     return Engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
 
 
@@ -192,7 +192,7 @@ def test_engines_in_turn_on_one_target_do_not_find_each_others_slots(
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
     engines = [
-        Engine(target, CACHED, vocabulary_of(loaded), build.make_drafter("none", target, CACHED), FixedBudget(0))
+        Engine(target, CACHED, vocabulary_of(loaded), make_drafter("none", target, CACHED), FixedBudget(0))
         for _ in range(2)
     ]
     for number, one in enumerate(mixed(families)[:8]):

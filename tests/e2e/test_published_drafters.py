@@ -8,7 +8,7 @@ import pytest
 
 from service.assembly import Assembly, assemble
 from service.errors import StartupError
-from service.learning.moving import described
+from service.learning.learnt import described
 from tests.published_forms import deep_target, dflash, dflash_target, eagle3, mimo
 from tests.published_specblock import specblock
 from tests.service.bench.parts import settings_for

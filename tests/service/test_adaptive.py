@@ -18,7 +18,8 @@ from drafters.network.checkpoint import DrafterError, weights_of
 from drafters.network.served import ServingNetwork
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
-from service.engine import accounting, drafter_weights
+from service.drafter import load_network
+from service.engine import accounting
 from service.engine.budget import FixedBudget
 from service.engine.drafting import DraftStage
 from service.engine.stats import StepStats
@@ -197,7 +198,7 @@ def test_weights_that_wait_wake_the_engine(assembly: Assembly, tmp_path: Path) -
 
 def brought(assembly: Assembly, folder: Path, seed: int = 3) -> Path:
     """A drafter like the one that serves, with other weights."""
-    network = drafter_weights.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network = load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
     torch.manual_seed(seed)
     with torch.no_grad():
         for value in network.parameters():
@@ -216,7 +217,7 @@ def test_a_drafter_from_a_folder_is_served_with_the_bits_it_has(assembly: Assemb
         assert adaptive.engine.drafter.version == 1
         status = adaptive.status()
     assert (status.version, status.origin, status.snapshots) == (1, 1, (1,))
-    assert serves(adaptive.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
+    assert serves(adaptive.network, weights_of(load_network(folder, assembly.loaded)))
 
 
 def test_weights_in_bf16_are_exchanged_too(tmp_path: Path) -> None:
@@ -225,13 +226,13 @@ def test_weights_in_bf16_are_exchanged_too(tmp_path: Path) -> None:
     with learning(assembly, tmp_path / "state", policy="never") as adaptive:
         adaptive.load_from_disk(folder)
         adaptive.engine.step()
-        assert serves(adaptive.network, weights_of(drafter_weights.load_network(folder, assembly.loaded)))
+        assert serves(adaptive.network, weights_of(load_network(folder, assembly.loaded)))
         asked = requests(PROMPTS, temperature=1.0, tokens=12)
         assert texts(adaptive.engine, asked) == texts(assembly.engine(assembly.drafter("none")), asked)
 
 
 def test_a_drafter_with_another_vocabulary_serves_from_it(assembly: Assembly, tmp_path: Path) -> None:
-    network = drafter_weights.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network = load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
     network.set_vocabulary(torch.arange(64) + 1)
     checkpoint.save(tmp_path / "d", network, target_identity=assembly.loaded.parts.identity, facts={}, own_head=True)
     asked = requests(PROMPTS, temperature=1.0, tokens=12)
@@ -248,7 +249,7 @@ def test_a_drafter_with_another_vocabulary_serves_from_it(assembly: Assembly, tm
 
 
 def test_weights_that_are_not_finite_are_refused_and_change_nothing(assembly: Assembly, tmp_path: Path) -> None:
-    network = drafter_weights.load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
+    network = load_network(Path(str(assembly.config.drafter_path)), assembly.loaded)
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
     checkpoint.save(tmp_path / "d", network, target_identity=assembly.loaded.parts.identity, facts={}, own_head=True)

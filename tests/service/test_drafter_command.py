@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -13,23 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
 from adaptation.checkpoint import SNAPSHOTS, WEIGHTS, folder_name, stored_versions
-from drafters.network import checkpoint
 from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, weights_of
-from drafters.network.config import SpecBlockConfig, config_from
-from drafters.network.model import SpecBlock
-from drafters.published import folders
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.network.config import config_from
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
-from service.drafter_choice import choose_drafter
-from service.engine import drafter_weights
-from service.engine.drafter_weights import import_place
+from service.drafter import choose_drafter, load_network
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive, learning_folder
-from service.learning.moving import DRAFTER_FILE, Origin
+from service.learning.learnt import DRAFTER_FILE, Origin
 from tests.service.bench.parts import DRAFT_VOCAB, run_command
 from tests.service.learning_parts import assembled, built
 from tests.tiny_models import VOCAB_SIZE
@@ -87,7 +81,7 @@ def moved(adaptive: Adaptive, by: int) -> dict[str, Tensor]:
 
 
 def settings_of(assembly: Assembly, state: Path, **changes: object) -> ServiceConfig:
-    """A server that has this state, and was told of no drafter."""
+    """A server that has this state, and has no setting for a drafter."""
     return assembly.config.model_copy(update={"state_dir": state, "drafter_path": None, "drafter": "auto", **changes})
 
 
@@ -98,8 +92,8 @@ def run(assembly: Assembly, state: Path, *words: object) -> tuple[int, str]:
 def inspected(assembly: Assembly, state: Path, *words: object) -> dict[str, Any]:
     code, output = run(assembly, state, "inspect", *words, "--json")
     assert code == 0, output
-    told: dict[str, Any] = json.loads(output)
-    return told
+    found: dict[str, Any] = json.loads(output)
+    return found
 
 
 def learning_folder_in(state: Path) -> Path:
@@ -113,15 +107,10 @@ def test_what_was_learnt_serves_on_another_server(
     out, other = tmp_path / "out", tmp_path / "other"
     assert run(assembly, state, "export", "--out", out)[0] == 0
     assert {path.name for path in out.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
-    there = settings_of(assembly, other)
-    assert choose_drafter(there) == ("memory", None)
-    code, output = run(assembly, other, "import", out)
-    assert code == 0
-    assert str(import_place(there)) in output
-    assert [path.name for path in (other / "drafters").iterdir()] == [import_place(there).name]
-    assert choose_drafter(there) == ("memory+specblock", import_place(there))
-    network = drafter_weights.load_network(import_place(there), assembly.loaded)
-    assert_equal(weights_of(network), published[2])
+    assert choose_drafter(settings_of(assembly, other)) == ("memory", None)
+    there = settings_of(assembly, other, drafter_path=out)
+    assert choose_drafter(there) == ("memory+specblock", out)
+    assert_equal(weights_of(load_network(out, assembly.loaded)), published[2])
     assert assemble(there.model_copy(update={"budget_policy": "fixed"})).drafter_name == "memory+specblock"
 
 
@@ -136,7 +125,7 @@ def test_any_kept_version_can_be_exported(
     for version in (1, 3):
         out = tmp_path / str(version)
         assert run(assembly, state, "export", "--out", out, "--version", version)[0] == 0
-        assert_equal(weights_of(drafter_weights.load_network(out, assembly.loaded)), published[version])
+        assert_equal(weights_of(load_network(out, assembly.loaded)), published[version])
     with pytest.raises(StartupError, match=r"version 9 is not kept .*--version \(1, 2, 3\)"):
         run(assembly, state, "export", "--out", tmp_path / "9", "--version", "9")
     assert not (tmp_path / "9").exists()
@@ -147,8 +136,8 @@ def test_an_exported_drafter_says_where_it_comes_from(assembly: Assembly, state:
     deployed = assembly.config.drafter_path
     assert deployed is not None
     kept = {row["version"]: row for row in inspected(assembly, state)["learnt"][0]["versions"]}
-    told = inspected(assembly, state, tmp_path / "out")
-    assert told["facts"]["lineage"] == {
+    found = inspected(assembly, state, tmp_path / "out")
+    assert found["facts"]["lineage"] == {
         "version": 2,
         "parent": 1,
         "date": kept[2]["date"],
@@ -158,27 +147,7 @@ def test_an_exported_drafter_says_where_it_comes_from(assembly: Assembly, state:
     }
     card = (tmp_path / "out" / CARD_FILE).read_text()
     assert kept[2]["weights_sha256"] in card
-    assert str(Path(assembly.config.model).parent) not in card + json.dumps(told["facts"])
-
-
-def test_a_drafter_folder_leaves_in_the_forms_of_its_kind(assembly: Assembly, tmp_path: Path) -> None:
-    layers = LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4, vocab_size=VOCAB_SIZE).to_dict()
-    shape = TRAINED_KINDS["eagle3"].shape
-    model = SpecBlock(SpecBlockConfig(layers, (1, 3, 4), draft_vocab_size=DRAFT_VOCAB, kind="eagle3", **shape))
-    folder = tmp_path / "eagle3"
-    checkpoint.save(folder, model, target_identity="abc", facts={"target": "ORG/target"}, own_head=True)
-    for form in ("eagle3", "speculators"):
-        out = tmp_path / f"as-{form}"
-        code, output = run(assembly, tmp_path, "export", "--from", folder, "--format", form, "--out", out)
-        assert code == 0, output
-        written = folders.form_of(out)
-        assert written is not None
-        assert written.name == form
-        assert load_file(out / WEIGHTS_FILE)["fc.weight"].equal(model.input_layer.condition_proj.weight.bfloat16())
-        assert f"| form | {form} |" in (out / CARD_FILE).read_text()
-    with pytest.raises(StartupError, match="--format dflash: drafters of kind eagle3 can be written as eagle3, specul"):
-        run(assembly, tmp_path, "export", "--from", folder, "--format", "dflash", "--out", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+    assert str(Path(assembly.config.model).parent) not in card + json.dumps(found["facts"])
 
 
 def test_a_drafter_on_the_hub_is_found_by_its_id(tmp_path: Path) -> None:
@@ -191,7 +160,7 @@ def test_a_drafter_on_the_hub_is_found_by_its_id(tmp_path: Path) -> None:
     (repository / "refs" / "main").write_text(revision)
     script = """
 from pathlib import Path
-from service.drafter_choice import local_folder
+from service.drafter import local_folder
 from service.errors import StartupError
 print(local_folder(Path("ORG/some-drafter")), local_folder(Path("a/b/c")), local_folder(Path("/nowhere")))
 try:
@@ -217,9 +186,8 @@ def test_inspect_tells_versions_and_which_one_serves(assembly: Assembly, state: 
     assert inspected(assembly, state, learning_folder_in(state))["learnt"] == [one]
     code, output = run(assembly, state, "inspect")
     assert code == 0
-    assert [word in output for word in ("served", "taken back", one["versions"][1]["weights_sha256"][:16])] == [
-        True
-    ] * 3
+    for line in ("served: 2", "versions.3.taken_back: True", one["versions"][1]["weights_sha256"]):
+        assert line in output
 
 
 def test_inspecting_changes_nothing(assembly: Assembly, state: Path) -> None:
@@ -234,16 +202,16 @@ def test_inspecting_changes_nothing(assembly: Assembly, state: Path) -> None:
 def test_inspect_tells_what_a_folder_holds(assembly: Assembly, tmp_path: Path) -> None:
     folder = assembly.config.drafter_path
     assert folder is not None
-    told = inspected(assembly, tmp_path, folder)
-    network = drafter_weights.load_network(folder, assembly.loaded)
-    assert told["parameters"] == sum(value.numel() for value in network.parameters())
-    assert told["tensors"] == {name: list(value.shape) for name, value in weights_of(network).items()}
-    assert (told["architecture"], told["dtype"], told["stores_head"]) == ("SpecBlock", "bfloat16", True)
-    assert config_from(told["drafter"]) == network.config
-    assert told["bytes"] == (folder / WEIGHTS_FILE).stat().st_size
+    found = inspected(assembly, tmp_path, folder)
+    network = load_network(folder, assembly.loaded)
+    assert found["parameters"] == sum(value.numel() for value in network.parameters())
+    assert found["tensors"] == {name: list(value.shape) for name, value in weights_of(network).items()}
+    assert (found["architecture"], found["dtype"], found["stores_head"]) == ("SpecBlock", "bfloat16", True)
+    assert config_from(found["drafter"]) == network.config
+    assert found["bytes"] == (folder / WEIGHTS_FILE).stat().st_size
     code, output = run(assembly, tmp_path, "inspect", folder)
     assert code == 0
-    assert told["weights_sha256"] in output
+    assert found["weights_sha256"] in output
 
 
 def test_where_nothing_was_learnt_it_is_said(assembly: Assembly, tmp_path: Path) -> None:
@@ -285,8 +253,8 @@ def test_a_drafter_made_from_traffic_is_exported_without_an_origin(
     assembly: Assembly, state: Path, tmp_path: Path
 ) -> None:
     folder = learning_folder_in(state)
-    told = json.loads((folder / DRAFTER_FILE).read_text())
-    (folder / DRAFTER_FILE).write_text(json.dumps({name: told[name] for name in ("target_identity", "drafter")}))
+    found = json.loads((folder / DRAFTER_FILE).read_text())
+    (folder / DRAFTER_FILE).write_text(json.dumps({name: found[name] for name in ("target_identity", "drafter")}))
     assert run(assembly, state, "export", "--out", tmp_path / "out")[0] == 0
     assert inspected(assembly, state, tmp_path / "out")["facts"]["lineage"]["origin_sha256"] is None
 
@@ -319,32 +287,36 @@ def test_what_is_there_is_not_overwritten(assembly: Assembly, state: Path, tmp_p
     assert run(assembly, state, "export", "--out", out)[0] == 0
     with pytest.raises(StartupError, match="is there already, and not empty"):
         run(assembly, state, "export", "--out", out)
-    assert run(assembly, state, "import", out)[0] == 0
-    with pytest.raises(StartupError, match=r"holds a drafter .* already: replace it with --force"):
-        run(assembly, state, "import", out)
-    run(assembly, state, "export", "--out", tmp_path / "first", "--version", "1")
-    assert run(assembly, state, "import", tmp_path / "first", "--force")[0] == 0
-    place = import_place(settings_of(assembly, state))
-    assert checkpoint.describe(place).facts["lineage"]["version"] == 1
-    assert [path.name for path in place.parent.iterdir()] == [place.name]
 
 
-def test_an_import_that_breaks_leaves_what_was_there(
+def test_an_export_that_breaks_leaves_nothing(
     assembly: Assembly, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(assembly, state, "export", "--out", tmp_path / "out")
-    run(assembly, state, "import", tmp_path / "out")
-    place = import_place(settings_of(assembly, state))
-    before = {path.name: path.read_bytes() for path in place.iterdir()}
-
-    def full(source: Path, path: Path) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shutil.copyfile", full)
+    monkeypatch.setattr("service.learning.learnt._card", full)
     with pytest.raises(StartupError, match=r"cannot be written: .*No space left"):
-        run(assembly, state, "import", tmp_path / "out", "--force")
-    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    assert [path.name for path in place.parent.iterdir()] == [place.name]
+        run(assembly, state, "export", "--out", tmp_path / "new" / "out")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_drafter_that_release_0_3_0_imported_still_serves(
+    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `state_dir/drafters`, under a hash of the model's absolute path, however the setting names it."""
+    model, deployed = Path(assembly.config.model), assembly.config.drafter_path
+    assert deployed is not None
+    place = tmp_path / "drafters" / sha256(str(model.resolve()).encode()).hexdigest()[:16]
+    copytree(deployed, place)
+    monkeypatch.chdir(model.parent)
+    for name in (str(model), f"./{model.name}"):
+        assert choose_drafter(settings_of(assembly, tmp_path, model=name)) == ("memory+specblock", place)
+    assert choose_drafter(settings_of(assembly, tmp_path, drafter_path=deployed))[1] == deployed
+    assert choose_drafter(settings_of(assembly, tmp_path, drafter="memory")) == ("memory", None)
+    other = choose_drafter(settings_of(assembly, tmp_path, model="smollm2-135m"))[1]
+    assert other is not None
+    assert other != place
 
 
 def torn(folder: Path) -> None:
@@ -360,12 +332,12 @@ def flipped(folder: Path) -> None:
 
 
 def rewritten(folder: Path, **tensors: Tensor) -> None:
-    """As somebody would who means it: the config no longer says what the weights were."""
+    """Change tensors, and remove the hash of the old ones from the config."""
     file, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
     save_file({**load_file(file), **tensors}, file)
-    told = json.loads(config.read_text())
-    del told["weights_sha256"]
-    config.write_text(json.dumps(told))
+    found = json.loads(config.read_text())
+    del found["weights_sha256"]
+    config.write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize(
@@ -388,43 +360,7 @@ def test_a_folder_that_cannot_serve_is_refused(
     folder = copytree(assembly.config.drafter_path, tmp_path / "drafter")
     damage(folder)
     with pytest.raises(StartupError, match=message):
-        run(assembly, tmp_path, "import", folder)
-    assert choose_drafter(settings_of(assembly, tmp_path)) == ("memory", None)
-
-
-def test_another_target_s_drafter_is_refused_by_the_embedded_model(assembly: Assembly, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"trained for target \w+, but smollm2-135m is \w+: set model"):
-        run_command("drafter", "import", assembly.config.drafter_path, "--state-dir", tmp_path)
-
-
-def test_another_target_s_drafter_stops_the_start_with_what_to_do(assembly: Assembly, tmp_path: Path) -> None:
-    assert assembly.config.drafter_path is not None
-    folder = copytree(assembly.config.drafter_path, tmp_path / "drafter")
-    told = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps({**told, "target_identity": "another"}))
-    run(assembly, tmp_path, "import", folder)
-    config = settings_of(assembly, tmp_path, budget_policy="fixed")
-    with pytest.raises(StartupError, match=f"it was imported: delete {import_place(config)}"):
-        assemble(config)
-
-
-def test_what_the_settings_name_goes_before_what_was_imported(assembly: Assembly, tmp_path: Path) -> None:
-    deployed = assembly.config.drafter_path
-    code, output = run(assembly, tmp_path, "import", deployed, "--drafter-path", deployed)
-    assert code == 0
-    assert "as configured the next start does not: drafter_path is" in output
-    assert choose_drafter(settings_of(assembly, tmp_path, drafter_path=deployed))[1] == deployed
-    assert choose_drafter(settings_of(assembly, tmp_path, drafter="memory")) == ("memory", None)
-
-
-def test_a_model_has_one_place_however_its_folder_is_named(
-    assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Path(assembly.config.model)
-    monkeypatch.chdir(model.parent)
-    places = {import_place(settings_of(assembly, tmp_path, model=name)) for name in (str(model), f"./{model.name}")}
-    assert len(places) == 1
-    assert import_place(settings_of(assembly, tmp_path, model="smollm2-135m")) not in places
+        run(assembly, tmp_path, "inspect", folder)
 
 
 def test_what_cannot_be_named_is_learnt_all_the_same(
@@ -433,7 +369,7 @@ def test_what_cannot_be_named_is_learnt_all_the_same(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("service.learning.moving.replace_file", full)
+    monkeypatch.setattr("service.learning.learnt.replace_file", full)
     adaptive = learner_in(assembly, tmp_path)
     assert "what is learnt cannot be exported" in caplog.text
     adaptive.learner.adopt(moved(adaptive, 1))

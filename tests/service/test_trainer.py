@@ -6,7 +6,7 @@ import pytest
 
 from service.config_sources import load_config
 from service.errors import StartupError
-from service.learning.commands import train, with_url
+from service.learning.adaptive import train, with_url
 from tests.service.bench.parts import save_two_layers, settings_for
 
 URL = "redis://localhost:1/0"

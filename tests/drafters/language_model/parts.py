@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from drafters.protocol import Noise
 from drafters.tree import ROOT, Candidates
-from service.engine import build
+from service.drafter import draft_model_of, make_drafter
 from service.engine.budget import FixedBudget
-from service.engine.build import taken_over
 from service.engine.engine import Engine, EngineLimits
 from service.engine.kv_pool import KVPool
 from service.engine.target import Target
@@ -30,8 +29,8 @@ def drafting_engine(
     loaded, draft = loaded_tiny("llama"), loaded_tiny("llama", draft_seed)
     pool = KVPool(loaded.kv_shape, num_slots, loaded.model.device)
     target = Target(loaded.model, pool)
-    model = taken_over(draft, loaded, name="draft", max_model_len=limits.max_model_len)
-    drafter = build.make_drafter(name, target, limits, draft_model=model)
+    model = draft_model_of(draft, loaded, name="draft", max_model_len=limits.max_model_len)
+    drafter = make_drafter(name, target, limits, draft_model=model)
     drafter.timed = lambda times: None  # type: ignore[method-assign]  # without times nothing is found too dear
     return Engine(target, limits, vocabulary_of(loaded), drafter, FixedBudget(limits.max_budget))
 

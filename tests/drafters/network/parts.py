@@ -19,7 +19,7 @@ from drafters.protocol import Committed, DraftingSizes, Noise, Read
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.lattice import NUM_FEATURES
-from service.engine.drafter_weights import layers_for
+from service.engine.initial_drafter import layers_for
 from tests.tiny_models import VOCAB_SIZE, stock_tiny
 
 DRAFT_VOCAB = 64

@@ -12,7 +12,7 @@ from drafters.network.serving import Live, forward_of
 from drafters.network.structure import InputLayer
 from drafters.protocol import DraftingSizes
 from drafters.trained_kinds import TRAINED_KINDS
-from drafters.training.corpus import Batch, Branches
+from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of as training_forward_of
 from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.lattice import Picked, StartNodes
@@ -35,8 +35,7 @@ class Text:
 
     def batch(self) -> Batch:
         none = torch.zeros(0, 64)
-        branches = Branches(none.long(), none.long(), none)
-        return Batch(self.tokens, self.features, torch.zeros(2, LENGTH), none.long(), none, none, branches, 2 * LENGTH)
+        return Batch(self.tokens, self.features, torch.zeros(2, LENGTH), none.long(), none, 2 * LENGTH)
 
 
 class Serving:

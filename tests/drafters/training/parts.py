@@ -13,7 +13,7 @@ HIDDEN = 48
 WIDTH = 3 * HIDDEN
 
 
-def random_shard(sequences: int, *, seed: int = 0, length: int = 30, branches: int = 0) -> Shard:
+def random_shard(sequences: int, *, seed: int = 0, length: int = 30) -> Shard:
     """Random texts of several lengths with features and labels as the reader writes them."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([length + number % 5 for number in range(sequences)])
@@ -21,8 +21,6 @@ def random_shard(sequences: int, *, seed: int = 0, length: int = 30, branches: i
     tokens, labels = int(lengths.sum()), int((lengths - prompts + 1).sum())
     logits = 3 * torch.randn(labels, VOCAB_SIZE, generator=generator)
     top = logits.log_softmax(-1).topk(TOP)
-    behind = 3 * torch.randn(labels - sequences, branches, VOCAB_SIZE, generator=generator)
-    others = behind.log_softmax(-1).topk(TOP)
     return Shard(
         tokens=torch.randint(300, (tokens,), generator=generator).to(torch.int32),
         features=torch.randn(tokens, WIDTH, generator=generator).to(torch.bfloat16),
@@ -31,8 +29,6 @@ def random_shard(sequences: int, *, seed: int = 0, length: int = 30, branches: i
         temps=torch.tensor([0.7 * (number % 2) for number in range(sequences)]),
         top_ids=top.indices.to(torch.int32),
         top_logprobs=top.values.to(torch.float16),
-        branch_ids=others.indices.to(torch.int32) if branches else None,
-        branch_logprobs=others.values.to(torch.float16) if branches else None,
     )
 
 

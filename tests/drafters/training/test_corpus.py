@@ -29,12 +29,10 @@ def corpus(tmp_path: Path) -> list[Example]:
 
 
 def test_a_shard_comes_back_as_it_was(tmp_path: Path) -> None:
-    shard = random_shard(5, branches=2)
+    shard = random_shard(5)
     shard.save(tmp_path / "a.safetensors")
     again = Shard.load(tmp_path / "a.safetensors")
-    assert all(
-        torch.equal(getattr(again, name), getattr(shard, name)) for name in Shard.__slots__ if "branch" not in name
-    )
+    assert all(torch.equal(getattr(again, name), getattr(shard, name)) for name in Shard.__slots__)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
@@ -48,7 +46,7 @@ def test_examples_are_the_shards_sequences(corpus: list[Example]) -> None:
 
 @pytest.mark.parametrize("most", [2, 7, 12, 20, 512])
 def test_of_long_texts_the_beginning_is_left_out_and_then_the_end(tmp_path: Path, most: int) -> None:
-    random_shard(12, branches=2).save(tmp_path / "a.safetensors")
+    random_shard(12).save(tmp_path / "a.safetensors")
     whole = load_examples([tmp_path / "a.safetensors"], max_length=512)
     cut = load_examples([tmp_path / "a.safetensors"], max_length=most)
     for one, all_of_it in zip(cut, whole, strict=True):
@@ -57,38 +55,15 @@ def test_of_long_texts_the_beginning_is_left_out_and_then_the_end(tmp_path: Path
         assert (one.prompt, one.start) == (all_of_it.prompt - left_out, left_out)
         assert torch.equal(one.tokens, all_of_it.tokens[left_out:][: one.length])
         assert torch.equal(one.features, all_of_it.features[left_out:][: one.length])
-        said = one.length - one.prompt
-        assert said == min(all_of_it.length - all_of_it.prompt, most - 1)
-        assert torch.equal(one.top_ids, all_of_it.top_ids[: said + 1])
-        assert torch.equal(one.branch_ids, all_of_it.branch_ids[:said])
+        answered = one.length - one.prompt
+        assert answered == min(all_of_it.length - all_of_it.prompt, most - 1)
+        assert torch.equal(one.top_ids, all_of_it.top_ids[: answered + 1])
 
 
 def test_texts_without_response_are_left_out(tmp_path: Path) -> None:
     shard = random_shard(4)
     replace(shard, prompts=shard.lengths.clone()).save(tmp_path / "a.safetensors")
     assert load_examples([tmp_path / "a.safetensors"], max_length=512) == []
-
-
-def test_a_batch_knows_what_else_might_have_been_said(tmp_path: Path) -> None:
-    random_shard(5, branches=2).save(tmp_path / "a.safetensors")
-    group = load_examples([tmp_path / "a.safetensors"], max_length=31)
-    batch, longest = Batch.of(group, 8, "cpu"), max(example.length for example in group)
-    assert batch.branches.tokens.shape == (5, longest, 2)
-    for line, example in enumerate(group):
-        for place in range(longest):
-            said, labels = place - example.prompt, batch.branches.labels[line, place]
-            if not 0 <= said < example.length - example.prompt:
-                assert labels.tolist() == [-1, -1]
-                continue
-            others = [
-                (int(token), float(logprob.float().exp()))
-                for token, logprob in zip(example.top_ids[said], example.top_logprobs[said], strict=True)
-                if token != example.tokens[place]
-            ]
-            assert batch.branches.tokens[line, place].tolist() == [token for token, _ in others[:2]]
-            assert batch.branches.odds[line, place].tolist() == pytest.approx([odds for _, odds in others[:2]])
-            assert torch.equal(batch.top_ids[labels], example.branch_ids[said].long())
-            assert torch.equal(batch.top_logprobs[labels], example.branch_logprobs[said].float())
 
 
 def test_a_batch_knows_the_label_of_every_position(corpus: list[Example]) -> None:

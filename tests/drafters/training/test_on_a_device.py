@@ -12,10 +12,9 @@ from drafters.network.model import Embed, SpecBlock
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.initialise import InputSums, explained
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.replay import replay_beside_memory
-from drafters.training.scores import examine
+from drafters.training.replay import examine, replay_beside_memory
 from kernels import ops
-from service.engine.drafter_weights import embed_with
+from service.drafter import embed_with
 from tests.drafters.training.parts import random_shard, trainable_drafter
 from tests.service.engine.elsewhere import ELSEWHERE, claims
 from tests.tiny_models import VOCAB_SIZE
@@ -39,7 +38,7 @@ def _texts_here(tmp_path: Path) -> list[Example]:
 @pytest.fixture(name="served")
 def _texts_of_serving(tmp_path: Path) -> list[Example]:
     """As serving hands them over: tokens on the host, what the target computed on the device."""
-    random_shard(6, branches=2).save(tmp_path / "served.safetensors")
+    random_shard(6).save(tmp_path / "served.safetensors")
     return [_moved(example, ELSEWHERE) for example in load_examples([tmp_path / "served.safetensors"], max_length=64)]
 
 
@@ -74,8 +73,8 @@ def test_a_served_text_is_the_batch_of_a_stored_one(served: list[Example], model
     """The labels of a served text lie on the device, its tokens on the host."""
     stored = [_moved(example, "cpu") for example in served]
     found, expected = (Batch.of(texts, model.config.reach, ELSEWHERE) for texts in (served, stored))
-    assert torch.equal(found.passed, expected.passed)
-    assert all(map(torch.equal, found.branches, expected.branches))
+    assert torch.equal(found.label_index, expected.label_index)
+    assert torch.equal(found.top_logprobs, expected.top_logprobs)
     assert replay_beside_memory(model, embed, served[0], every=2, nodes=8).steps > 0
 
 
@@ -88,6 +87,5 @@ def test_what_was_learnt_is_scored_there(model: SpecBlock, embed: Embed, example
 def _moved(example: Example, device: torch.device | str) -> Example:
     """What the target computed for a text, there; its tokens stay."""
     labels = example.top_ids.to(device), example.top_logprobs.to(device)
-    branches = example.branch_ids.to(device), example.branch_logprobs.to(device)
     tokens, features = example.tokens, example.features.to(device)
-    return Example(tokens, features, example.prompt, *labels, example.temperature, *branches)
+    return Example(tokens, features, example.prompt, *labels, example.temperature)

@@ -10,6 +10,7 @@ from drafters.network.model import SpecBlock
 from drafters.training.corpus import TOP, Batch, Example
 from drafters.training.forward import TrainingForward
 from drafters.training.replay import (
+    examine,
     replay_beside_memory,
     replay_blocks,
     replay_chain,
@@ -17,7 +18,6 @@ from drafters.training.replay import (
     replay_trees,
     serving,
 )
-from drafters.training.scores import examine
 from kernels.sample import gumbel_noise_of
 from tests.drafters.network.parts import tiny_embedding
 from tests.drafters.training.parts import BLOCK, HIDDEN, always_says, repeating_example, trainable_drafter

@@ -14,7 +14,7 @@ from drafters.network.model import SpecBlock, SpecBlockConfig
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.config import ServiceConfig
-from service.engine.drafter_weights import layers_for
+from service.engine.initial_drafter import layers_for
 from service.errors import StartupError
 from tests.tiny_models import SMALL, random_prompts, tiny_model
 

@@ -9,7 +9,7 @@ import torch
 from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
 from kernels.sample import ChosenTokens
-from service.engine import build
+from service.drafter import make_drafter
 from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget, StepLoad
 from service.engine.draft_gate import SequenceGain
 from service.engine.engine import Engine, EngineLimits, Vocabulary
@@ -84,7 +84,7 @@ def tiny_engine(
 ) -> Engine:
     loaded = loaded_tiny(family) if isinstance(family, str) else family
     target = tiny_target(loaded, num_slots)
-    drafts = build.make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
+    drafts = make_drafter(drafter, target, limits) if isinstance(drafter, str) else drafter
     target.capture = capture
     return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(limits.max_budget))
 

@@ -12,14 +12,12 @@ from drafters.network.served import ServingNetwork
 from drafters.registry import TrainedWeights
 from kernels import ops
 from kernels.graph_runner import rerun
-from service.engine import build
+from service.drafter import embed_with, make_drafter
 from service.engine.budget import FixedBudget
 from service.engine.captured import capture_forwards
-from service.engine.drafter_weights import embed_with
 from service.engine.engine import Engine
 from service.engine.kv_pool import KVPool
-from service.engine.measuring import Point, dummy_texts, run_point
-from service.engine.numerics import rows_are_independent
+from service.engine.measuring import Point, dummy_texts, rows_are_independent, run_point
 from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from tests.drafters.network.parts import target_config, tiny_drafter
@@ -48,7 +46,7 @@ def engine_elsewhere(loaded: LoadedModel, drafter: str, nodes: int, *, captured:
     if capture is not None:
         capture_forwards(target, capture, max_sequences=2, max_nodes=nodes, max_length=limits.max_model_len)
     weights = weights_elsewhere(loaded) if drafter == "specblock" else None
-    drafts = build.make_drafter(drafter, target, limits, weights)
+    drafts = make_drafter(drafter, target, limits, weights)
     target.capture = capture
     return Engine(target, limits, vocabulary_of(loaded), drafts, FixedBudget(nodes))
 

@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.regret import RegretLedger
-from service.engine import build
-from service.engine.budget import CostBudget, FixedBudget
-from service.engine.costs import FREE, Costs
+from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineOutput, _advance
-from service.engine.measuring import measure_costs
-from service.engine.numerics import check
+from service.engine.measuring import check, measure_costs
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.engine.scheduler import Scheduled, StepBatch
 from tests.service.engine.harness import (
@@ -365,9 +361,3 @@ def test_costs_are_measured_within_any_pool(max_model_len: int, num_slots: int) 
         seconds = costs.verify_seconds(np.arange(1.0, 100.0), context)
         assert np.isfinite(seconds).all()
         assert (seconds > 0).all()
-
-
-def test_without_costs_the_budget_is_fixed() -> None:
-    assert isinstance(build.make_policy(None, LIMITS, RegretLedger()), FixedBudget)
-    table = measure_costs(tiny_target(loaded_tiny("llama"), 400), LIMITS)
-    assert isinstance(build.make_policy(Costs(table, FREE), LIMITS, RegretLedger()), CostBudget)

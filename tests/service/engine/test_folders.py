@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from service.engine.families import VERIFIED
+from service.engine.checks import VERIFIED
 from service.errors import StartupError
 from tests.service.engine.test_weights import changed
 from tests.tiny_models import load, tiny_model
@@ -115,7 +115,7 @@ def test_a_family_without_a_judge_is_refused_until_it_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_model("llama", tmp_path)
-    monkeypatch.setattr("service.engine.families.VERIFIED", VERIFIED - {"llama"})
+    monkeypatch.setattr("service.engine.checks.VERIFIED", VERIFIED - {"llama"})
     with pytest.raises(StartupError, match=r"'llama' is not verified.*set unverified"):
         load(folder)
     load(folder, unverified=True)

@@ -17,8 +17,8 @@ from service.engine.decoder import FusedDecoder
 from service.engine.gguf_file import load_gguf
 from service.engine.gguf_reader import open_gguf
 from service.engine.kv_pool import KVPool
+from service.engine.measuring import Trial, check
 from service.engine.modules import ATTENTION_NAME, QuantisedEmbedding, QuantisedLinear
-from service.engine.numerics import Trial, check
 from service.engine.target import Target
 from service.engine.weights import kv_shape
 from service.errors import StartupError

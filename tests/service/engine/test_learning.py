@@ -9,7 +9,7 @@ import torch
 from drafters.feedback import Query
 from drafters.protocol import Drafter
 from kernels.sample import gumbel_noise_of
-from service.engine import build
+from service.drafter import make_drafter
 from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import Scope
@@ -61,7 +61,7 @@ def engine_for(
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)
     limits = replace(LIMITS, num_slots=num_slots)
-    drafts: Drafter = build.make_drafter(drafter, target, limits)
+    drafts: Drafter = make_drafter(drafter, target, limits)
     return Engine(target, limits, vocabulary_of(loaded), drafts, policy or FixedBudget(4), learning=heard)
 
 

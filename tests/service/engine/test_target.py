@@ -17,8 +17,8 @@ from kernels.layers import Product
 from kernels.rows import ExtendRows
 from kernels.tree_attention import NULL_SLOT, Attention
 from service.engine.kv_pool import KVPool, SlotPool, SlotTable
+from service.engine.measuring import check
 from service.engine.modules import AttentionStep, decoder_layers, replace_linears, slot_attention
-from service.engine.numerics import check
 from service.engine.rows import RowLayout
 from service.engine.target import Target
 from service.errors import StartupError

@@ -23,11 +23,12 @@ from drafters.training.corpus import TOP, Example
 from drafters.training.fit import FitLoop, FitReport, Length
 from drafters.training.replay import replay_blocks
 from service.assembly import assemble
-from service.engine.drafter_weights import embed_with
+from service.drafter import embed_with
 from service.errors import StartupError
 from service.text.tokenizer import ChatTokenizer
 from service.training.adapt import LoggedChat
-from service.training.commands import KEPT_EXIT_CODE, FitOptions
+from service.training.commands import KEPT_EXIT_CODE
+from service.training.options import FitOptions
 from tests.published_forms import DRAFT_VOCAB, eagle3, mimo
 from tests.service.bench.parts import run_command, save_drafter, settings_for
 from tests.taught import saved_taught
@@ -173,7 +174,7 @@ def said_of(adapted: Path, name: str) -> str:
 def test_what_was_not_trained_stays_as_others_wrote_it(drafters: Path, adapted: Path) -> None:
     """All tensors of the layers change, and nothing else; the card says what was measured, and keeps what it said."""
     old, new = drafters / "eagle3", adapted / "eagle3"
-    assert names_in(new) == {"config.json", "model.safetensors", "README.md", "curve.jsonl", "curve.png"}
+    assert names_in(new) == {"config.json", "model.safetensors", "README.md", "curve.jsonl"}
     assert (new / "config.json").read_bytes() == (old / "config.json").read_bytes()
     before, after = load_file(old / WEIGHTS_FILE), load_file(new / WEIGHTS_FILE)
     assert {name: (value.shape, value.dtype) for name, value in before.items()} == {
@@ -192,7 +193,7 @@ def test_our_own_form_says_what_it_was_trained_from(drafters: Path, adapted: Pat
     facts = checkpoint.describe(adapted / "own").facts
     assert facts["training"]["adapts"] == checkpoint.weights_sha256(drafters / "own")
     assert facts["training"]["steps"] == STEPS
-    assert names_in(adapted / "own") == {"config.json", "model.safetensors", "README.md", "curve.jsonl", "curve.png"}
+    assert names_in(adapted / "own") == {"config.json", "model.safetensors", "README.md", "curve.jsonl"}
 
 
 def test_a_log_that_teaches_nothing_keeps_the_old_drafter(target: Path, adapted: Path, tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 import shutil
 from collections import namedtuple
-from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from drafters.training.corpus import TOP, Shard
@@ -69,40 +67,6 @@ def test_features_and_labels_are_the_models_own(family: str, tmp_path: Path) -> 
         assert shard.tokens[token : token + text.num_tokens].tolist() == text.prompt + text.response
         token, label = token + text.num_tokens, label + labels
     assert (token, label) == (shard.tokens.shape[0], shard.top_ids.shape[0])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_branches_are_what_the_model_says_behind_other_tokens(family: str, tmp_path: Path) -> None:
-    texts = responses(5)
-    model, stock = load(tiny_model(family, tmp_path)).model, stock_tiny(family)
-    shard = FeatureReader(model, TAPS, batch_tokens=100, branches=2).read(texts)
-    assert shard.branch_ids is not None
-    assert shard.branch_logprobs is not None
-    said = label = 0
-    for text in texts:
-        for place, token in enumerate(text.response):
-            others = [int(other) for other in shard.top_ids[label + place] if other != token][:2]
-            for number, other in enumerate(others if place % 6 == 0 else []):
-                beginning = torch.tensor([[*text.prompt, *text.response[:place], other]])
-                wanted = stock(input_ids=beginning, use_cache=False).logits[0, -1].float().log_softmax(-1)
-                ids = shard.branch_ids[said + place, number].long()
-                assert (wanted[ids] - shard.branch_logprobs[said + place, number].float()).abs().max() < 0.02
-                assert wanted[ids[-1]] > wanted.topk(TOP).values[-1] - 0.02
-        said, label = said + len(text.response), label + len(text.response) + 1
-    assert said == shard.branch_ids.shape[0]
-
-
-def test_shards_with_other_branches_are_refused(reader: FeatureReader, tmp_path: Path) -> None:
-    list(write_shards(reader, responses(3), tmp_path))
-    with safe_open(tmp_path / "shard00000.safetensors", framework="pt") as shard:
-        assert not [name for name in shard.keys() if name.startswith("branch")]  # noqa: SIM118
-    branching = copy(reader)
-    branching.branches = 1
-    with pytest.raises(StartupError, match="was made with --branches 0, not 1"):
-        list(write_shards(branching, responses(3), tmp_path))
-    assert len(list(write_shards(branching, responses(3), tmp_path / "other"))) == 1
-    assert Shard.load(tmp_path / "other" / "shard00000.safetensors").num_branches == 1
-    assert len(list(write_shards(branching, responses(3), tmp_path / "other"))) == 1
 
 
 def test_shards_hold_all_texts_and_are_kept(reader: FeatureReader, tmp_path: Path) -> None:

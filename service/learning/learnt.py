@@ -1,9 +1,7 @@
-"""Moves drafters between servers: exports what was learnt as a drafter folder, and checks and copies a drafter folder
-to where the configured model finds it. Loads no model."""
+"""What a server has learnt: the versions in its learning folders, and one of them as a drafter folder. Loads no
+model."""
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,23 +10,26 @@ import torch
 
 from adaptation.checkpoint import (
     SNAPSHOTS,
+    Snapshot,
     all_finite,
     read_manifest,
+    read_snapshot,
     stored_versions,
 )
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
+from adaptation.weights import ANCHOR
 from drafters.files import replace_file, replacing
 from drafters.network import checkpoint
 from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
 from drafters.network.config import SpecBlockConfig, config_from
 from drafters.published import folders as published
+from service import __version__
 from service.config import ServiceConfig
-from service.engine.drafter_weights import import_place, shipped_folder, source_of
+from service.drafter import source_of
 from service.errors import StartupError
 
 DRAFTER_FILE = "drafter.json"
-_MOVED = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,27 +161,6 @@ def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> di
     }
 
 
-def import_drafter(config: ServiceConfig, folder: Path, *, force: bool) -> Path:
-    """Copy a drafter folder to where the configured model finds it. # -> that place; raises StartupError"""
-    identity, shipped = checked(folder).target_identity, shipped_folder(config.model_source)
-    if shipped is not None and identity != (expected := checkpoint.describe(shipped).target_identity):
-        raise StartupError(
-            f"drafter {folder}: trained for target {identity}, but {config.model_source} is {expected}: "
-            "set model to the one it was trained for"
-        )
-    place = import_place(config)
-    if place.exists() and not force:
-        raise StartupError(f"{place} holds a drafter for {config.model_source} already: replace it with --force")
-
-    def write(unfinished: Path) -> None:
-        for name in _MOVED:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, unfinished / name)
-
-    put(place, write)
-    return place
-
-
 def checked(folder: Path) -> Description:
     """Check all that can be checked without the target. Raises StartupError for a folder that no server can use."""
     if published.form_of(folder) is not None:
@@ -200,12 +180,128 @@ def checked(folder: Path) -> Description:
     return described
 
 
-def put(place: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder and put it in place by a rename, replacing any that is there. Raises StartupError, and then the
-    old one is still there."""
+def new_folder(out: Path) -> Path:
+    """The absolute path of a folder to be written. Raises StartupError if something is there."""
+    out = out.expanduser().resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartupError(f"{out} is there already, and not empty: name another folder with --out")
+    return out
+
+
+def export(config: ServiceConfig, out: Path, *, version: int | None, source: Path | None) -> int:
+    """Write the version that serves, or another one, as a drafter folder, by one rename. `source`: path or name of the
+    learning folder; None: the only one with a version. # -> the version; raises StartupError"""
+    out, chosen = new_folder(out), _chosen(config, source)
+    version, origin = _version_of(chosen, version), _origin_of(chosen)
+    snapshot, target = _read(chosen, version, origin), _shown_name(origin)
+    lineage = {
+        "version": version,
+        "parent": snapshot.info.parent,
+        "date": snapshot.info.date,
+        "scores": dict(snapshot.info.scores),
+        "origin_sha256": origin.origin_sha256,
+        "weights_sha256": next(one["weights_sha256"] for one in chosen.versions if one["version"] == version),
+    }
+    versions = {"adaptree": __version__, "torch": str(torch.__version__)}
+    facts = {"target": target, "lineage": lineage, "versions": versions}
+    identity, tensors = origin.target_identity, snapshot.tensors
     try:
-        with replacing(place) as unfinished:
-            unfinished.mkdir()
-            write(unfinished)
+        with replacing(out) as unfinished:
+            checkpoint.save_weights(unfinished, origin.config, tensors, target_identity=identity, facts=facts)
+            (unfinished / CARD_FILE).write_text(_card(origin.config, target, {**lineage, **versions}))
     except OSError as error:
-        raise StartupError(f"{place} cannot be written: {error}") from error
+        raise StartupError(f"{out} cannot be written: {error}") from error
+    return version
+
+
+def _chosen(config: ServiceConfig, source: Path | None) -> Learnt:
+    if source is not None:
+        named = source if source.is_dir() else config.state_dir / "adaptation" / source
+        if not named.is_dir():
+            raise StartupError(f"--from {source}: no such folder, nor one in {config.state_dir / 'adaptation'}")
+        return look_at(named)
+    found = [one for one in learnt(config) if one.versions]
+    if not found:
+        raise StartupError(
+            f"nothing was learnt for {config.model} in {config.state_dir}: name the state_dir of the server that "
+            "learnt, or serve with adaptation.enabled true until `adaptree drafter inspect` shows a version"
+        )
+    if len(found) > 1:
+        listed = "".join(f"\n  {one.folder.name}: {_summary(one)}" for one in found)
+        raise StartupError(f"several drafters have learnt in {config.state_dir}: choose one with --from{listed}")
+    return found[0]
+
+
+def _summary(one: Learnt) -> str:
+    last = one.versions[-1]
+    dated = f" of {last['date']}" if last["date"] else ""
+    return f"{len(one.versions)} versions, newest {last['version']}{dated}, served {one.served}"
+
+
+def _version_of(chosen: Learnt, version: int | None) -> int:
+    """The version to export. Raises StartupError."""
+    listed = ", ".join(map(str, chosen.intact)) or "none"
+    if version is None and chosen.served == ANCHOR:
+        raise StartupError(
+            f"{chosen.folder.name} serves the drafter as it was deployed: copy its folder, "
+            f"or name a version with --version (kept: {listed})"
+        )
+    version = chosen.served if version is None else version
+    if version not in [one["version"] for one in chosen.versions]:
+        raise StartupError(f"version {version} is not kept in {chosen.folder}: name one with --version ({listed})")
+    return version
+
+
+def _origin_of(chosen: Learnt) -> Origin:
+    if chosen.origin is None:
+        why = chosen.complaint or f"{DRAFTER_FILE} is missing"
+        raise StartupError(
+            f"{chosen.folder} does not say what its drafter is like ({why}): start its server once with "
+            "adaptation.enabled true, which writes that file"
+        )
+    return chosen.origin
+
+
+def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
+    """Raises StartupError for a damaged snapshot, or one that does not fit its drafter."""
+    try:
+        snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
+        found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
+        if found != checkpoint.shapes_of(origin.config):
+            raise Damaged("its tensors do not fit its drafter")
+        if not checkpoint.names_tokens(snapshot.tensors[VOCABULARY], origin.config.target_vocab_size):
+            raise Damaged(f"{VOCABULARY} names tokens that the target does not have, or one twice")
+        return snapshot
+    except Damaged as error:
+        listed = ", ".join(str(other) for other in chosen.intact if other != version) or "none"
+        raise StartupError(
+            f"version {version} in {chosen.folder / SNAPSHOTS} cannot be trusted: {error}; name another with --version "
+            f"({listed})"
+        ) from error
+
+
+def _shown_name(origin: Origin) -> str:
+    """The target's name without the folders of this machine."""
+    name = origin.model or f"target {origin.target_identity}"
+    return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
+
+
+def _card(config: SpecBlockConfig, target: str, facts: dict[str, Any]) -> str:
+    """The model card of an exported drafter."""
+    table = "\n".join(f"| {name} | {'' if value is None else value} |" for name, value in facts.items())
+    return f"""---
+base_model: {target}
+tags: [speculative-decoding, {config.kind}]
+---
+# A drafter of kind {config.kind} for {target}
+
+Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text. Its
+licence is the target's, unless its terms say otherwise. It was learnt from what a server's clients asked: pass it on as
+you would pass on their texts.
+
+| | |
+|---|---|
+{table}
+
+Serve with it: `adaptree serve --model MODEL --drafter-path FOLDER`.
+"""

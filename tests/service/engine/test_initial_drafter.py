@@ -3,7 +3,7 @@
 import pytest
 
 from kernels.decoder_layer import FUSED_FAMILIES
-from service.engine.drafter_weights import layers_for
+from service.engine.initial_drafter import layers_for
 from tests.tiny_models import FAMILIES, stock_tiny
 
 

@@ -1,0 +1,326 @@
+"""The drafter of a configuration: its kind, the folder of its weights, and the object that drafts. The service builds
+drafters nowhere else; which kinds there are is `drafters.registry`'s."""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+import drafters
+from drafters.kinds import Need, Parts
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError, weights_of
+from drafters.network.layers import Embed
+from drafters.network.model import SpecBlock
+from drafters.network.served import ServingNetwork
+from drafters.protocol import Drafter, DraftingSizes, Observer
+from drafters.published import folders as published
+from drafters.registry import TrainedWeights, build_drafter, needs_of, trained_kind_of
+from drafters.regret import RegretLedger
+from drafters.trained_kinds import TRAINED_KINDS
+from kernels.layers import Weight, look_up
+from service.config import ServiceConfig
+from service.engine.engine import EngineLimits
+from service.engine.initial_drafter import initial_drafter_for
+from service.engine.kv_pool import KVPool
+from service.engine.target import Target
+from service.engine.weights import EMBEDDED_NAME, BeginDrafter, LoadedModel
+from service.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_DRAFTERS = {
+    "meta-llama/Llama-3.1-8B-Instruct": "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+    "meta-llama/Llama-3.3-70B-Instruct": "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
+    "Qwen/Qwen3-8B": "RedHatAI/Qwen3-8B-speculator.eagle3",
+    "Qwen/Qwen3-14B": "RedHatAI/Qwen3-14B-speculator.eagle3",
+    "Qwen/Qwen3-32B": "RedHatAI/Qwen3-32B-speculator.eagle3",
+}
+"""Drafters on the hub that are made for a target, by their cards. `auto` uses them where there is no other."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_FILES = ("*.json", "*.safetensors", "*.bin")
+_HASH_LENGTH = 16
+_TRIAL_SLOTS = 16  # slots of a draft model's pool for its first forward; the drafter makes a pool of its own
+
+
+def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:
+    """The name of the drafter, and the folder of its weights, if it has any. `starts`: learning can make a drafter.
+    Raises StartupError."""
+    folder = _folder(config)
+    name: str = config.drafter
+    if name == "auto":
+        name = f"memory+{_kind_in(folder)}" if folder or starts else "memory"
+        if name == "memory":
+            logger.info("no trained drafter for %s: drafting by memory", config.model)
+    needs = drafter_needs(name)
+    if "model" in needs and config.drafter_path is None:
+        raise StartupError(f"drafter {name} needs a model: set drafter_path to a folder, a .gguf file or a hub id")
+    if "weights" in needs and folder is None and not starts:
+        raise StartupError(
+            f"drafter {name} needs trained weights for {config.model}: set drafter_path, "
+            "make them with `adaptree train drafter`, or set drafter to memory"
+        )
+    wanted = trained_kind_of(name)
+    if wanted is not None and folder is not None and (kind := _kind_in(folder)) != wanted:
+        raise StartupError(
+            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or memory+{kind}"
+        )
+    return name, folder if "weights" in needs else None
+
+
+def drafter_needs(drafter: str) -> frozenset[Need]:
+    """What a drafter needs to be built. Raises StartupError for an unknown one."""
+    try:
+        return needs_of(drafter)
+    except ValueError as error:
+        raise StartupError(f"{error}. Fix: change `drafter`.") from error
+
+
+def _wants_weights(config: ServiceConfig) -> bool:
+    return config.drafter == "auto" or "weights" in drafter_needs(config.drafter)
+
+
+def _folder(config: ServiceConfig) -> Path | None:
+    """The folder of trained weights for this target, if there is one; a drafter on the hub is downloaded. Raises
+    StartupError."""
+    if config.drafter_path is not None:
+        return local_folder(config.drafter_path) if _wants_weights(config) else config.drafter_path
+    found = _imported_folder(config) or shipped_folder(config.model_source) or _folder_of_target(config)
+    return found or (_public_folder(config.model_source) if config.drafter == "auto" else None)
+
+
+def _imported_folder(config: ServiceConfig) -> Path | None:
+    """The folder of the drafter that release 0.3.0 imported for the configured model, if it did."""
+    name = hashlib.sha256(source_of(config).encode()).hexdigest()[:_HASH_LENGTH]
+    folder = config.state_dir / "drafters" / name
+    return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
+
+
+def source_of(config: ServiceConfig) -> str:
+    """The configured model by an absolute path, or by its name where it is no local folder."""
+    path = Path(config.model_source).expanduser()
+    is_local = config.model_source != EMBEDDED_NAME and path.exists()
+    return str(path.resolve()) if is_local else config.model_source
+
+
+def shipped_folder(model_name: str) -> Path | None:
+    """The folder of the drafter that this package has for a target, if it has one."""
+    if model_name != EMBEDDED_NAME:
+        return None
+    folder = Path(drafters.__file__).parent / "shipped" / model_name
+    return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
+
+
+def _folder_of_target(config: ServiceConfig) -> Path | None:
+    """The target's own folder, if a drafter was published in it and it has been downloaded."""
+    try:
+        found = cached_file(
+            config.model_source, checkpoint.CONFIG_FILE, revision=config.revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None  # loading the model reports why
+    folder = None if found is None else Path(found).parent
+    published_here = folder is not None and published.form_of(folder) is not None
+    return folder if published_here and TRAINED_KINDS[_kind_in(folder)].with_target else None
+
+
+@lru_cache
+def _public_folder(model: str) -> Path | None:
+    """The folder of the drafter that is known to be published for a model, if it can be downloaded."""
+    public = PUBLIC_DRAFTERS.get(model)
+    try:
+        return None if public is None else local_folder(Path(public))
+    except StartupError as error:
+        logger.warning("the drafter that is published for %s is not used: %s", model, error)
+        return None
+
+
+@lru_cache
+def local_folder(path: Path) -> Path:
+    """The folder of a drafter by its path or hub id (ORG/NAME, with @REVISION for another than the newest), in the
+    hub's cache. Raises StartupError."""
+    if path.exists() or not _HUB_ID.fullmatch(str(path)):
+        return path  # loading reports what is missing
+    name, _, revision = str(path).partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(
+            f"drafter {path} is no folder here and cannot be fetched from the hub: {reason} Fix: correct drafter_path, "
+            "or download it where the network allows and name its folder."
+        ) from error
+
+
+def _kind_in(folder: Path | None) -> str:
+    """Kind of the drafter in a folder. Without a readable one the default kind: loading it reports what is wrong."""
+    try:
+        return "specblock" if folder is None else published.kind_of(folder)
+    except DrafterError:
+        return "specblock"
+
+
+def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
+    """Factory of the initial drafter that learning trains; None: learning trains none."""
+    if not (config.adaptation.enabled and _wants_weights(config)):
+        return None
+
+    def begin(model: PreTrainedModel, identity: str) -> SpecBlock | None:
+        folder = _folder(config)  # the target's own files have been downloaded by now
+        return initial_drafter_for(model, identity, folder) if folder or config.drafter == "auto" else None
+
+    return begin
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A trained drafter, or the initial one of a target, ready to serve; its weights may be replaced meanwhile."""
+
+    serving: TrainedWeights
+    weights: Mapping[str, Tensor]  # by name, as loaded
+    made: bool = True  # False: it drafts nothing before its weights have been trained on served queries
+    given: Mapping[str, Tensor] | None = None  # weights that were trained for another target, and may fit this one
+
+
+def load_drafter(folder: Path | None, loaded: LoadedModel, *, blocks: int) -> LoadedDrafter | None:
+    """Load the drafter of a folder on the target's device, in the target's type, or wrap the target's initial drafter,
+    for which the folder's weights are a candidate. None: there is neither. Raises StartupError."""
+    initial = loaded.initial_drafter
+    try:
+        given = _given(folder, loaded) if initial is not None and folder is not None else None
+        model = load_network(folder, loaded) if initial is None and folder is not None else initial
+    except DrafterError as error:
+        raise StartupError(str(error)) from error
+    if model is None:
+        return None
+    serving = _serving(model, loaded, blocks)
+    if initial is not None:
+        return LoadedDrafter(replace(serving, ready=lambda: False), weights_of(model), made=False, given=given)
+    shape = model.config.kind, serving.blocks, model.config.block_size
+    logger.info("loaded drafter %s: %s, %d blocks of %d positions", folder, *shape)
+    return LoadedDrafter(serving, weights_of(model))
+
+
+def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
+    """Load a folder's network as it is trained. Raises DrafterError."""
+    return published.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
+
+
+def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
+    """Load weights that were trained for another target. Raises DrafterError."""
+    theirs = checkpoint.describe(folder).target_identity or ""
+    parts, (dtype, device) = replace(loaded.parts, identity=theirs), (loaded.model.dtype, loaded.model.device)
+    return weights_of(checkpoint.load(folder, parts, dtype=dtype, device=device))
+
+
+def _serving(model: SpecBlock, loaded: LoadedModel, blocks: int) -> TrainedWeights:
+    weights, in_8_bits = weights_of(model), loaded.is_quantised
+    network = ServingNetwork(model.config, weights, in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
+    return TrainedWeights(
+        network, embed_with(loaded.parts.table), blocks=TRAINED_KINDS[model.config.kind].blocks(blocks)
+    )
+
+
+def embed_with(table: Weight) -> Embed:
+    """Lookup in the target's embedding, on its device. # tokens [...] int64 -> [..., hidden]"""
+    return partial(look_up, weight=table)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A language model that drafts for the target."""
+
+    model: Target
+    fingerprint: str  # hash of its weights
+
+
+def draft_model_of(loaded: LoadedModel, target: LoadedModel, *, name: str, max_model_len: int) -> DraftModel:
+    """Make a loaded model draft for the target. Raises StartupError where its tokens or positions do not fit."""
+    difference = tokens_differ(target.tokenizer, loaded.tokenizer)
+    if difference is not None:
+        raise StartupError(
+            f"the draft model {name} has another tokenizer than the target: {difference}; set drafter_path to a model "
+            "of the target's family"
+        )
+    if loaded.max_positions < max_model_len:
+        raise StartupError(
+            f"the draft model {name} was made for {loaded.max_positions} tokens: set max_model_len to no more"
+        )
+    pool = KVPool(loaded.kv_shape, _TRIAL_SLOTS, loaded.model.device)
+    return DraftModel(Target(loaded.model, pool, in_8_bits=loaded.in_8_bits), loaded.fingerprint)
+
+
+def tokens_differ(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """The first difference between the contents of two tokenizers; None: there is none. Their end tokens may differ:
+    only the target's end an answer."""
+    ours, theirs = _contents(target), _contents(draft)
+    for part in ours:
+        one, other = ours[part], theirs[part]
+        place = next((key for key in {**one, **other} if one.get(key) != other.get(key)), None)
+        if place is not None:
+            shown = [repr(found[place]) if place in found else "none" for found in (one, other)]
+            return f"{part} {place} is {shown[0]} for the target and {shown[1]} for the draft model"
+    return None
+
+
+def _contents(tokenizer: PreTrainedTokenizerBase) -> dict[str, Mapping[int, object]]:
+    """Vocabulary, merges and special tokens, each by index."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model: Mapping[str, Any] = json.loads(backend.to_str())["model"] if backend is not None else {}
+    special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {
+        "token": {id_: token for token, id_ in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])},
+        "merge": dict(enumerate(model.get("merges") or ())),
+        "special token": special,
+    }
+
+
+def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | None = None) -> DraftingSizes:
+    """Sizes of a drafter's tables in an engine of these limits; `ledger`: the engine's."""
+    return DraftingSizes(
+        max_sequences=limits.max_sequences,
+        max_length=limits.max_model_len,
+        vocab_size=target.vocab_size,
+        num_slots=target.pool.num_slots,
+        max_nodes=limits.max_budget,
+        memory=limits.memory,
+        device=target.device,
+        capture=target.capture,
+        ledger=ledger or RegretLedger(),
+    )
+
+
+def make_drafter(
+    name: str,
+    target: Target,
+    limits: EngineLimits,
+    weights: TrainedWeights | None = None,
+    ledger: RegretLedger | None = None,
+    draft_model: DraftModel | None = None,
+    observer: Observer | None = None,
+) -> Drafter:
+    """Build the drafter of that name, sized for the engine; with an `observer` it is not captured as graphs.
+    Raises StartupError."""
+    sizes = drafting_sizes(target, limits, ledger)
+    parts = Parts(
+        sizes=sizes if observer is None else replace(sizes, capture=None, observer=observer),
+        weights=weights,
+        draft_model=None if draft_model is None else draft_model.model.with_pool,
+    )
+    try:
+        return build_drafter(name, parts)
+    except ValueError as error:
+        raise StartupError(str(error)) from error

@@ -1,0 +1,122 @@
+"""Which targets are refused, by their config and their files, before or after their weights are loaded."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from service.errors import StartupError
+
+VERIFIED = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    }
+)
+"""Model types in transformers. A type is added with its row in the conformance suite."""
+
+_OF_A_DRAFTER = "model.mtp_layers."
+"""Begins the names of weights that `drafters/published` reads from the same files."""
+_INDEX = "model.safetensors.index.json"
+
+
+def refuse_unsupported(full_config: PreTrainedConfig) -> None:
+    """Raise StartupError for models whose attention is not plain causal attention that ours can replace."""
+    config = full_config.get_text_config()
+    if getattr(full_config, "is_encoder_decoder", False):
+        raise StartupError(f"model type {config.model_type!r} is an encoder-decoder; adaptree serves decoders")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise StartupError(
+            f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # of all layers, or of each kind of layer
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise StartupError(
+                f"model type {config.model_type!r} scales rotary positions by {kind!r}, which makes one request's text "
+                "depend on another's length; use a checkpoint with rope_type default, linear, yarn or llama3"
+            )
+    if not _takes_attention(full_config) or getattr(config, "max_position_embeddings", None) is None:
+        raise StartupError(
+            f"model type {config.model_type!r} computes attention in a way of its own, which adaptree cannot replace"
+        )
+
+
+def _takes_attention(config: PreTrainedConfig) -> bool:
+    """Whether transformers lets this model's attention be replaced; other models ignore the setting silently."""
+    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return known is None or bool(getattr(known, "_supports_attention_backend", False))
+
+
+def refuse_unverified(model_type: str, *, allowed: bool) -> None:
+    """Raise StartupError for a family that no judge has compared, unless that is allowed."""
+    if not allowed and model_type not in VERIFIED:
+        raise StartupError(
+            f"model type {model_type!r} is not verified: no test compares its scores with "
+            "those of other engines; set unverified to serve it all the same. Verified are "
+            f"{', '.join(sorted(VERIFIED))}"
+        )
+
+
+def refuse_doubled(folder: Path) -> None:
+    """Raise StartupError where the files of a local folder hold a tensor twice: readers take the last one silently."""
+    index, names = folder / _INDEX, {"model.safetensors"}
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StartupError(f"{index}: it does not say which file holds which weight: {error!r}") from error
+    found: dict[str, str] = {}
+    for file in sorted(folder / name for name in names):
+        for key in _keys(file) if file.is_file() else ():
+            if key in found:
+                raise StartupError(f"{file}: tensor {key!r} comes twice, the first time in {found[key]}")
+            found[key] = file.name
+
+
+def _keys(file: Path) -> list[str]:
+    """The names in a file's header, doubled ones twice: eight bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, file.stat().st_size))
+    try:
+        pairs: list[tuple[str, Any]] = json.loads(header, object_pairs_hook=list)
+        return [name for name, _ in pairs if name != "__metadata__"]
+    except (ValueError, TypeError) as error:
+        raise StartupError(f"{file}: its weights are damaged, copy or download them again: {error}") from error
+
+
+def refuse_incomplete(report: Mapping[str, Collection[Any]], config: PreTrainedConfig) -> None:
+    """Raise StartupError for missing weights and weights of another shape, which transformers would draw at random, and
+    for weights that the model does not have, which it would ignore. `report`: its `output_loading_info`."""
+    missing, others = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    for key, theirs, ours in report["mismatched_keys"]:
+        raise StartupError(f"tensor {key!r} has the shape {list(theirs)}, by config.json {list(ours)}")
+    if missing:
+        tied = "; if it is the embedding's, set tie_word_embeddings to true in config.json"
+        raise StartupError(
+            f"the files hold no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
+            + (tied if missing == ["lm_head.weight"] else "")
+        )
+    unread = [key for key in others if not key.startswith(_OF_A_DRAFTER)]
+    if unread:
+        raise StartupError(
+            f"the files hold {', '.join(unread[:3])} ({len(unread)} in all), which a model of type "
+            f"{config.model_type!r} with this config.json does not have: it would compute without them"
+        )

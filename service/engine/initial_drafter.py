@@ -1,0 +1,130 @@
+"""The shapes of a drafter for a target, and the initial drafter that learning trains.
+
+An initial drafter has copies of the target's last layers and head; its input layer is solved from served queries later,
+and until then it drafts nothing.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from drafters.network import checkpoint
+from drafters.network.checkpoint import DrafterError
+from drafters.network.config import SpecBlockConfig
+from drafters.network.model import SpecBlock
+from drafters.network.structure import InputLayer
+from drafters.trained_kinds import TRAINED_KINDS
+from drafters.training.initialise import TargetEnd, copy_end
+from kernels.decoder_layer import FUSED_FAMILIES
+from kernels.layers import dense
+from service.engine.modules import decoder_layers
+from service.engine.modules import weights_of as target_weights_of
+from service.engine.weights import has_standard_layers
+
+logger = logging.getLogger(__name__)
+
+_DRAFT_TOKENS = 8192  # as `train drafter`
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Make the random weights created in this block the same each time, on their device; other randomness is kept."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        yield
+
+
+def drafter_config(
+    model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS, kind: str = "specblock"
+) -> SpecBlockConfig:
+    """Shapes of a drafter for this target. Raises ValueError for a target that cannot have one."""
+    text = model.config.get_text_config()
+    size = min(text.vocab_size, draft_tokens)
+    # Training is faster where only a block's first entry sees token and condition: docs/training.md.
+    shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
+    return SpecBlockConfig(layers_for(text, kind), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
+
+
+def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any]:
+    """The config of a drafter's layers: the target's own without its path, as layers of the family that the kind is
+    published with, if any; or Llama's in the target's sizes where the target's layers are not among `FUSED_FAMILIES`.
+    """
+    family = TRAINED_KINDS[kind].family
+    if text.model_type in FUSED_FAMILIES:
+        own = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
+        return {**own, "model_type": family, "attention_bias": False, "mlp_bias": False} if family else own
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    others = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    known = {name: getattr(text, name) for name in (*sizes, *others) if getattr(text, name, None) is not None}
+    return {**LlamaConfig(**known).to_dict(), **({"model_type": family} if family else {})}
+
+
+def tap_layers_for(model: PreTrainedModel) -> tuple[int, int, int]:
+    """A low, a middle and a high layer whose outputs a drafter reads (SpecBlock section 3.1): the high one feeds the
+    copied last layers, or is the last layer where none are copied."""
+    num_layers, copied = model.config.get_text_config().num_hidden_layers, 2 if has_standard_layers(model) else 0
+    return min(2, num_layers - 1), num_layers // 2, max(num_layers - 1 - copied, 0)
+
+
+def target_end(model: PreTrainedModel) -> TargetEnd:
+    """The last layers, norm and head that a drafter copies; to be taken before weights move into products."""
+    output = model.get_output_embeddings()
+    assert isinstance(output, torch.nn.Module), "a causal language model has an output layer"
+    return TargetEnd(
+        layers=list(decoder_layers(model).children()),
+        norm=model.get_decoder().get_submodule("norm"),
+        head=dense(target_weights_of(output)["weight"]),
+        standard=has_standard_layers(model),
+    )
+
+
+def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
+    """An initial drafter for this target: without a folder, or for one whose drafter was trained for another target of
+    the same shapes. None: the folder is this target's, or the target cannot have a drafter."""
+    if folder is None:
+        try:
+            return new_initial_drafter(model, drafter_config(model))
+        except ValueError as error:
+            logger.warning("no drafter can be made for this model: %s", error)
+            return None
+    try:
+        found = checkpoint.describe(folder)
+    except DrafterError:
+        return None  # loading it reports why
+    if found.target_identity == identity or not fits(found.config, model):
+        return None
+    logger.info(
+        "drafter %s was made for target %s: it serves once it has proved better than the memory", folder, identity
+    )
+    return new_initial_drafter(model, found.config)
+
+
+def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
+    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, layers to copy, and an input
+    that can be solved."""
+    text = model.config.get_text_config()
+    same = all(
+        config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
+    )
+    solved = config.num_layers > 0 and not config.token_beside and config.mask_token is None
+    return same and solved and max(config.tap_layers) < text.num_hidden_layers
+
+
+@torch.no_grad()
+def new_initial_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock:
+    """The initial network, in the target's type; the same one each time."""
+    with seeded(model.device):
+        network = SpecBlock(config)
+        network.set_vocabulary(torch.arange(config.draft_vocab_size))
+        assert isinstance(network.input_layer, InputLayer), "residual heads are not made from traffic"
+        for part in (network.input_layer.condition_proj.weight, network.input_layer.fuse.weight):
+            part.zero_()
+        for part in network.rank_head[-1].parameters():
+            part.zero_()  # all classes of ranks are equally likely before training
+        copy_end(network, target_end(model))
+    return network.to(dtype=model.dtype).eval().requires_grad_(False)
