@@ -99,7 +99,6 @@ def test_a_server_for_this_machine_alone_knows_its_names(settings: dict[str, str
         ("", "PROT", "the environment sets ADAPTREE_PROT, which is no setting; did you mean ADAPTREE_PORT?"),
         ("", "ADAPTATION__ALHPA", "which is no setting; did you mean ADAPTREE_ADAPTATION__ALPHA?"),
         ("", "ADAPTATION", "ADAPTREE_ADAPTATION, which is no setting"),
-        ("", "ADAPTATION__REDIS_ROLE", "which is no setting; set adaptation.policy to never"),
         ("", "XQZ", "`adaptree config show` lists"),
         ("adaptation: true\n", None, "it is a section: put `setting: value` lines below it"),
         ("adaptation: [alpha]\n", None, "it is a section: put `setting: value` lines below it"),
