@@ -16,7 +16,6 @@ from service.assembly import Assembly
 from service.bench.driver import Answer, generate
 from service.bench.experiment import conclude, count_mismatches, counted, plain_engine, prepare
 from service.config import ServiceConfig
-from service.drafter import drafting_sizes
 from service.engine.budget import FixedBudget
 from service.engine.costs import FREE, Costs
 from service.engine.engine import Engine
