@@ -28,9 +28,9 @@ from service.bench.commands import Seed
 from service.bench.experiment import counted
 from service.config import LoadedConfig
 from service.errors import StartupError
+from service.learning.regenerate import read_responses
 from service.text.prompts import read_prompts, source_of
 from service.text.tokenizer import ChatTokenizer
-from service.training.regenerate import read_responses
 
 
 class LowRank(nn.Module):

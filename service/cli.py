@@ -21,7 +21,7 @@ from service.bench.commands import bench_app, check_app
 from service.config import SETTINGS, LoadedConfig, panel_of
 from service.config_sources import CONFIG_VARIABLE, allowed_values, flag_name, flat_values, load_config
 from service.errors import StartupError
-from service.training.commands import drafter_app, train_app
+from service.learning.commands import drafter_app, train_app
 
 STARTUP_EXIT_CODE = 2
 _IN_IDENTIFIERS = "__"  # replaces the dot of a section's settings in Python names

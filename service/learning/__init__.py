@@ -1,1 +1,1 @@
-"""A server that learns, a trainer for other servers, and commands that move learnt drafters."""
+"""Servers and trainers that learn, and commands that train, inspect, export and adapt drafters."""

@@ -77,7 +77,6 @@ ALLOWED = {
     "service.__main__": ("service.cli",),
     "service.bench": PACKAGES,
     "service.conditions": PACKAGES,
-    "service.training": PACKAGES,
 }
 
 # Torch costs seconds to import and has no business on the event loop.

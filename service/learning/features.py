@@ -34,9 +34,9 @@ from service.engine.initial_drafter import tap_layers_for
 from service.engine.modules import FeatureTaps, decoder_layers, refuse_unknown
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
+from service.learning.regenerate import Response, read_responses
 from service.logging import bar
 from service.text.prompts import source_of
-from service.training.regenerate import Response, read_responses
 
 MANIFEST_FILE = "features.json"
 

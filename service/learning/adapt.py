@@ -30,14 +30,14 @@ from service.config import ServiceConfig
 from service.drafter import embed_with, local_folder
 from service.engine.weights import LoadedModel, completed, target_config
 from service.errors import RequestError, StartupError
+from service.learning.features import FEATURE_SHARE, make_features, make_folder, processes
+from service.learning.fit import STATE_FILE, FitPlan, autocasts, fit, kept_length, target_dtype
 from service.learning.learnt import new_folder
+from service.learning.options import FitOptions
+from service.learning.regenerate import Response
 from service.logging import say
 from service.text.prompts import read_lines
 from service.text.tokenizer import ChatTokenizer
-from service.training.features import FEATURE_SHARE, make_features, make_folder, processes
-from service.training.fit import STATE_FILE, FitPlan, autocasts, fit, kept_length, target_dtype
-from service.training.options import FitOptions
-from service.training.regenerate import Response
 
 _GATE = Tuning()
 _NEEDED = round(_GATE.gate_texts / _GATE.validation_share)

@@ -25,10 +25,10 @@ from drafters.training.replay import replay_blocks
 from service.assembly import assemble
 from service.drafter import embed_with
 from service.errors import StartupError
+from service.learning.adapt import LoggedChat
+from service.learning.commands import KEPT_EXIT_CODE
+from service.learning.options import FitOptions
 from service.text.tokenizer import ChatTokenizer
-from service.training.adapt import LoggedChat
-from service.training.commands import KEPT_EXIT_CODE
-from service.training.options import FitOptions
 from tests.published_forms import DRAFT_VOCAB, eagle3, mimo
 from tests.service.bench.parts import run_command, save_drafter, settings_for
 from tests.taught import saved_taught
@@ -115,7 +115,7 @@ def _quick(target: Path) -> Iterator[None]:
 
 def learns(patch: pytest.MonkeyPatch, rate: float, **options: Any) -> None:
     made = partial(FitOptions, learning_rate=rate, batch_tokens=500, warm_up=2, **{"evaluate_minutes": 60, **options})
-    patch.setattr("service.training.adapt.FitOptions", made)
+    patch.setattr("service.learning.adapt.FitOptions", made)
 
 
 def adapt(drafter: Path, target: Path, log: Path, out: Path) -> tuple[int, str]:
@@ -230,7 +230,7 @@ def test_a_run_goes_on_where_it_was_killed(
     (state,) = tmp_path.glob(".out-*/drafter/fit.pt")
     assert torch.load(state)["position"]["step"] == 3
     with monkeypatch.context() as patch:
-        patch.setattr("service.training.adapt.published.write_like", killed)
+        patch.setattr("service.learning.adapt.published.write_like", killed)
         with pytest.raises(Killed):
             adapt(drafters / "eagle3", target, log, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -261,7 +261,7 @@ def test_lines_of_other_servers_are_read_as_the_same_conversation() -> None:
 def test_what_cannot_be_adapted_is_refused_before_anything_is_loaded(
     target: Path, drafters: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.training.adapt.load_target", killed)
+    monkeypatch.setattr("service.learning.adapt.load_target", killed)
     wide = tiny_model("llama", tmp_path / "wide", num_hidden_layers=8, hidden_size=64)
     words = tiny_model("llama", tmp_path / "words", num_hidden_layers=8, vocab_size=400)
     flat = tiny_model("llama", tmp_path / "flat", num_hidden_layers=1)

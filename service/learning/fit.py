@@ -37,10 +37,10 @@ from service.drafter import embed_with
 from service.engine.initial_drafter import layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
+from service.learning.features import Manifest, make_folder, sha256_of
+from service.learning.options import FitOptions
+from service.learning.report import Curve, CurvePoint, facts_of, write_card
 from service.logging import bar, say
-from service.training.features import Manifest, make_folder, sha256_of
-from service.training.options import FitOptions
-from service.training.report import Curve, CurvePoint, facts_of, write_card
 
 STATE_FILE = "fit.pt"
 

@@ -14,8 +14,8 @@ from drafters.training.fit import FitReport, Position
 from drafters.training.replay import TREE_NODES, HeldOutScores
 from service import __version__
 from service.conditions import surroundings
+from service.learning.features import Manifest
 from service.logging import say
-from service.training.features import Manifest
 
 CURVE_FILE = "curve.jsonl"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from drafters.training.corpus import TOP, Shard
 from service.engine.modules import decoder_layers
 from service.errors import StartupError
-from service.training.features import SHARD_SEQUENCES, FeatureReader, write_shards
-from service.training.regenerate import Response
+from service.learning.features import SHARD_SEQUENCES, FeatureReader, write_shards
+from service.learning.regenerate import Response
 from tests.tiny_models import FAMILIES, WINDOW, load, random_prompts, stock_tiny, tiny_model
 
 TAPS = (0, 2)

@@ -9,9 +9,9 @@ from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
+from service.learning.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
 from service.text.prompts import Prompt, PromptMessage, read_prompts
-from service.training.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
-from tests.service.training.parts import save_target, settings, write_prompts
+from tests.service.learning.parts import save_target, settings, write_prompts
 
 HOW = Answering(max_tokens=10, concurrency=3, seed=5)
 

@@ -17,8 +17,8 @@ from service.assembly import assemble
 from service.cli import app
 from service.engine.weights import load_model
 from service.errors import StartupError
-from service.training.features import MANIFEST_FILE, Manifest
-from tests.service.training.parts import TAPS, save_target, settings, write_prompts, write_responses
+from service.learning.features import MANIFEST_FILE, Manifest
+from tests.service.learning.parts import TAPS, save_target, settings, write_prompts, write_responses
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 QUICK = ["--threads", "1", "--draft-vocab", "96", "--batch-tokens", "150", "--warm-up", "2"]
@@ -146,7 +146,7 @@ def test_a_run_that_is_taken_up_ends_where_it_was_to_end(
 
     monkeypatch.setattr(FitLoop, "run", killed_run)
     measured = cycle([True, False])  # two times that are nearly the same
-    monkeypatch.setattr("service.training.fit.bf16_is_faster", lambda device: next(measured))
+    monkeypatch.setattr("service.learning.fit.bf16_is_faster", lambda device: next(measured))
     common = ("--target", target, "--out", tmp_path, "--evaluate-minutes", 0, *QUICK)
     fit, responses = ("fit", "--features", features, *common), features.parent / "r.jsonl"
     for arguments in (

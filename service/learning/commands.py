@@ -16,7 +16,7 @@ import typer
 from service.config import LoadedConfig, ServiceConfig
 from service.config_sources import load_config
 from service.errors import StartupError
-from service.training.options import FitOptions
+from service.learning.options import FitOptions
 
 WithSettings = Callable[[Callable[..., None]], Callable[..., None]]
 """Adds one option per setting to a command, whose first argument then is the configuration."""
@@ -104,10 +104,10 @@ def _drafter(
     """
     config = _config(target, device, threads, concurrency)
     from drafters.training.fit import Length
+    from service.learning.features import FEATURE_SHARE, make_features, processes
+    from service.learning.fit import STATE_FILE, fit_drafter, kept_length
+    from service.learning.regenerate import Answering, answer_prompts
     from service.logging import say
-    from service.training.features import FEATURE_SHARE, make_features, processes
-    from service.training.fit import STATE_FILE, fit_drafter, kept_length
-    from service.training.regenerate import Answering, answer_prompts
 
     features = out / "work" / "features"
     ranks = processes(config)
@@ -149,7 +149,7 @@ def _regenerate(
 ) -> None:
     """Stage 1: the target answers the prompts, half greedily and half at temperature 0.7 or 1.0."""
     config = _config(target, device, threads, concurrency)
-    from service.training.regenerate import Answering, answer_prompts
+    from service.learning.regenerate import Answering, answer_prompts
 
     answer_prompts(config, prompts, out, Answering(max_new_tokens, concurrency, seed, _deadline(minutes)))
 
@@ -166,7 +166,7 @@ def _features(
 ) -> None:
     """Stage 2: run the target over its answers, and store its features and distributions."""
     config = _config(target, device, threads)
-    from service.training.features import make_features, processes
+    from service.learning.features import make_features, processes
 
     processes(config)
     make_features(config, responses, out, deadline=_deadline(minutes))
@@ -188,8 +188,8 @@ def _fit(
     """
     config = _config(target, device, threads)
     from drafters.training.fit import Length
-    from service.training.features import processes
-    from service.training.fit import fit_drafter, kept_length
+    from service.learning.features import processes
+    from service.learning.fit import fit_drafter, kept_length
 
     is_given = minutes is not None or steps is not None
     length = Length(steps, None if minutes is None else minutes * 60) if is_given else kept_length(out)
@@ -301,7 +301,7 @@ def _adapt(
     adaptree drafter adapt --drafter eagle3 --model Qwen/Qwen3-8B --texts log.jsonl --out adapted
     """
     config = _config(model, device, threads)
-    from service.training import adapt
+    from service.learning import adapt
 
     if not adapt.adapt(config, drafter, texts, out, minutes=minutes, seed=seed):
         raise typer.Exit(KEPT_EXIT_CODE)
