@@ -1,6 +1,6 @@
-"""Scores a drafter on held-out sequences: losses, hits, and drafting replayed as blocks, as a chain and as a tree.
+"""Scores a drafter on held-out sequences: losses, hits, and drafting replayed as blocks and as trees.
 Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Blocks are ranked with the
-sequence's sampling noise if its seed is known; chains and trees are those of temperature 0.
+sequence's sampling noise if its seed is known; trees are those of temperature 0.
 Legend: batch = sequences side by side, nodes, depth as in drafters/tree.py."""
 
 import math
@@ -47,9 +47,6 @@ class Replayed:
     def tau(self) -> float:
         """Tokens per step."""
         return self.tokens / max(1, self.steps)
-
-    def __add__(self, other: "Replayed") -> "Replayed":
-        return Replayed(self.tokens + other.tokens, self.steps + other.steps)
 
 
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
@@ -138,21 +135,6 @@ def _border(logprobs: Tensor, nodes: int) -> Tensor:
     return torch.cat(paths, dim=1).topk(kept).values[:, -1]
 
 
-@torch.no_grad()
-def replay_chain(model: SpecBlock, embed: Embed, example: Example) -> Replayed:
-    """Replay chains: the likeliest token of each position, through as many consecutive blocks as the kind is trained
-    for."""
-    anchors = torch.arange(example.prompt - 1, example.length - 1, device=model.d2t.device)
-    states, wanted = _along(model, embed, example, anchors, model.config.traits.trained_blocks)
-    drafted = model.d2t[model.lm_head(states).argmax(-1)]
-    accepted: list[int] = (drafted == wanted).cumprod(1).sum(1).tolist()
-    tokens = steps = 0
-    while (left := len(accepted) - 1 - tokens) > 0:
-        tokens += min(accepted[tokens], left - 1) + 1  # the last token is not drafted
-        steps += 1
-    return Replayed(tokens, steps)
-
-
 def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Return states of so many consecutive blocks on the sequence itself, at most as many as the kind is trained for,
     and the tokens they should predict, -1 past the end. # anchors [n] -> [n, positions, hidden], [n, positions]"""
@@ -226,7 +208,7 @@ def replay_trees(
             )
         )
         if tree.width:
-            done += Replayed(int(accepted.sum()) + len(rows), len(rows))
+            done = Replayed(done.tokens + int(accepted.sum()) + len(rows), done.steps + len(rows))
         roots[rows] += accepted + 1
         rows = rows[roots[rows] + 1 < ends[rows]]
         zeros = torch.zeros_like(rows)
@@ -244,7 +226,6 @@ class HeldOutScores:
     alpha: tuple[float | None, ...]  # share of entries whose likeliest token is the target's; None: none reached
     covered: tuple[float | None, ...]  # the same for the first four ranks
     seen: tuple[int, ...]  # entries counted
-    chain_tau: float
     tree_tau: float  # best-first trees of 16 nodes
     total_variation: float | None = None  # to the target, by its likeliest tokens; None: not measured
 
@@ -260,7 +241,6 @@ def examine(
     drawn = torch.Generator().manual_seed(_SEED)
     losses, counts, groups = torch.zeros(3), torch.zeros(3, reach), 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-        chain = sum((replay_chain(model, embed, example) for example in replayed), Replayed())
         for group in batches(list(examples), tokens=batch_tokens, generator=drawn):
             scores = objective(Batch.of(group, reach, device), drawn)
             losses += torch.stack([scores.draft_loss, scores.rank_loss, scores.distance]).float().cpu()
@@ -275,7 +255,6 @@ def examine(
         alpha=_shares(hits, seen),
         covered=_shares(covered, seen),
         seen=tuple(seen.int().tolist()),
-        chain_tau=chain.tau,
         tree_tau=tree.tau,
         total_variation=distance,
     )

@@ -102,7 +102,7 @@ class FitPlan:
             "kind": options.kind,
             "loss": "cross_entropy",  # runs of release 0.3.0 may have another one, and are refused
             **self.shape,
-            "prefix_entries": options.prefix_entries,
+            "prefix_entries": "first",
             "anchored_rows": ObjectiveSettings().anchored_rows,
             "without": sorted(self.options.without),
             "max_length": _MAX_LENGTH,
@@ -316,7 +316,6 @@ def _model(plan: FitPlan, shape: Mapping[str, Any], taps: tuple[int, ...], d2t: 
         config = SpecBlockConfig(
             tap_layers=taps,
             draft_vocab_size=d2t.shape[0],
-            prefix_entries=plan.options.prefix_entries,
             coupled="coupling" not in plan.options.without,
             trained_length=_MAX_LENGTH,
             kind=plan.options.kind,

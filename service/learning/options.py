@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -28,9 +28,6 @@ class FitOptions:
         int | None,
         typer.Option(min=1, help="Decoder layers; 2 continue the tapped features exactly. Unset: the kind's."),
     ] = None
-    prefix_entries: Annotated[
-        Literal["first", "all"], typer.Option(help="Entries of a committed position that later ones attend to.")
-    ] = "first"
     start_from: Annotated[
         Path | None,
         typer.Option(

@@ -57,7 +57,7 @@ class CurvePoint:
         return (
             f"step {self.step}, {self.tokens / 1e6:.2f}M tokens, {self.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
             f"alpha {alphas}, ranks 1-4 {scores.covered[0] or 0.0:.2f}, "
-            f"distance {scores.total_variation or 0.0:.3f}, tau chain {scores.chain_tau:.2f} tree {scores.tree_tau:.2f}"
+            f"distance {scores.total_variation or 0.0:.3f}, tau {scores.tree_tau:.2f}"
         )
 
 
@@ -152,8 +152,8 @@ The prompts' licences follow from their sources; the responses are the target's 
 
 
 def _shown(scores: Mapping[str, Any]) -> str:
-    taus = f"{scores['chain_tau']:.2f} in chains and {scores['tree_tau']:.2f} in trees of {TREE_NODES} nodes"
-    return f"cross-entropy {scores['loss']:.3f}; tokens per verify, replayed: {taus}"
+    tau = f"{scores['tree_tau']:.2f} tokens per verify in trees of {TREE_NODES} nodes"
+    return f"cross-entropy {scores['loss']:.3f}; {tau}"
 
 
 def _table(name: str, values: Mapping[str, object], title: str) -> str:

@@ -13,7 +13,6 @@ from drafters.training.replay import (
     examine,
     replay_beside_memory,
     replay_blocks,
-    replay_chain,
     replay_memory,
     replay_trees,
     serving,
@@ -28,8 +27,8 @@ EMBED = tiny_embedding(HIDDEN)
 def drafter(right: bool) -> tuple[SpecBlock, int]:
     """One that always proposes the text's token, or always another."""
     model = trainable_drafter()
-    said, other = model.d2t[3].item(), model.d2t[5].item()
-    return always_says(model, int(said if right else other)), int(said)
+    token, other = int(model.d2t[3]), int(model.d2t[5])
+    return always_says(model, token if right else other), token
 
 
 @pytest.mark.parametrize("length", [7, 14, 15, 40])
@@ -38,15 +37,13 @@ def test_a_drafter_that_is_always_right(length: int) -> None:
     text = repeating_example(token, length)
     drafted = length - text.prompt - 1  # the first response token comes from the prompt
     steps = -(-drafted // (2 * BLOCK + 1))
-    for done in (replay_chain(model, EMBED, text), replay_trees(serving(model, EMBED), [text], max_nodes=16)):
-        assert done.steps == steps
-        assert done.tokens == drafted
+    done = replay_trees(serving(model, EMBED), [text], max_nodes=16)
+    assert (done.steps, done.tokens) == (steps, drafted)
 
 
 def test_a_drafter_that_is_always_wrong() -> None:
     model, token = drafter(right=False)
     texts = [repeating_example(token, 20), repeating_example(token, 30)]
-    assert [replay_chain(model, EMBED, text).tau for text in texts] == [1.0, 1.0]
     assert replay_trees(serving(model, EMBED), texts, max_nodes=16).tau == 1.0
 
 
@@ -123,7 +120,7 @@ def test_scores_are_the_same_twice() -> None:
     texts = [repeating_example(token, length) for length in (20, 30, 40)]
     first, again = (examine(model, EMBED, texts, batch_tokens=100, autocast=False) for _ in range(2))
     assert first == again
-    assert first.chain_tau == first.tree_tau > 5
+    assert first.tree_tau > 5
     assert len(first.alpha) == len(first.seen) == 2 * BLOCK
 
 

@@ -199,12 +199,6 @@ def test_training_goes_on_from_another_drafter(target: Path, features: Path, tmp
     assert "cannot be read" in refused(*common, "--steps", 1, "--start-from", tmp_path, "--out", tmp_path / "no")
 
 
-def test_all_prefix_entries_train(target: Path, features: Path, tmp_path: Path) -> None:
-    entries = ("--prefix-entries", "all")
-    run("fit", "--features", features, "--out", tmp_path, "--target", target, "--steps", 2, *entries, *QUICK)
-    assert checkpoint.describe(tmp_path).config.prefix_entries == "all"
-
-
 def test_what_does_not_fit_is_refused(target: Path, features: Path, tmp_path: Path) -> None:
     fit = ("fit", "--out", tmp_path / "out", "--target", target, "--threads", 1)
     assert "--kind mtp: choose one of specblock" in refused(*fit, "--features", features, "--steps", 1, "--kind", "mtp")
