@@ -1,7 +1,8 @@
-"""The training loop, which reports after each step, and the file from which an interrupted run continues.
+"""The training loop, which reports after each step, its curve, and the file from which an interrupted run continues.
 The order of batches follows from seed and epoch, random numbers of a step from seed, step and rank: a continued run
 computes what it would have computed without the interruption, and no generator state is stored."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +13,19 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from drafters.files import replacing
 from drafters.training.corpus import Batch, Example, TrainingError, batches
 from drafters.training.objective import StepScores
 from drafters.training.parallel import Ranks
+from drafters.training.replay import HeldOutScores
 
 _PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # a matrix product of some milliseconds
 _PRODUCT_TRIALS = 5
+CURVE_FILE = "curve.jsonl"
+
 _MOST_SKIPPED = 25
 _EPOCHS_APART = 1_000_003
 _STEPS_APART = 7_919
@@ -146,6 +151,69 @@ class FitReport:
     gradient_norm: float
     learning_rate: float
     fraction: float  # of the run that was over when the step began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One evaluation; the training fields are None before the first step."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    train_loss: float | None = None  # mean since the evaluation before
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+    skipped_steps: int = 0
+    scores: HeldOutScores
+
+    @staticmethod
+    def of(reports: Sequence[FitReport], scores: HeldOutScores) -> "CurvePoint":
+        """Return the evaluation after these steps."""
+        last = reports[-1]
+        return CurvePoint(
+            step=last.position.step,
+            tokens=last.position.tokens,
+            seconds=round(last.position.seconds, 1),
+            train_loss=sum(report.loss for report in reports) / len(reports),
+            gradient_norm=last.gradient_norm,
+            learning_rate=last.learning_rate,
+            skipped_steps=last.position.skipped,
+            scores=scores,
+        )
+
+    def __str__(self) -> str:
+        scores = self.scores
+        alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in scores.alpha[:4])
+        return (
+            f"step {self.step}, {self.tokens / 1e6:.2f}M tokens, {self.seconds / 60:.1f} min: loss {scores.loss:.3f}, "
+            f"alpha {alphas}, ranks 1-4 {scores.covered[0] or 0.0:.2f}, "
+            f"distance {scores.total_variation or 0.0:.3f}, tau {scores.tree_tau:.2f}"
+        )
+
+
+class Curve:
+    """The evaluations of a run, in a file of JSON lines."""
+
+    def __init__(self, folder: Path, *, up_to_step: int) -> None:
+        """Drop points after `up_to_step`: their steps were lost by a kill."""
+        self._file = folder / CURVE_FILE
+        self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
+        self._file.write_text("".join(_point_line(point) for point in self.points))
+
+    def add(self, point: CurvePoint) -> None:
+        """Append an evaluation."""
+        self.points.append(point)
+        with self._file.open("a") as stream:
+            stream.write(_point_line(point))
+
+
+def _point_line(point: CurvePoint) -> str:
+    return json.dumps(asdict(point)) + "\n"
+
+
+def _read_points(file: Path) -> list[CurvePoint]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [TypeAdapter(CurvePoint).validate_json(line) for line in lines if line.endswith("}")]
 
 
 Objective = Callable[[Batch, torch.Generator], StepScores]
