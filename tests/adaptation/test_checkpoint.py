@@ -59,12 +59,12 @@ def test_every_flipped_bit_is_seen() -> None:
                 unseal(bytes(altered))
 
 
-@pytest.mark.parametrize("cut", range(1, 40))
-def test_a_cut_or_longer_text_is_seen(cut: int) -> None:
-    data = seal({"version": 12})
-    for altered in (data[:-cut], data[cut:], data + b" " * cut, b"\n" + data):
-        with pytest.raises(Damaged):
-            unseal(altered)
+def test_a_cut_or_longer_text_is_seen() -> None:
+    for cut in range(1, 40):
+        data = seal({"version": 12})
+        for altered in (data[:-cut], data[cut:], data + b" " * cut, b"\n" + data):
+            with pytest.raises(Damaged):
+                unseal(altered)
 
 
 @pytest.mark.parametrize(

@@ -181,11 +181,11 @@ def test_one_who_sends_little_does_not_stop_one_who_sends_much() -> None:
     assert admitted >= 6 * 10  # at least ten queries per half-life of ten minutes
 
 
-@pytest.mark.parametrize("num_clients", range(1, 60))
-def test_equal_clients_are_not_refused_for_a_rounded_share(num_clients: int) -> None:
-    fair = quota(share=0.001)
-    for _ in range(5):
-        assert all(fair.admit(str(client), 20, store=True).admitted for client in range(num_clients))
+def test_equal_clients_are_not_refused_for_a_rounded_share() -> None:
+    for num_clients in range(1, 60):
+        fair = quota(share=0.001)
+        for _ in range(5):
+            assert all(fair.admit(str(client), 20, store=True).admitted for client in range(num_clients))
 
 
 def test_one_query_counts_for_so_many_positions_at_most() -> None:

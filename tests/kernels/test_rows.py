@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import fields
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -71,66 +70,68 @@ def laid_out(
     return kind.lay_out_rows(extends, nodes, tree, slots, table, GraphRunner(place_rows)), table
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_token_is_one_row(seed: int, on_cpu: Ops) -> None:
-    extends, tree = random_step(random.Random(seed))
-    expected = expected_rows(extends, tree)
-    rows, table = laid_out(on_cpu, extends, tree)
-    assert len(found_rows(rows)) == rows.num_rows == len(expected)
-    assert set(found_rows(rows)) == expected
-    assert len(set(rows.slots.tolist())) == len(expected)
-    assert rows.num_extend_rows == sum(len(extend.tokens) for extend in extends)
-    chains = zip(rows.slots.tolist(), found_rows(rows)[: rows.num_extend_rows], strict=False)
-    written = {(extends[line].table_row, position): slot for slot, (line, position, _, _) in chains}
-    assert {(row, at): int(table[row, at]) for row, at in (table >= 0).nonzero().tolist()} == written
+def test_every_token_is_one_row(on_cpu: Ops) -> None:
+    for seed in range(20):
+        extends, tree = random_step(random.Random(seed))
+        expected = expected_rows(extends, tree)
+        rows, table = laid_out(on_cpu, extends, tree)
+        assert len(found_rows(rows)) == rows.num_rows == len(expected)
+        assert set(found_rows(rows)) == expected
+        assert len(set(rows.slots.tolist())) == len(expected)
+        assert rows.num_extend_rows == sum(len(extend.tokens) for extend in extends)
+        chains = zip(rows.slots.tolist(), found_rows(rows)[: rows.num_extend_rows], strict=False)
+        written = {(extends[line].table_row, position): slot for slot, (line, position, _, _) in chains}
+        assert {(row, at): int(table[row, at]) for row, at in (table >= 0).nonzero().tolist()} == written
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_compiled_rows_are_the_reference_s(seed: int, compiled: Ops) -> None:
+def test_compiled_rows_are_the_reference_s(compiled: Ops) -> None:
     """Also those of padding, where trees have nodes for all rows or for some."""
-    rng = random.Random(seed)
-    extends, tree = random_step(rng, 16 if seed % 2 else 1)
-    nodes = [rng.randint(own, tree.width) if own else 0 for own in tree.num_nodes.tolist()]
-    (found, written), (expected, table) = (laid_out(kind, extends, tree, nodes) for kind in (compiled, REFERENCE))
-    assert torch.equal(written, table)
-    for record in (found, found.attention):
-        other = expected if record is found else expected.attention
-        for field in fields(record):
-            value, right = getattr(record, field.name), getattr(other, field.name)
-            if not isinstance(value, AttentionRows):
-                assert torch.equal(value, right) if isinstance(value, Tensor) else value == right, field.name
+    for seed in range(40):
+        rng = random.Random(seed)
+        extends, tree = random_step(rng, 16 if seed % 2 else 1)
+        nodes = [rng.randint(own, tree.width) if own else 0 for own in tree.num_nodes.tolist()]
+        (found, written), (expected, table) = (laid_out(kind, extends, tree, nodes) for kind in (compiled, REFERENCE))
+        assert torch.equal(written, table)
+        for record in (found, found.attention):
+            other = expected if record is found else expected.attention
+            for field in fields(record):
+                value, right = getattr(record, field.name), getattr(other, field.name)
+                if not isinstance(value, AttentionRows):
+                    assert torch.equal(value, right) if isinstance(value, Tensor) else value == right, field.name
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_who_chooses_a_next_token(seed: int, on_cpu: Ops) -> None:
+def test_who_chooses_a_next_token(on_cpu: Ops) -> None:
     """The last row of each completing extend and the nodes below it, each knowing whose it is."""
-    extends, tree = random_step(random.Random(seed))
-    rows, _ = laid_out(on_cpu, extends, tree)
-    completing = [line for line, extend in enumerate(extends) if extend.completes]
-    ends = [extend.start + len(extend.tokens) - 1 for extend in extends]
-    all_rows = found_rows(rows)
-    choosing = [all_rows[at] for at in rows.logit_rows.tolist()]
-    assert rows.completing.tolist() == completing
-    assert sorted(choosing) == sorted(r for r in all_rows if r[0] in completing and (r[2] >= 0 or r[1] == ends[r[0]]))
-    assert [completing[at] for at in rows.logit_sequence.tolist()] == [row[0] for row in choosing]
+    for seed in range(20):
+        extends, tree = random_step(random.Random(seed))
+        rows, _ = laid_out(on_cpu, extends, tree)
+        completing = [line for line, extend in enumerate(extends) if extend.completes]
+        ends = [extend.start + len(extend.tokens) - 1 for extend in extends]
+        all_rows = found_rows(rows)
+        choosing = [all_rows[at] for at in rows.logit_rows.tolist()]
+        assert rows.completing.tolist() == completing
+        assert sorted(choosing) == sorted(
+            r for r in all_rows if r[0] in completing and (r[2] >= 0 or r[1] == ends[r[0]])
+        )
+        assert [completing[at] for at in rows.logit_sequence.tolist()] == [row[0] for row in choosing]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_what_attention_is_told(seed: int, on_cpu: Ops) -> None:
-    extends, tree = random_step(random.Random(seed))
-    rows, _ = laid_out(on_cpu, extends, tree)
-    told = rows.attention
-    assert told.table_rows.tolist() == [extend.table_row for extend in extends]
-    assert told.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]
-    slot_of = dict(
-        zip(((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0), rows.slots[told.node >= 0].tolist(), strict=True)
-    )
-    for line in range(len(extends)):
-        for node in range(tree.width):
-            assert int(told.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
-            above = set(path_to(tree, line, node)) if node < int(tree.num_nodes[line]) else None
-            found = set(told.ancestors[line, node].nonzero()[:, 0].tolist())
-            assert above is None or found == above
+def test_what_attention_is_told(on_cpu: Ops) -> None:
+    for seed in range(10):
+        extends, tree = random_step(random.Random(seed))
+        rows, _ = laid_out(on_cpu, extends, tree)
+        told = rows.attention
+        assert told.table_rows.tolist() == [extend.table_row for extend in extends]
+        assert told.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]
+        slot_of = dict(
+            zip(((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0), rows.slots[told.node >= 0].tolist(), strict=True)
+        )
+        for line in range(len(extends)):
+            for node in range(tree.width):
+                assert int(told.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
+                above = set(path_to(tree, line, node)) if node < int(tree.num_nodes[line]) else None
+                found = set(told.ancestors[line, node].nonzero()[:, 0].tolist())
+                assert above is None or found == above
 
 
 def path_to(tree: DraftTree, line: int, node: int) -> list[int]:
