@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ARGS ?=
 DIST ?= dist
-# Most tests keep to one thread; a file's tests stay together, for they share what takes long to build. Files keep their
-# order: by number of tests those with few, long ones would come last, and one of the two would wait.
+# Most tests keep to one thread; a file's tests stay together, for they share what takes long to build. Files keep the
+# order of tests/conftest.py, long ones first: by number of tests these would come last, and one of the two would wait.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 # Which slow tests `make test` adds: none, or those that cover a file that has changed since the branch left the main one
 # (`changed`; in a clone without history every slow test that names what it covers). See tests/changes.py.

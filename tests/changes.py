@@ -25,12 +25,10 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def _covers_a_change(item: pytest.Item) -> bool:
-    """Whether its own file has changed, or anything below one of the folders or files that its mark names."""
-    covered = [folder for mark in item.iter_markers("slow") for folder in mark.kwargs.get("covers", "").split()]
-    changed = changed_files()
-    if changed is None:
-        return bool(covered)
-    return is_covered(changed, [item.path.relative_to(ROOT).as_posix(), *covered])
+    """Whether its own file has changed, or a file below those that its mark names. Every mark must name some."""
+    covered, changed = [mark.kwargs.get("covers", "").split() for mark in item.iter_markers("slow")], changed_files()
+    own = item.path.relative_to(ROOT).as_posix()
+    return all(places and (changed is None or is_covered(changed, [own, *places])) for places in covered)
 
 
 def is_covered(changed: Iterable[str], covered: Iterable[str]) -> bool:

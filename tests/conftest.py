@@ -21,7 +21,12 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-def pytest_configure() -> None:
+LONG_FOLDERS = ("tests/service/training", "tests/e2e", "tests/drafters", "tests/adaptation")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no":
+        return  # only hands tests out
     import torch  # after the variable
 
     torch.set_num_threads(1)  # sums of several threads may differ, and tests run side by side
@@ -51,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     deselect_slow(config, items, config.getoption("--slow"))
+    # Files are handed out whole. Folders with long ones come first, so that no worker waits for the last of them.
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FOLDERS))
 
 
 @pytest.fixture

@@ -52,3 +52,34 @@ def test_a_folder_covers_what_lies_below_it() -> None:
     assert changes.is_covered(["kernels/cpu/linear.cpp"], ["service", "kernels"])
     assert changes.is_covered(["service/door.py"], ["service/door.py"])
     assert not changes.is_covered(["kernels_of_others/a.py", "docs/kernels.md"], ["kernels", "service"])
+
+
+COVERED, ALONE = pytest.mark.slow("some", covers="kernels"), pytest.mark.slow("others")
+
+
+@pytest.mark.parametrize(
+    ("marks", "changed", "expected"),
+    [
+        ((), {"docs/a.md"}, True),
+        ((COVERED,), {"kernels/ops.py"}, True),
+        ((COVERED,), {"tests/test_changes.py"}, True),
+        ((COVERED,), {"docs/a.md"}, False),
+        ((COVERED,), None, True),
+        ((ALONE,), {"tests/test_changes.py"}, False),
+        ((ALONE, COVERED), {"kernels/ops.py"}, False),
+        ((ALONE,), None, False),
+    ],
+)
+def test_a_slow_test_runs_if_every_mark_covers_a_change(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    marks: tuple[pytest.MarkDecorator, ...],
+    changed: frozenset[str] | None,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(changes, "changed_files", lambda: changed)
+    for mark in marks:
+        request.node.add_marker(mark)
+    items: list[pytest.Item] = [request.node]
+    changes.deselect_slow(request.config, items, "changed")
+    assert items == ([request.node] if expected else [])

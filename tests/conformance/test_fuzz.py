@@ -25,6 +25,7 @@ ROUNDED = 1e-6  # the same between transformers and ours, in float32
 FILES = [one for one in CHECKPOINTS if one.gguf and not one.left_out]
 FOLDERS = [one for one in CHECKPOINTS if one.config.get("num_hidden_layers", 2) == 2]
 COUNTS = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+JUDGED = pytest.mark.slow("llama.cpp is installed first", covers="service/engine tests/conformance")
 
 
 @cache
@@ -53,6 +54,7 @@ def all_hold(check: Callable[[int], None], count: int) -> None:
     assert not failures, "\n".join([f"{len(failures)} of {count}", *failures[:40]])
 
 
+@JUDGED
 @COUNTS
 def test_gguf_files(count: int, llama_cpp: LlamaCpp, tmp_path: Path, sized: Callable[[int], int]) -> None:
     def check(number: int) -> None:

@@ -11,6 +11,7 @@ from tests.conformance.checkpoints import CHECKPOINTS, POSITIONS, Checkpoint, ma
 from tests.conformance.judges import TEXTS, LlamaCpp, scores_of
 from tests.conformance.measures import FORMS, KINDS, Form, of_file, of_folder, small
 
+JUDGED = pytest.mark.slow("llama.cpp is installed first", covers="service/engine kernels tests/conformance")
 PEAKED, SPREAD = 0.25, 2.0
 
 
@@ -23,6 +24,7 @@ def test_a_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
     of_folder(checkpoint, FORMS["bfloat16 in parts"], tmp_path, options=False).assert_conforms()
 
 
+@JUDGED
 @pytest.mark.parametrize("checkpoint", [one for one in small() if one.gguf], ids=str)
 def test_a_gguf_file(checkpoint: Checkpoint, tmp_path: Path, llama_cpp: LlamaCpp) -> None:
     of_file(checkpoint, KINDS["Q8_0"], tmp_path, llama_cpp).assert_conforms()

@@ -13,6 +13,7 @@ from tests.conformance.gguf_writer import Value, contents
 from tests.conformance.judges import LlamaCpp, loaded
 from tests.conformance.vocabularies import PRE_TOKENIZERS, byte_pairs, sentence_pieces, texts
 
+pytestmark = pytest.mark.slow("llama.cpp is installed first", covers="service/engine service/text tests/conformance")
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

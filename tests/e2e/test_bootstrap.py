@@ -33,16 +33,13 @@ from tests.tuned import settled
 
 PATIENCE_SECONDS = 60.0
 TOGETHER = 8
+OTHERS = pytest.mark.slow("of each family one is taught first", covers="adaptation/bootstrap.py drafters/network")
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught_model(str(request.param), tmp_path_factory.mktemp(str(request.param)))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught_model("llama", tmp_path_factory.mktemp("one"))
+def folder(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = str(request.param)
+    return llama if family == "llama" else taught_model(family, tmp_path_factory.mktemp(family))
 
 
 def settings(folder: Path, **changes: object) -> ServiceConfig:
@@ -75,9 +72,8 @@ def rounds(adaptive: Adaptive, queries: Sequence[GenerationRequest]) -> Iterator
     [
         ("llama", 0.0),
         ("llama", 0.9),
-        ("qwen3", 0.9),
         ("gemma3", 0.0),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("qwen3", 0.0), ("gemma3", 0.9))),
+        *(pytest.param(*other, marks=OTHERS) for other in (("qwen3", 0.0), ("qwen3", 0.9), ("gemma3", 0.9))),
     ],
     indirect=["folder"],
 )

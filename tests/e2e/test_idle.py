@@ -8,7 +8,7 @@ import pytest
 from tests.processes import Process, serving_tiny
 
 MOST_A_SECOND = 15
-WATCHED_SECONDS = 6
+WATCHED_SECONDS = 3
 LEARNING: dict[str, object] = {"drafter": "auto", "adaptation": {"enabled": True}}
 
 

@@ -17,7 +17,7 @@ from tests.processes import Process, serving_tiny
 from tests.tiny_models import stock, tiny_model
 
 HERE = Path(__file__).parent
-
+pytestmark = pytest.mark.slow("each client is installed first", covers="service/api tests/e2e/clients")
 
 # The first two are large to install, and an agent of the third asks a random model until it answers.
 SLOW = [pytest.param(client, marks=pytest.mark.slow) for client in ("langchain", "litellm", "pydantic_ai")]
