@@ -1,7 +1,7 @@
 """Stage 3: trains a drafter on features, evaluates it on held-out texts, and saves a state to resume from."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -17,7 +17,6 @@ from drafters.published import folders as published
 from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples, rarest_token
 from drafters.training.fit import (
-    CURVE_FILE,
     Curve,
     CurvePoint,
     FitLoop,
@@ -33,15 +32,14 @@ from drafters.training.fit import (
 from drafters.training.initialise import initialise
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.parallel import Ranks, local_device
-from drafters.training.replay import TREE_NODES, HeldOutScores, examine
-from service import __version__
+from drafters.training.replay import HeldOutScores, examine
 from service.assembly import device_of, load_target
-from service.conditions import surroundings
 from service.config import ServiceConfig
 from service.drafter import embed_with
 from service.engine.initial_drafter import layers_for, target_end
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
+from service.learning.cards import facts_of, write_card
 from service.learning.features import Manifest, make_folder, sha256_of
 from service.learning.options import FitOptions
 from service.logging import bar, say
@@ -196,8 +194,8 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     tokens, autocast = 2 * settings.batch_tokens, settings.autocast
     score = partial(examine, start.model, start.embed, apart, batch_tokens=tokens, autocast=autocast)
     points = _watched(trainer, trained, start, plan, score)
-    facts = _facts(
-        manifest,
+    facts = facts_of(
+        asdict(manifest),
         trainer.position,
         points,
         training={**start.described, **start.notes, "held_out_texts": len(apart), "training_texts": len(trained)},
@@ -207,7 +205,7 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
     # Other engines read the head of a kind in its published shape from its file.
     own_head = start.model.lm_head.weight.requires_grad or start.model.config.traits.family is not None
     checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
-    _write_card(plan.out, facts)
+    write_card(plan.out, facts)
 
 
 def _watched(
@@ -351,77 +349,3 @@ def _refuse_too_few(examples: list[Example], plan: FitPlan, ranks: Ranks) -> Non
             f"{plan.features} leaves {tokens} tokens to train on besides the held-out texts, fewer than one step's "
             f"{needed}: answer more prompts, or lower --batch-tokens"
         )
-
-
-def _facts(
-    manifest: Manifest,
-    position: Position,
-    points: Sequence[CurvePoint],
-    *,
-    training: Mapping[str, Any],
-    device: torch.device,
-    num_processes: int,
-) -> dict[str, Any]:
-    """Provenance and scores of the weights as JSON values."""
-    return {
-        "target": manifest.target,
-        "data": asdict(manifest),
-        "training": {
-            **training,
-            "steps": position.step,
-            "skipped_steps": position.skipped,
-            "epochs": position.epoch,
-            "tokens_seen": position.tokens,
-            "minutes": round(position.seconds / 60, 1),
-        },
-        "scores": asdict(points[-1].scores),
-        "scores_at_start": asdict(points[0].scores),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-        "processes": num_processes,
-        "adaptree": __version__,
-        **surroundings(),
-    }
-
-
-def _write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the model card: the main facts, and the sources of the prompts, from which their licences follow."""
-    data, training = facts["data"], facts["training"]
-    weights_bytes = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
-    shape = f"{training['num_layers']} layers, blocks of {training['block_size']}"
-    rows = {
-        "weights": f"{weights_bytes / 1e6:.1f} MB, bf16; {training['draft_vocab_size']} draft tokens, {shape}",
-        "trained on": f"{data['response_tokens']:,} response tokens of the target; {training['tokens_seen']:,} seen",
-        "cost": f"{training['minutes']} minutes, {training['steps']} steps ({training['skipped_steps']} skipped)",
-        "machine": f"{facts['machine']}, device {facts['device']}, processes: {facts['processes']}",
-        "left out of the method": ", ".join(training["without"]) or "nothing",
-        "held-out texts, at the start": _shown(facts["scores_at_start"]),
-        "held-out texts, now": _shown(facts["scores"]),
-        "versions": ", ".join(f"{name} {facts[name]}" for name in ("adaptree", "torch", "transformers")),
-        "command": f"`{facts['command']}`",
-        "commit, date": f"{facts['commit']}, {facts['date']}",
-    }
-    (folder / checkpoint.CARD_FILE).write_text(f"""# A drafter of kind {training["kind"]} for {facts["target"]}
-
-Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text.
-
-{_table("", rows, "")}
-
-The course of training is in {CURVE_FILE}, all facts are in {checkpoint.CONFIG_FILE}.
-
-## Data
-
-{_table("source of the prompts", data["responses_by_source"], "responses")}
-
-The prompts' licences follow from their sources; the responses are the target's own.
-""")
-
-
-def _shown(scores: Mapping[str, Any]) -> str:
-    tau = f"{scores['tree_tau']:.2f} tokens per verify in trees of {TREE_NODES} nodes"
-    return f"cross-entropy {scores['loss']:.3f}; {tau}"
-
-
-def _table(name: str, values: Mapping[str, object], title: str) -> str:
-    rows = "\n".join(f"| {key} | {value} |" for key, value in values.items())
-    return f"| {name} | {title} |\n|---|---|\n{rows}"

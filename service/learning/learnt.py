@@ -28,6 +28,7 @@ from service import __version__
 from service.config import ServiceConfig
 from service.drafter import source_of
 from service.errors import StartupError
+from service.learning.cards import exported_card
 
 DRAFTER_FILE = "drafter.json"
 
@@ -208,7 +209,7 @@ def export(config: ServiceConfig, out: Path, *, version: int | None, source: Pat
     try:
         with replacing(out) as unfinished:
             checkpoint.save_weights(unfinished, origin.config, tensors, target_identity=identity, facts=facts)
-            (unfinished / CARD_FILE).write_text(_card(origin.config, target, {**lineage, **versions}))
+            (unfinished / CARD_FILE).write_text(exported_card(origin.config, target, {**lineage, **versions}))
     except OSError as error:
         raise StartupError(f"{out} cannot be written: {error}") from error
     return version
@@ -284,24 +285,3 @@ def _shown_name(origin: Origin) -> str:
     """The target's name without the folders of this machine."""
     name = origin.model or f"target {origin.target_identity}"
     return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
-
-
-def _card(config: SpecBlockConfig, target: str, facts: dict[str, Any]) -> str:
-    """The model card of an exported drafter."""
-    table = "\n".join(f"| {name} | {'' if value is None else value} |" for name, value in facts.items())
-    return f"""---
-base_model: {target}
-tags: [speculative-decoding, {config.kind}]
----
-# A drafter of kind {config.kind} for {target}
-
-Proposes draft trees for this one target; the target verifies them, so the drafter changes speed and never text. Its
-licence is the target's, unless its terms say otherwise. It was learnt from what a server's clients asked: pass it on as
-you would pass on their texts.
-
-| | |
-|---|---|
-{table}
-
-Serve with it: `adaptree serve --model MODEL --drafter-path FOLDER`.
-"""

@@ -295,7 +295,7 @@ def test_an_export_that_breaks_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("service.learning.learnt._card", full)
+    monkeypatch.setattr("service.learning.learnt.exported_card", full)
     with pytest.raises(StartupError, match=r"cannot be written: .*No space left"):
         run(assembly, state, "export", "--out", tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []
