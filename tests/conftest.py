@@ -21,7 +21,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-LONG_FOLDERS = ("tests/service/training", "tests/e2e", "tests/drafters", "tests/adaptation")
+LONG_FOLDERS = ("tests/service/learning", "tests/e2e", "tests/drafters", "tests/adaptation")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_on_the_main_branch_the_last_commit_counts(repository: Path) -> None:
-    assert changes.changed_files() == {"second"}
+    assert changes.changed_files() == frozenset({"second"})
 
 
 def test_on_a_branch_all_its_commits_and_the_working_tree_count(repository: Path) -> None:
@@ -37,7 +37,7 @@ def test_on_a_branch_all_its_commits_and_the_working_tree_count(repository: Path
     git(repository, "commit", "-m", "third")
     (repository / "first").write_text("changed")
     (repository / "new").write_text("")
-    assert changes.changed_files() == {"first", "third", "new"}
+    assert changes.changed_files() == frozenset({"first", "third", "new"})
 
 
 def test_without_history_nothing_is_known(repository: Path) -> None:
