@@ -24,7 +24,7 @@ def node_environment(package: Path) -> Path:
 
 
 def run(command: list[str], folder: Path, *, timeout_seconds: float = 600) -> str:
-    """What a program said, which must not fail."""
+    """What a program printed, which must not fail."""
     done = subprocess.run(
         command, cwd=folder, env=_OUTSIDE, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )

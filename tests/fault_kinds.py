@@ -140,8 +140,8 @@ def full_disks(stream: Stream, times: int) -> None:
     for place in _shuffled(stream.rng, list(DISK) * times):
         fault = _disk_full(stream, place, lasting=stream.rng.randint(1, 6))
         stream.survive(f"disk full in {place[1]}", fault)
-    told = {(event.kind, event.reason if event.kind == "refused" else "") for event in stream.events}
-    assert {("refused", "not_stored"), ("not_stored", "")} <= told
+    reported = {(event.kind, event.reason if event.kind == "refused" else "") for event in stream.events}
+    assert {("refused", "not_stored"), ("not_stored", "")} <= reported
     assert stream.adaptive.worker.failures == {}
 
 

@@ -1,6 +1,6 @@
 """A stream of requests whose texts must stay plain, and a learner beside it that must go on, whatever strikes it.
 
-Knows how a fault lies in wait for a random moment and how recovery is measured; which faults there are is told in
+Knows how a fault lies in wait for a random moment and how recovery is measured; which faults there are is described in
 `tests/fault_kinds.py`.
 """
 
@@ -177,7 +177,7 @@ class Stream:
         assert adaptive.status().version == adaptive.learner.weights.version
         assert serves(adaptive.network, adaptive.learner.weights._served.weights)
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """How many faults of how many classes struck, and the longest that learning took to be back."""
         took = [one for every in self.recoveries.values() for one in every]
         return {

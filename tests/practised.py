@@ -1,6 +1,6 @@
 """A tiny target, texts of its own, and a drafter that was trained until it is good at them.
 
-The texts are recorded once, by the engine that serves; whoever wants a stream of queries draws from them.
+The texts are recorded once, by the engine that serves; a test that wants a stream of queries draws from them.
 """
 
 import random
@@ -71,7 +71,7 @@ class Practised:
         return [replace(one, query=replace(one.query, first_version=version, version=version)) for one in drawn]
 
     def learner(self, folder: Path, emit: Emit, anchor: Mapping[str, Tensor], **knobs: object) -> Learner:
-        """One that starts from these weights, and serves nobody."""
+        """One that starts from these weights, and serves no one."""
         serving = self.network()
         with torch.no_grad():
             for name, value in serving.named_parameters():

@@ -48,7 +48,7 @@ class RedisServer:
         self._process.wait()
 
     def freeze(self) -> None:
-        """It keeps its connections and answers nobody."""
+        """It keeps its connections and answers no one."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

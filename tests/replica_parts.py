@@ -1,6 +1,6 @@
 """Server processes that share a Redis server, a trainer process beside them, and clients that compare every token.
 
-Knows how to begin and end them and what they say of themselves; what befalls them is told by the tests.
+Knows how to begin and end them and what they say of themselves; what befalls them is defined by the tests.
 """
 
 import threading
@@ -125,7 +125,7 @@ class Load:
             thread.join()
 
     def change(self) -> None:
-        """To texts that nobody has learnt yet: who knows the old ones by heart has nothing left to learn from them."""
+        """To texts that no one has learnt yet: who knows the old ones by heart has nothing left to learn from them."""
         self.changes += 1
         assert self.changes < _CHANGES, "no other texts are left"
 
@@ -182,12 +182,12 @@ class Fleet:
     def agree(self, beyond: tuple[int, int] = (0, -1)) -> bool:
         """All serve the same weights, really serve them, and these are newer than a version."""
         states = self.states()
-        told = {(one["replicas"]["epoch"], one["replicas"]["number"]) for one in states}
+        reported = {(one["replicas"]["epoch"], one["replicas"]["number"]) for one in states}
         hashes = {one["replicas"]["served_sha256"] for one in states}
         hashes |= {one["replicas"]["announced_sha256"] for one in states}
         connected = all(one["replicas"]["connected"] for one in states)
         written = all(one["version"] == one["newest"] for one in states)
-        return connected and written and len(told) == len(hashes) == 1 and told.pop() > beyond
+        return connected and written and len(reported) == len(hashes) == 1 and reported.pop() > beyond
 
     def wait(self, done: Callable[[], bool], seconds: float) -> float:
         """# -> seconds it took"""
@@ -206,8 +206,8 @@ class Fleet:
         assert self.trainer.ready
 
     def report(self) -> str:
-        told = [state["replicas"] for state in self.states()]
-        return "\n".join([*map(str, told), self.trainer.log.read_text()[-3000:]])
+        reported = [state["replicas"] for state in self.states()]
+        return "\n".join([*map(str, reported), self.trainer.log.read_text()[-3000:]])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Small drafters' worth of tensors, of which each version can be told from every other."""
+"""Small drafters' worth of tensors, of which each version can be distinguished from every other."""
 
 from collections.abc import Mapping
 

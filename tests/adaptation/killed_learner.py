@@ -39,7 +39,7 @@ class Deadly(Fuel):
 
 @dataclass
 class Known:
-    """What processes have told before they were killed."""
+    """What processes have reported before they were killed."""
 
     weights: dict[int, str] = field(default_factory=dict)  # hash by the version that first had them
     served: int = 0  # the last version that a process had published, or gone back to, to the end
@@ -47,15 +47,15 @@ class Known:
     actions: int = 0
 
     def observe(self, line: str) -> None:
-        told: dict[str, Any] = json.loads(line)
-        match told["what"]:
+        reported: dict[str, Any] = json.loads(line)
+        match reported["what"]:
             case "storing":
-                self.weights[told["version"]] = told["weights"]
+                self.weights[reported["version"]] = reported["weights"]
                 self.doing = "publish"
             case "rolling back":
                 self.doing = "rollback"
             case "done":
-                self.served, self.doing = told["version"], ""
+                self.served, self.doing = reported["version"], ""
                 self.actions += 1
 
 
@@ -107,8 +107,8 @@ def kill_once(folder: Path, known: Known, rng: random.Random) -> None:
     child = os.fork()
     if child == 0:
 
-        def tell(**told: object) -> None:
-            os.write(writing, json.dumps(told).encode() + b"\n")
+        def tell(**reported: object) -> None:
+            os.write(writing, json.dumps(reported).encode() + b"\n")
 
         try:
             with running_on(fuel):

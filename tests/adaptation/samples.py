@@ -82,17 +82,17 @@ def feedback(
     """A query whose answer is random tokens, or one token throughout which the target is nearly sure of."""
     generator = torch.Generator().manual_seed(seed)
     d2t, _ = vocabulary()
-    said = d2t[torch.randint(DRAFT_VOCAB, (answer,), generator=generator)]
+    spoken = d2t[torch.randint(DRAFT_VOCAB, (answer,), generator=generator)]
     if token is not None:
-        said = torch.full((answer,), token)
-    tokens = [*torch.randint(VOCAB_SIZE, (PROMPT,), generator=generator).tolist(), *said.tolist()]
+        spoken = torch.full((answer,), token)
+    tokens = [*torch.randint(VOCAB_SIZE, (PROMPT,), generator=generator).tolist(), *spoken.tolist()]
     logits = torch.randn(answer, VOCAB_SIZE, generator=generator)
-    logits[torch.arange(answer), said] += 12.0
+    logits[torch.arange(answer), spoken] += 12.0
     top = logits.log_softmax(-1).topk(TOP)
     draft_labels = DraftLabels(
         positions=PROMPT + torch.arange(answer),
         states=torch.randn(answer, HIDDEN, generator=generator),
-        tokens=said,
+        tokens=spoken,
         chances=0.5 * torch.rand(answer, generator=generator),
         rejected=torch.arange(answer) < rejected,
         top_ids=top.indices.to(torch.int32),
@@ -117,17 +117,17 @@ def sampled(seed: int, *, temperature: float = 1.0, answer: int = 64, offset: in
     logits = model.lm_head(heard.draft_labels.states)
     positions = offset + heard.draft_labels.positions
     noise = gumbel_noise_of(torch.full_like(positions, seed), positions, model.d2t)
-    said = model.d2t[(logits / temperature + noise).argmax(-1)]
+    spoken = model.d2t[(logits / temperature + noise).argmax(-1)]
     top = logits.log_softmax(-1).topk(TOP)
     labels = replace(
         heard.draft_labels,
-        tokens=said,
+        tokens=spoken,
         top_ids=model.d2t[top.indices].to(torch.int32),
         top_logprobs=top.values.to(torch.float16),
     )
-    tokens = [*heard.query.tokens[:PROMPT], *said.tolist()]
-    told = replace(heard.query, tokens=tokens, temperature=temperature, seed=seed, offset=offset)
-    return replace(heard, query=told, draft_labels=labels, top_ids=labels.top_ids, top_logprobs=labels.top_logprobs)
+    tokens = [*heard.query.tokens[:PROMPT], *spoken.tolist()]
+    reported = replace(heard.query, tokens=tokens, temperature=temperature, seed=seed, offset=offset)
+    return replace(heard, query=reported, draft_labels=labels, top_ids=labels.top_ids, top_logprobs=labels.top_logprobs)
 
 
 def undrafted(seed: int, *, token: int | None = None, steps: int = ANSWER) -> QueryFeedback:
@@ -143,7 +143,7 @@ def samples(count: int, *, token: int | None = None) -> list[TrainingSample]:
 
 @dataclass
 class Bench:
-    """A learner on a tiny drafter, and all it told."""
+    """A learner on a tiny drafter, and all it reported."""
 
     learner: Learner
     weights: DrafterWeights
@@ -153,8 +153,8 @@ class Bench:
     drafter: ServedDrafter
     tuning: Tuning
 
-    def observe(self, made: Callable[..., QueryFeedback], seed: int, **told: object) -> None:
-        self.learner.observe(made(seed, version=self.weights.version, **told))
+    def observe(self, made: Callable[..., QueryFeedback], seed: int, **reported: object) -> None:
+        self.learner.observe(made(seed, version=self.weights.version, **reported))
 
     def update(self) -> bool:
         """Do the update that is due to its end. # -> whether there was one"""

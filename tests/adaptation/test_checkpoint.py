@@ -321,7 +321,7 @@ def test_each_process_learns_in_a_folder_of_its_own_and_a_killed_one_leaves_it_t
     assert owned(shared) == tmp_path / "state" / "learning-3"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert owned(tmp_path / "file" / "learning") == tmp_path / "file" / "learning"
     assert "other processes may learn there too" in caplog.text

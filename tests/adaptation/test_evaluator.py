@@ -83,7 +83,7 @@ def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> 
     assert completed(evaluator.serving(texts)) == [first_weight(weights.anchor, texts[0].example)] * 4
 
 
-def test_scores_are_those_of_the_weights_they_are_said_to_be_of(tmp_path: Path) -> None:
+def test_scores_are_those_of_the_weights_they_name(tmp_path: Path) -> None:
     evaluator, weights = evaluator_of(tmp_path, Counted())
     texts = [text(number) for number in range(4)]
     anchor = first_weight(weights.anchor, texts[0].example)
@@ -208,7 +208,7 @@ def test_quantiles_are_those_of_students_t(freedom: int, level: float) -> None:
     assert 0.5 - float(torch.trapezoid(density, points)) == pytest.approx(level, rel=0.01)
 
 
-def test_the_numbers_are_told() -> None:
+def test_the_numbers_are_reported() -> None:
     decision = GATE.decide([2.0, 3.0] * 8, [1.0, 2.5] * 8, [1.0, 1.0] * 8)
     assert decision == GateDecision("better", 16, 2.5, 1.75, 1.0, decision.standard_error, decision.needed)
     assert decision.standard_error == pytest.approx(0.25 * math.sqrt(16 / 15) / 4)

@@ -102,7 +102,7 @@ def test_while_paused_nothing_is_learnt() -> None:
     assert any(judges for _, judges in fates)
 
 
-def test_a_query_for_which_nobody_drafted_teaches_and_judges_too() -> None:
+def test_a_query_for_which_no_one_drafted_teaches_and_judges_too() -> None:
     parts = Parts(policy="full_only")
     taken = [parts.feedback_filter.take(undrafted(seed), learning=True) for seed in range(40)]
     samples = parts.buffers.take("full")
@@ -193,7 +193,7 @@ def test_one_query_counts_for_so_many_positions_at_most() -> None:
     assert quota().admit("a", 5, store=True).positions == 5
 
 
-def test_the_quota_remembers_nobody_whose_queries_must_not_be_stored() -> None:
+def test_the_quota_remembers_no_one_whose_queries_must_not_be_stored() -> None:
     fair = quota()
     for _ in range(100):
         assert fair.admit("private", 20, store=False).reason == "not_stored"

@@ -83,7 +83,7 @@ def test_steps_that_no_block_spoke_of_are_those_without_a_rejected_mark() -> Non
     assert undrafted_steps(beside_another_drafter) == 2
 
 
-def test_what_nobody_spoke_of_teaches_as_much_as_blocks_missed_elsewhere() -> None:
+def test_what_no_one_spoke_of_teaches_as_much_as_blocks_missed_elsewhere() -> None:
     undrafted = UndraftedSignal()
     assert undrafted.signal(4) == 4.0
     sample = replace(training_sample(feedback(0, rejected=10), most_rejected=10), signal=2.5)
@@ -286,8 +286,8 @@ def texts(count: int, *, language: int, seed: int = 0) -> list[list[int]]:
     return [rng.choices(known, weights, k=rng.randrange(10, 200)) for _ in range(count)]
 
 
-def noticed(heard: TrafficMonitor, said: Sequence[list[int]]) -> list[int]:
-    return [number for number, text in enumerate(said) if heard.observe(text)]
+def noticed(heard: TrafficMonitor, spoken: Sequence[list[int]]) -> list[int]:
+    return [number for number, text in enumerate(spoken) if heard.observe(text)]
 
 
 @pytest.mark.parametrize("queries", [60, 100, 300])

@@ -89,7 +89,7 @@ def test_training_goes_on_as_far_as_serving_can_afford() -> None:
     assert waited > 20
 
 
-def test_training_is_free_while_nobody_is_served() -> None:
+def test_training_is_free_while_no_one_is_served() -> None:
     time, clock = timed(covered=0.0)
     for _ in range(100):
         assert time.may_compute

@@ -278,7 +278,7 @@ def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faste
     assert {value.dtype for name, value in weights.latest.weights.items() if name != VOCABULARY} == {torch.bfloat16}
 
 
-def test_weights_are_made_ready_by_whoever_brings_them(tmp_path: Path) -> None:
+def test_weights_are_made_ready_by_the_thread_that_brings_them(tmp_path: Path) -> None:
     """The engine's thread only exchanges what another has prepared."""
     serving, done = drafter(), []
 

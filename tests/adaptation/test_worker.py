@@ -19,31 +19,31 @@ FEEDBACK = feedback(0)
 
 @dataclass
 class Scripted:
-    """A loop that does what it is told at each stage."""
+    """A loop that does what it is asked at each stage."""
 
     on_hear: Callable[[], None] = lambda: None
     on_work: Callable[[], object] = lambda: False
     on_recover: Callable[[], None] = lambda: None
     on_save: Callable[[], None] = lambda: None
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     waits: bool = False
 
     def observe(self, feedback: QueryFeedback) -> None:
-        self.told.append("observe")
+        self.reported.append("observe")
         self.on_hear()
 
     def work(self) -> bool:
         return bool(self.on_work())
 
     def abandon(self) -> None:
-        self.told.append("abandon")
+        self.reported.append("abandon")
 
     def recover(self, error: str) -> None:
-        self.told.append(f"recover {error}")
+        self.reported.append(f"recover {error}")
         self.on_recover()
 
     def save(self, *, training: bool) -> None:
-        self.told.append("save")
+        self.reported.append("save")
         self.on_save()
 
 
@@ -103,9 +103,9 @@ def test_every_query_is_heard_and_the_end_is_saved(made: Made) -> None:
     worker = made(loop)
     for _ in range(20):
         worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("observe") == 20)
+    wait_until(lambda: loop.reported.count("observe") == 20)
     assert worker.stop()
-    assert [told for told in loop.told if told != "abandon"] == ["observe"] * 20 + ["save"]
+    assert [reported for reported in loop.reported if reported != "abandon"] == ["observe"] * 20 + ["save"]
     assert worker.inbox.num_dropped == 0
 
 
@@ -114,14 +114,14 @@ def test_the_engine_never_waits_and_the_oldest_are_dropped(made: Made) -> None:
     loop = Scripted(on_hear=lambda: wait_until(going.is_set))
     worker = made(loop, max_waiting=5)
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told == ["observe"])
+    wait_until(lambda: loop.reported == ["observe"])
     began = time.monotonic()
     for _ in range(1000):
         worker.offer(FEEDBACK)
     assert time.monotonic() - began < 1.0
     assert worker.inbox.num_dropped == 995
     going.set()
-    wait_until(lambda: loop.told == ["observe"] * 6)
+    wait_until(lambda: loop.reported == ["observe"] * 6)
 
 
 @pytest.mark.parametrize("stage", ["observe", "update", "recover", "command"])
@@ -134,9 +134,9 @@ def test_an_exception_at_any_stage_is_counted_and_survived(made: Made, stage: st
     worker.offer(FEEDBACK)
     wait_until(lambda: worker.failures[stage] == 1)  # type: ignore[index]
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("observe") == 2)
+    wait_until(lambda: loop.reported.count("observe") == 2)
     failed_in = "observe" if stage == "recover" else stage
-    assert f"recover {failed_in}: RuntimeError: broken on purpose" in loop.told
+    assert f"recover {failed_in}: RuntimeError: broken on purpose" in loop.reported
     assert (worker.alive, worker.num_restarts) == (True, 0)
 
 
@@ -154,9 +154,9 @@ def test_a_killed_thread_is_replaced_and_goes_on_from_what_is_served(made: Made,
     worker.offer(FEEDBACK)
     wait_until(lambda: not worker.alive)
     worker.offer(FEEDBACK)
-    wait_until(lambda: worker.alive and "recover thread_died" in loop.told)
+    wait_until(lambda: worker.alive and "recover thread_died" in loop.reported)
     worker.offer(FEEDBACK)
-    wait_until(lambda: loop.told.count("observe") >= 2)
+    wait_until(lambda: loop.reported.count("observe") >= 2)
     assert worker.num_restarts == 1
 
 
@@ -200,13 +200,13 @@ def test_a_follower_abandons_its_update_and_begins_none(made: Made) -> None:
     worker = made(loop, trains=False)
     worker.offer(FEEDBACK)
     assert settled(worker, 10)
-    assert (pieces, set(loop.told)) == ([], {"observe", "abandon"})
+    assert (pieces, set(loop.reported)) == ([], {"observe", "abandon"})
     worker.trains = True
     wait_until(lambda: len(pieces) >= 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
-def test_the_thread_gives_way_and_nobody_else_does() -> None:
+def test_the_thread_gives_way_and_no_other_does() -> None:
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     worker = Worker(Scripted(), max_waiting=4, niceness=3)
     worker.start()
@@ -217,7 +217,7 @@ def test_the_thread_gives_way_and_nobody_else_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_whoever_asked(made: Made) -> None:
+def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_its_caller(made: Made) -> None:
     worker = made(Scripted())
     with pytest.raises(RuntimeError, match="died"):
         worker.ask(killed).result(10)
@@ -227,9 +227,7 @@ def test_a_command_that_kills_the_thread_is_an_ordinary_error_for_whoever_asked(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_is_replaced_by_one_other_whoever_finds_it_first(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_thread_is_replaced_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators ask from their threads while the engine offers from its own."""
     worker = made(Scripted(on_hear=once(killed)))
     worker.offer(FEEDBACK)

@@ -1,4 +1,4 @@
-"""Traffic that answers to updates in known ways, and a clock that goes when it is told to."""
+"""Traffic that answers to updates in known ways, and a clock that goes when it is asked to."""
 
 import random
 from collections import Counter

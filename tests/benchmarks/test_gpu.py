@@ -47,7 +47,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert steps == [False] * (len(steps) // 2) + [True] * (len(steps) // 2)
 
 
-def test_without_an_update_nothing_is_said_of_its_cost(tmp_path: Path) -> None:
+def test_without_an_update_nothing_is_reported_of_its_cost(tmp_path: Path) -> None:
     short = replace(DRY, training_requests=1, patience_seconds=0.0)
     model = write_dummy("tiny", tmp_path / "tiny")
     assembly = assembled(ServiceConfig(state_dir=tmp_path, load_dtype="float32", drafter="specblock"), short, model)

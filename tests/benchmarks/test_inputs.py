@@ -19,7 +19,7 @@ def answer(status: str, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("told", "kind", "is_wrong"),
+    ("reported", "kind", "is_wrong"),
     [
         (answer("200", b"{}"), "200", False),
         (answer("400", REFUSAL), "400", False),
@@ -36,8 +36,8 @@ def answer(status: str, body: bytes) -> bytes:
         (None, "hang", True),
     ],
 )
-def test_an_answer_is_judged(told: bytes | None, kind: str, is_wrong: bool) -> None:
-    found, wrong = verdict(told)
+def test_an_answer_is_judged(reported: bytes | None, kind: str, is_wrong: bool) -> None:
+    found, wrong = verdict(reported)
     assert (found, bool(wrong)) == (kind, is_wrong)
 
 

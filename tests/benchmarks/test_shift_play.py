@@ -1,4 +1,4 @@
-"""The stream of the shift benchmark, turns in which nobody works beside another, and learning that holds still between
+"""The stream of the shift benchmark, turns in which no one works beside another, and learning that holds still between
 them."""
 
 import sys
@@ -67,7 +67,7 @@ TURNS = turns_of(STREAM, 4, Measure(0.0, 6, 1, seed=1))
 
 
 class Diary(Learning):
-    """Stands beside an engine and writes down what it is told; it is a while until it stands still."""
+    """Stands beside an engine and writes down what it gets; it is a while until it stands still."""
 
     def __init__(self, name: str, pages: list[tuple[str, str]], notes: Notes) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Whoever guesses finds what is there to be found, and nothing where answers look alike."""
+"""A client that guesses finds what is there to be found, and nothing where answers look alike."""
 
 import json
 from collections.abc import Callable
@@ -27,9 +27,9 @@ def runs_of(prompts: int, runs: int, *, tells: bool) -> list[list[Trace]]:
 
 
 def test_what_sizes_tell_is_found_and_chance_is_not_beaten() -> None:
-    told, silent = (row_of("x", runs_of(10, 12, tells=tells), 8) for tells in (True, False))
-    assert told["chance"] == 0.1
-    assert min(told["nearest"], told["discriminant"]) > 0.6
+    reported, silent = (row_of("x", runs_of(10, 12, tells=tells), 8) for tells in (True, False))
+    assert reported["chance"] == 0.1
+    assert min(reported["nearest"], reported["discriminant"]) > 0.6
     assert max(silent["nearest"], silent["discriminant"]) < 0.4
 
 

@@ -35,12 +35,12 @@ def whole_file(checkpoint: Checkpoint) -> Contents:
 
 def loads(fault: Fault, source: Path) -> torch.Tensor | None:
     """Our scores; None where the fault is refused by name."""
-    found, said = None, ""
+    found, spoken = None, ""
     try:
         found = our_scores(loaded(source, torch.float32, in_blocks=True), SHORT)
     except StartupError as error:
-        said = str(error)
-    assert fault.may_load if found is not None else fault.is_refused_by(said), f"{fault}: {said or 'is loaded'}"
+        spoken = str(error)
+    assert fault.may_load if found is not None else fault.is_refused_by(spoken), f"{fault}: {spoken or 'is loaded'}"
     return found
 
 

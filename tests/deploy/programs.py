@@ -27,6 +27,6 @@ def promtool(*arguments: str | Path, given: bytes = b"") -> str:
     """Run it; what it says, if it has nothing to complain of."""
     command = [program("promtool"), *map(str, arguments)]
     done = subprocess.run(command, input=given, capture_output=True, check=False, timeout=60)
-    said = (done.stdout + done.stderr).decode()
-    assert done.returncode == 0, f"promtool {' '.join(command[1:])}:\n{said}"
-    return said
+    spoken = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, f"promtool {' '.join(command[1:])}:\n{spoken}"
+    return spoken

@@ -104,7 +104,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         targets = [server.url.removeprefix("http://") for server in (learning, counting)]
         prometheus = stack.enter_context(watching(folder, *targets))
         began = time.time()
-        # Whoever counts before the first scrape has never changed.
+        # A counter that exists before the first scrape has never changed.
         wait_until(prometheus, f'adaptree_adaptation_publishes_total{{instance="{targets[0]}"}} == 0')
         with load(learning), load(counting):
             wait_until(prometheus, "adaptree_adaptation_publishes_total > 0")
@@ -139,7 +139,7 @@ def test_every_alert_reads_what_there_is(observed: Observed) -> None:
     assert {name for name, expression in asked.items() if not observed.numbers(expression)} == set()
 
 
-def test_every_rule_is_healthy_and_nobody_is_alarmed(observed: Observed) -> None:
+def test_every_rule_is_healthy_and_no_one_is_alarmed(observed: Observed) -> None:
     rules = observed.prometheus.rules()
     assert {rule["type"] for rule in rules} == {"alerting", "recording"}
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []

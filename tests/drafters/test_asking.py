@@ -77,7 +77,7 @@ def test_what_loses_too_little_to_be_sure_of_loses_no_more_than_the_ledger_allow
     assert steps.ledger.balances["network greedy"] < CAP_STEPS / 2
 
 
-def test_nobody_who_tells_no_times_is_refused() -> None:
+def test_a_drafter_without_times_is_not_refused() -> None:
     gate = AskGate("network", RegretLedger())
     for _ in range(100):
         gate.begin(1, warm=False)

@@ -132,7 +132,7 @@ def test_a_bucket_no_longer_tried_returns_to_its_prior() -> None:
     assert abs(float(rates.rates[0]) - 0.25) < 0.01
 
 
-# What a tree said is judged once, by the text that came; and what is learned of the rank head.
+# What a tree claimed is judged once, by the text that came; and what is learned of the rank head.
 
 ROWS = torch.tensor([1])
 SIZES = DraftingSizes(max_sequences=2, max_length=0, max_nodes=6)
@@ -148,8 +148,8 @@ def grown() -> RankCalibration:
 
 
 def learnt(calibration: RankCalibration, tokens: list[int]) -> list[int]:
-    told: list[int] = calibration.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
-    return told
+    reported: list[int] = calibration.learn(ROWS, torch.tensor([tokens]), torch.tensor([len(tokens)])).tolist()
+    return reported
 
 
 def observe(calibration: RankCalibration, buckets: Tensor, predicted: Tensor, true: Tensor, tried: Tensor) -> None:
@@ -161,7 +161,7 @@ def test_accepted_tokens_of_later_blocks_are_counted() -> None:
     assert learnt(grown(), [5, 6, 8]) == [0, 3]
 
 
-def test_the_bonus_token_is_nobodys() -> None:
+def test_the_bonus_token_is_of_no_tree() -> None:
     assert learnt(grown(), [5, 6, 7]) == [0, 3]
 
 
@@ -199,7 +199,7 @@ def test_a_head_that_promises_twice_too_much_is_believed_half() -> None:
     assert calibration.trust(1)[0, 0] == 1.0  # a later block
 
 
-def test_outcomes_are_told_by_class_over_all_blocks_and_positions() -> None:
+def test_outcomes_are_reported_by_class_over_all_blocks_and_positions() -> None:
     calibration = RankCalibration(2, SIZES)
     ranks = torch.tensor([0, 1, 3, 4, 9])  # of classes 0, 1, 1, 2, 2
     buckets = torch.stack([calibration.buckets(0)[1, ranks], calibration.buckets(1)[0, ranks]])

@@ -27,12 +27,14 @@ def drafter_of(num_bytes: int = 64 * KIB, owners: int = 1, scopes: int = 1) -> M
 def answer(drafter: MemoryDrafter, *tokens: int, scope: str = "owner", store: bool = True, steps: int = 1) -> None:
     """The same step so often, of a text that begins with token 1."""
     drafter.start([DraftContext(0, [1], scope=scope, store=store)])
-    said = torch.tensor([tokens])
+    spoken = torch.tensor([tokens])
     length = torch.tensor([len(tokens) - 1])
-    result = VerifyResult(said[:, 1:], length, said)
+    result = VerifyResult(spoken[:, 1:], length, spoken)
     one = torch.zeros(1, dtype=torch.int64)
     for _ in range(steps):
-        drafter.commit(Committed(one, said, length + 1, DraftTree.empty(1), result, None, one, torch.zeros_like(said)))
+        drafter.commit(
+            Committed(one, spoken, length + 1, DraftTree.empty(1), result, None, one, torch.zeros_like(spoken))
+        )
     drafter.finish([0])
 
 

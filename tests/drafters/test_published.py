@@ -48,7 +48,7 @@ def network_of(model: SpecBlock) -> ServingNetwork:
 
 
 @torch.no_grad()
-def said(
+def spoken(
     model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, count: int, more: Tensor | None = None
 ) -> Tensor:
     """Logits of a first block behind so many committed positions, then of those at some further tokens, each behind the
@@ -99,7 +99,7 @@ def test_a_mimo_target_has_a_drafter_that_says_what_its_module_says(tmp_path: Pa
     expected = mimo_says(folder, stock, TEXT)
     features = tapped(stock, TEXT, model.config.tap_layers)
     for count in (1, 4, len(TEXT) - 1):
-        logits = said(model, loaded, features, TEXT, count)[0]
+        logits = spoken(model, loaded, features, TEXT, count)[0]
         assert (logits - expected[count - 1]).abs().max() < 1e-4
 
 
@@ -127,7 +127,7 @@ def test_an_eagle3_drafter_says_what_its_authors_layers_say(tmp_path: Path, form
     table = loaded.parts.embedding
     for count in (1, 4, len(TEXT) - 1):
         expected = eagle3_says(folder, features[:count], table[TEXT[1 : count + 1]], table[MORE])
-        found = said(model, loaded, features, TEXT, count, MORE)
+        found = spoken(model, loaded, features, TEXT, count, MORE)
         assert (found - expected).abs().max() < 1e-4
 
 
@@ -188,7 +188,7 @@ def test_a_dflash_drafter_says_what_its_authors_layers_say(tmp_path: Path, form:
     for count in (1, 4, len(TEXT) - 1):
         rows = torch.cat([table[TEXT[count]][None], table[MASK_TOKEN].expand(DFLASH_BLOCK - 1, -1)])
         expected = dflash_says(folder, features[:count], rows, head, causal=causal)[silent:]
-        found = said(model, loaded, features, TEXT, count)
+        found = spoken(model, loaded, features, TEXT, count)
         assert (found - expected).abs().max() < 1e-4
 
 

@@ -31,7 +31,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 @torch.no_grad()
-def said(model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, further: Tensor) -> list[Block]:
+def spoken(model: SpecBlock, loaded: LoadedModel, features: Tensor, tokens: Tensor, further: Tensor) -> list[Block]:
     """The same two blocks while serving. # features [count, 3 * hidden], tokens [count] after them, further []"""
     count, network = len(features), ServingNetwork(model.config, weights_of(model))
     pool = EntryPool(network, count + 1, sequences=1, live=2 * BLOCK)
@@ -72,7 +72,7 @@ def test_it_says_what_its_authors_layers_say(tmp_path: Path, changes: dict[str, 
     for count in (1, 4, len(TEXT) - 1):
         after, further = TEXT[1 : count + 1], torch.tensor(250)
         expected = says(folder, features[:count], table[after], table[further])
-        found = said(model, loaded, features[:count], after, further)
+        found = spoken(model, loaded, features[:count], after, further)
         for one, other in zip(found, expected, strict=True):
             assert (one.logits - other.logits).abs().max() < 1e-4
             assert (one.ranks - other.ranks).abs().max() < 1e-4

@@ -43,10 +43,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution with kinds of its own, as an installer would leave it behind."""
     (tmp_path / "echoing_drafters.py").write_text(_OTHERS)
     (tmp_path / "broken_drafters.py").write_text("KIND = 1 / 0\n")
-    told = tmp_path / "echoing_drafters-1.0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: echoing-drafters\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text(
+    reported = tmp_path / "echoing_drafters-1.0.dist-info"
+    reported.mkdir()
+    (reported / "METADATA").write_text("Metadata-Version: 2.1\nName: echoing-drafters\nVersion: 1.0\n")
+    (reported / "entry_points.txt").write_text(
         "[adaptree.drafters]\n"
         "echo = echoing_drafters:KIND\n"
         "memory = echoing_drafters:KIND\n"

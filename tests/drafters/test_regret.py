@@ -1,5 +1,5 @@
 """The bound of the ledger holds in any world; what a posterior believes is what Bayes' rule says; and over all kinds of
-worlds the two together do about as well as whoever had known the world."""
+worlds the two together do about as well as one that had known the world."""
 
 import math
 import random
@@ -67,7 +67,7 @@ class TestLedger:
     def test_no_sequence_of_gains_loses_more_than_cap_and_share_and_one_action(
         self, steps: Sequence[tuple[float, float]]
     ) -> None:
-        """Whoever acts whenever it is covered, in a world that knows it."""
+        """One that acts whenever it is covered, in a world that knows it."""
         ledger, gained, time = opened(drafting=3.0), 0.0, 0.0
         for gain, seconds in steps:
             ledger.accrue(seconds)

@@ -36,7 +36,7 @@ def test_an_owner_without_shares_gets_none() -> None:
     assert shares.read("c") is None
 
 
-def test_where_owners_are_keys_nobody_else_takes_their_room() -> None:
+def test_where_owners_are_keys_no_other_takes_their_room() -> None:
     """As a server's own requests, which have no key."""
     shares = Shares(MemorySizes(num_bytes=1, owners=1, has_keys=True))
     assert shares.take("") is None
@@ -77,7 +77,7 @@ def test_what_is_forgotten_is_unused_unless_it_is_read() -> None:
     assert shares.forget("a/1") == []
 
 
-class Said:
+class Speaker:
     """A drafter of three rows, and texts that it follows."""
 
     def __init__(self) -> None:
@@ -100,23 +100,23 @@ class Said:
         return [part.tolist() for part in tree]
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        rows, said = torch.tensor([row]), torch.tensor([tokens])
+        rows, spoken = torch.tensor([row]), torch.tensor([tokens])
         counts = torch.tensor([len(tokens)])
-        result = VerifyResult(said[:, 1:], counts - 1, said)
-        self.drafter.commit(Committed(rows, said, counts, DraftTree.empty(1), result, None, rows, said))
+        result = VerifyResult(spoken[:, 1:], counts - 1, spoken)
+        self.drafter.commit(Committed(rows, spoken, counts, DraftTree.empty(1), result, None, rows, spoken))
 
 
-@pytest.mark.parametrize("said", [["b"], ["b", "a/2"], [None]])
-def test_trees_know_nothing_of_other_scopes(said: list[str | None]) -> None:
-    server = Said()
-    for scope in said:
+@pytest.mark.parametrize("spoken", [["b"], ["b", "a/2"], [None]])
+def test_trees_know_nothing_of_other_scopes(spoken: list[str | None]) -> None:
+    server = Speaker()
+    for scope in spoken:
         server.answer(scope)
-    assert server.answer("a/1") == Said().answer("a/1")
-    assert server.answer("a/1", row=1) != Said().answer("a/1")
+    assert server.answer("a/1") == Speaker().answer("a/1")
+    assert server.answer("a/1", row=1) != Speaker().answer("a/1")
 
 
 def test_what_must_not_be_stored_changes_no_later_tree() -> None:
-    server, untouched = Said(), Said()
+    server, untouched = Speaker(), Speaker()
     for one in (server, untouched):
         one.answer("a/1")
         one.answer("a/2")
@@ -127,13 +127,13 @@ def test_what_must_not_be_stored_changes_no_later_tree() -> None:
 
 
 @pytest.mark.parametrize("scope", ["a/1", None])
-def test_forgetting_leaves_nothing_but_what_is_said_later(scope: str | None) -> None:
-    server = Said()
+def test_forgetting_leaves_nothing_but_what_is_written_later(scope: str | None) -> None:
+    server = Speaker()
     server.answer("a/1")
     server.answer("a/1", row=1, ends=False)
     server.drafter.forget(scope)
-    assert server.answer("a/1") == Said().answer("a/1")
-    assert server.answer("a/1") != Said().answer("a/1")
+    assert server.answer("a/1") == Speaker().answer("a/1")
+    assert server.answer("a/1") != Speaker().answer("a/1")
 
 
 def test_listeners_hear_nothing_of_what_was_forgotten() -> None:
@@ -147,7 +147,7 @@ def test_listeners_hear_nothing_of_what_was_forgotten() -> None:
         def forgot(self, scope: str | None) -> None:
             return
 
-    drafter, text = Said().drafter, [1, 2]
+    drafter, text = Speaker().drafter, [1, 2]
     drafter.past.listeners.append(Listener())
     drafter.start([DraftContext(0, text, scope="a/1")])
     text += [7, 8]
@@ -159,9 +159,9 @@ def test_listeners_hear_nothing_of_what_was_forgotten() -> None:
 
 def test_a_row_keeps_nothing_of_the_text_before() -> None:
     """Nor what a network proposed for that, of which weights would learn."""
-    server = Said()
+    server = Speaker()
     memory = server.drafter._memory
     memory.network.num_nodes[0], memory.network.parents[0, 0], memory.network.tokens[0, 0] = 1, ROOT, 7
     server.drafter.start([DraftContext(0, [1, 2], scope="a/1")])
     server.commit(0, [7])
-    assert torch.equal(memory.weights, Said().drafter._memory.weights)
+    assert torch.equal(memory.weights, Speaker().drafter._memory.weights)

@@ -131,9 +131,9 @@ class Adversary:
         for depth in (100, 900, 100_000):  # of what is read, of what Python reads, and of what nothing does
             deep, schema = "[" * depth + "]" * depth, '{"items":' * depth + "{}" + "}" * depth
             call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": deep}}
-            said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+            spoken = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
             past = {"type": "function_call", "call_id": "a", "name": "f", "arguments": deep}
-            self.ask("/v1/chat/completions", {"messages": said, "max_tokens": self.sizes.tokens})
+            self.ask("/v1/chat/completions", {"messages": spoken, "max_tokens": self.sizes.tokens})
             self.ask("/v1/responses", {"input": [past], "max_output_tokens": self.sizes.tokens})
             for name, value in (("guided_json", schema), ("json_schema", deep), ("guided_regex", deep)):
                 self._complete("a", **{name: value})

@@ -95,8 +95,8 @@ TURNS = ("find_orders", "required", "send_parcel", "required", "none")
 LENGTH = 8192
 
 
-class Said(NamedTuple):
-    """What the model said in one turn."""
+class Speaker(NamedTuple):
+    """What the model wrote in one turn."""
 
     text: str
     calls: list[tuple[str, str]]  # function and arguments
@@ -118,15 +118,15 @@ class Agent(ABC):
         turns = []
         for number, choice in enumerate(TURNS):
             extra = {"seed": number, "speculation": {"enabled": self._drafts}}
-            said = self._ask(choice, 24 if choice == "none" else 600, {**self._fields, "extra_body": extra})
-            assert bool(said.calls) == (choice != "none")
-            turns.append((said.text, said.calls))
-            for call_id, (name, arguments) in zip(said.call_ids, said.calls, strict=True):
+            spoken = self._ask(choice, 24 if choice == "none" else 600, {**self._fields, "extra_body": extra})
+            assert bool(spoken.calls) == (choice != "none")
+            turns.append((spoken.text, spoken.calls))
+            for call_id, (name, arguments) in zip(spoken.call_ids, spoken.calls, strict=True):
                 self._items.append(self._result(call_id, FUNCTIONS[name].answer(arguments)))
         return turns
 
     @abstractmethod
-    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Said:
+    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Speaker:
         """One turn of the model's, which the conversation holds then."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Agent(ABC):
 class ChatAgent(Agent):
     """By chat completions."""
 
-    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Said:
+    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Speaker:
         tools = [{"type": "function", "function": function} for function in signatures()]
         named = {"type": "function", "function": {"name": choice}} if choice in FUNCTIONS else choice
         fields = {**fields, "messages": self._items, "tools": tools, "tool_choice": named, "max_tokens": limit}
@@ -152,7 +152,7 @@ class ChatAgent(Agent):
         self._items.append(message.to_dict())
         calls = message.tool_calls or []
         called = [(call.function.name, call.function.arguments) for call in calls]
-        return Said(message.content or "", called, [call.id for call in calls])
+        return Speaker(message.content or "", called, [call.id for call in calls])
 
     def _result(self, call_id: str, text: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": call_id, "content": [{"type": "text", "text": text}]}
@@ -163,7 +163,7 @@ class ResponsesAgent(Agent):
 
     _previous: str | None = None
 
-    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Said:
+    def _ask(self, choice: str, limit: int, fields: dict[str, Any]) -> Speaker:
         tools = [{"type": "function", **function} for function in signatures()]
         named = {"type": "function", "name": choice} if choice in FUNCTIONS else choice
         fields = {**fields, "input": self._items, "tools": tools, "tool_choice": named, "max_output_tokens": limit}
@@ -179,7 +179,7 @@ class ResponsesAgent(Agent):
             self._items, self._previous = [], response.id
         calls = [item for item in response.output if item.type == "function_call"]
         called = [(call.name, call.arguments) for call in calls]
-        return Said(response.output_text, called, [call.call_id for call in calls])
+        return Speaker(response.output_text, called, [call.call_id for call in calls])
 
     def _result(self, call_id: str, text: str) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": call_id, "output": [{"type": "input_text", "text": text}]}
@@ -192,9 +192,9 @@ def signatures() -> list[dict[str, Any]]:
     ]
 
 
-def check_relaxed(told: str | None, choice: str, where: str) -> None:
+def check_relaxed(reported: str | None, choice: str, where: str) -> None:
     """The server says what it does not hold calls to."""
-    assert told == (None if choice == "none" else f"{where}parameters.properties.email.pattern")
+    assert reported == (None if choice == "none" else f"{where}parameters.properties.email.pattern")
 
 
 @pytest.fixture(scope="module")

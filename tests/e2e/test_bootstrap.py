@@ -83,10 +83,10 @@ def test_traffic_makes_a_drafter_and_changes_no_text(folder: Path, tmp_path: Pat
     plain = texts(assembly.engine(assembly.drafter("none")), queries)
     events: list[Event] = []
     with learning(assembly, tmp_path, events=events) as adaptive:
-        told = [text for part in rounds(adaptive, queries) for text in part]
+        reported = [text for part in rounds(adaptive, queries) for text in part]
         status = adaptive.status()
         credits = adaptive.engine.drafter.credits()
-    assert told == plain
+    assert reported == plain
     assert status.failures == {}
     assert status.version >= 1, events
     made = next(event for event in events if event.kind == "published")
@@ -160,7 +160,7 @@ def test_a_rollback_to_no_drafter_collects_anew(llama: Path, tmp_path: Path) -> 
 def test_a_full_disk_costs_no_text(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: type[LearnerCheckpoint | SnapshotRing]
 ) -> None:
-    """Without sums on disk a drafter is made as well; without versions none is served, and it is said why."""
+    """Without sums on disk a drafter is made as well; without versions none is served, and the reason is reported."""
 
     def full(*given: object, **named: object) -> None:
         raise NotStored("no space left")
@@ -169,9 +169,9 @@ def test_a_full_disk_costs_no_text(
     assembly = assemble(settings(llama))
     queries, events = asked(48), list[Event]()
     with learning(assembly, tmp_path, events=events) as adaptive:
-        told = [text for part in rounds(adaptive, queries) for text in part]
+        reported = [text for part in rounds(adaptive, queries) for text in part]
         status = adaptive.status()
-    assert told == texts(assembly.engine(assembly.drafter("none")), queries)
+    assert reported == texts(assembly.engine(assembly.drafter("none")), queries)
     assert status.failures == {}
     assert any(event.kind == "not_stored" for event in events)
     assert (status.version > 0) == (refusing is LearnerCheckpoint)
@@ -249,8 +249,8 @@ def test_a_drafter_of_a_sister_serves_once_it_has_proved_itself(llama: Path, tmp
     transferred = assemble(settings(llama, drafter_path=drafter))
     queries, events = asked(48), list[Event]()
     with learning(transferred, tmp_path / "state", events=events) as adaptive:
-        told = [text for part in rounds(adaptive, queries) for text in part]
-    assert told == texts(transferred.engine(transferred.drafter("none")), queries)
+        reported = [text for part in rounds(adaptive, queries) for text in part]
+    assert reported == texts(transferred.engine(transferred.drafter("none")), queries)
     first = next(event for event in events if event.kind in ("published", "refused"))
     assert (first.kind, first.version) == ("published", 1), events
 

@@ -85,7 +85,7 @@ def test_serving_does_not_notice_and_learning_goes_on(
         strike = few_kills if kind == "kills" and scale is FEW else KINDS[kind]
         strike(struck, sized(scale.times))
         struck.check()
-    tell(**struck.told())
+    tell(**struck.reported())
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_serving_does_not_notice_that_the_process_that_trains_is_dead(
     with learning_stream(known, tmp_path, arm="full", seed=1, train_in="process") as struck:
         dead_processes(struck, sized(20))
         struck.check()
-    tell(**struck.told())
+    tell(**struck.reported())
 
 
 @at_both_scales

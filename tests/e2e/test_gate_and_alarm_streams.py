@@ -1,6 +1,6 @@
 """Gate and alarms over recorded streams, with real replays by a tiny drafter that was trained until it is good.
 
-What was recorded: 32 answers of a tiny target, as its engine told them, features and all. A stream draws from them.
+What was recorded: 32 answers of a tiny target, as its engine reported them, features and all. A stream draws from them.
 """
 
 import random

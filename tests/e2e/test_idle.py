@@ -1,4 +1,4 @@
-"""A server that nobody uses: how often its threads wake."""
+"""A server that no one uses: how often its threads wake."""
 
 import time
 from pathlib import Path

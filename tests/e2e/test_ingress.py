@@ -85,18 +85,18 @@ async def streams_while_one_is_killed(
         return undisturbed, await asyncio.gather(*disturbed)
 
 
-async def test_a_killed_replica_is_noticed_by_nobody(fleet: Processes) -> None:
+async def test_a_killed_replica_is_noticed_by_no_one(fleet: Processes) -> None:
     undisturbed, disturbed = await streams_while_one_is_killed(fleet, NUM_STREAMS)
     assert disturbed == undisturbed
-    completions = [said for said in disturbed if isinstance(said, Received)]
-    assert all(said.is_complete and said.failure is None for said in completions)
-    assert sum(len(said.seconds_to_go_on) for said in completions) > 0
-    for deltas, whole in (said for said in disturbed if not isinstance(said, Received)):
+    completions = [spoken for spoken in disturbed if isinstance(spoken, Received)]
+    assert all(spoken.is_complete and spoken.failure is None for spoken in completions)
+    assert sum(len(spoken.seconds_to_go_on) for spoken in completions) > 0
+    for deltas, whole in (spoken for spoken in disturbed if not isinstance(spoken, Received)):
         assert deltas == whole != ""
     assert "a stream goes on" in fleet.front.log.read_text()
 
 
-async def test_a_load_is_told_apart_by_what_became_of_it(fleet: Processes) -> None:
+async def test_a_load_is_distinguished_by_what_became_of_it(fleet: Processes) -> None:
     async with httpx.AsyncClient(timeout=300) as client:
         load = Load(fleet, client, asked(4), random.Random(0))
         await load.run(seconds=2.0, rate=6.0, kill_seconds=0.5)

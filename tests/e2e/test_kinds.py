@@ -158,13 +158,13 @@ def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path
         "--steps",
         "1",
     ]
-    for options, said in (
+    for options, spoken in (
         (["--kind", "medusas"], "--kind medusas: choose one of specblock"),
         (["--kind", "dflash", "--prefix-entries", "all"], "prefix_entries must be 'first' in one of kind dflash"),
     ):
         result = CliRunner().invoke(app, [*common, *FIT, *options])
         assert isinstance(result.exception, StartupError)
-        assert said in str(result.exception)
+        assert spoken in str(result.exception)
 
 
 def test_a_kind_of_another_version_is_refused(trained: Any, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_captured_steps_give_the_text_of_plain_ones(
     assert sum(one.accepted for one in found.values()) > 0
 
 
-def test_captured_steps_verify_what_was_said(plain: Assembly, captured: Assembly) -> None:
+def test_captured_steps_verify_what_was_written(plain: Assembly, captured: Assembly) -> None:
     """Some texts are known to the end, some in part, some not."""
     asked = [request(str(n), prompt, sampled(n, 24)) for n, prompt in enumerate(random_prompts(3, 20))]
     expected = generate(plain.engine(plain.drafter("none"), FixedBudget(0)), *asked)

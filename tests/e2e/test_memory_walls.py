@@ -1,5 +1,5 @@
 """Whose answers are drafted from: a whole server as its settings make it, asked over HTTP, and each tree that it grows.
-Texts are the same in any case; a tree tells what was said before."""
+Texts are the same in any case; a tree tells what was written before."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -46,11 +46,11 @@ class Sender:
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             return await client.request(method, path, json=body, timeout=60)
 
-    async def ask(self, path: str = CHAT, **said: Any) -> Trees:
+    async def ask(self, path: str = CHAT, **spoken: Any) -> Trees:
         """The trees that were grown for an answer."""
         self.grown.clear()
         fields = {"model": "tiny", "temperature": 0, "seed": 1}
-        response = await self.send("POST", path, {**fields, **BODIES[path], **said})
+        response = await self.send("POST", path, {**fields, **BODIES[path], **spoken})
         assert response.status_code == 200, response.text
         return list(self.grown)
 

@@ -257,7 +257,7 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name(page: Browser) -> 
     assert [node["role"]["value"] for node in named if not node.get("name", {}).get("value")] == []
 
 
-def test_nothing_foreign_was_loaded_and_nobody_complained(page: Browser, server: Process) -> None:
+def test_nothing_foreign_was_loaded_and_no_one_complained(page: Browser, server: Process) -> None:
     assert [url for url in page.loaded if not url.startswith((server.url, "data:image/svg+xml,"))] == []
     refused = [words for words in page.complaints if "401" not in words]
     assert refused == []
@@ -312,7 +312,7 @@ def test_where_all_is_closed_an_api_key_opens_feed_and_chat(page: Browser) -> No
         page.open("about:blank")
 
 
-def test_what_drafting_gains_and_past_answers_bring_is_said(page: Browser) -> None:
+def test_what_drafting_gains_and_past_answers_bring_is_reported(page: Browser) -> None:
     live = Live()
     with served(app_of(runtime_of(ScriptedEngine(say("ab"))), live=live)) as url:
         page.open(url + "/")

@@ -76,7 +76,7 @@ def test_text_is_that_without_the_cache(families: list[list[GenerationRequest]],
         results = run(engine, batch)
         assert tokens_of(results) == [list(one.prediction) for one in batch]
         hits = [result.end.cached_tokens for result in results]
-        # The first of each family reads the prefix, whoever comes with or behind it finds it.
+        # The first of each family reads the prefix, one that comes with or behind it finds it.
         expected = [0 if number < len(families) else SHARED - 1 for number in range(first, first + len(batch))]
         assert hits == expected
 
@@ -273,7 +273,7 @@ def test_scarcity_costs_time_and_nothing_else(
         report = engine.step()
         engine.assert_conserved()
         assert report.stats is not None
-        assert report.outputs or report.stats.prompt_tokens, "a step that brings nobody on"
+        assert report.outputs or report.stats.prompt_tokens, "a step that brings no one on"
         preemptions += report.stats.preemptions
         collect(report.outputs, results)
         steps += 1

@@ -127,9 +127,9 @@ def publish_in_mid_stream(
     plain = texts(assembly.engine(assembly.drafter("none")), asked)
     limits, tuning = replace(assembly.limits, num_slots=slots), Tuning(snapshots=1)
     adaptive = build_adaptive(assembly, folder=folder, emit=lambda event: None, limits=limits, tuning=tuning)
-    told = serve(adaptive, asked, plain, publishes, parts)
-    assert told["preemptions"] > 0
-    return told
+    reported = serve(adaptive, asked, plain, publishes, parts)
+    assert reported["preemptions"] > 0
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_texts_of_the_embedded_model_are_plain_whatever_heads_are_published(
 ) -> None:
     assembly = assemble(ServiceConfig(device="cpu", drafter="specblock", budget_policy="fixed", max_budget=16))
     prompts = built_in_prompts(assembly.tokenizer)
-    told = publish_in_mid_stream(
+    reported = publish_in_mid_stream(
         assembly, tmp_path, 0.7, sized(1_000), parts=OUTPUT_LAYERS, prompts=prompts, slots=EMBEDDED_SLOTS
     )
-    tell(**told)
+    tell(**reported)

@@ -38,10 +38,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
         yield fleet
 
 
-async def test_a_killed_replica_is_noticed_by_nobody(running: OnRay) -> None:
+async def test_a_killed_replica_is_noticed_by_no_one(running: OnRay) -> None:
     undisturbed, disturbed = await streams_while_one_is_killed(running, NUM_STREAMS)
     assert disturbed == undisturbed
-    assert all(said.is_complete and said.failure is None for said in disturbed if isinstance(said, Received))
+    assert all(spoken.is_complete and spoken.failure is None for spoken in disturbed if isinstance(spoken, Received))
 
 
 async def test_all_are_replaced_and_no_request_is_lost(running: OnRay) -> None:

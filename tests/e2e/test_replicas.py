@@ -111,7 +111,7 @@ def test_both_are_killed_and_come_back_with_nothing(running: Fleet) -> None:
     running.redis.kill()
     running.trainer.kill()
     running.redis.begin()
-    recovers(running, "Redis was emptied with nobody to learn")
+    recovers(running, "Redis was emptied with no one to learn")
     running.begin_trainer()
     recovers(running, "and a trainer was ready")
     learns(running)
@@ -119,7 +119,7 @@ def test_both_are_killed_and_come_back_with_nothing(running: Fleet) -> None:
 
 @pytest.mark.slow
 def test_no_request_waits_for_redis(running: Fleet) -> None:
-    """A command to a store that says nothing takes COMMAND_SECONDS: whoever waited for one would be as late."""
+    """A command to a store that says nothing takes COMMAND_SECONDS: a client that waited for one would be as late."""
     usual = _median_seconds(running)
     running.redis.freeze()
     stalled = _median_seconds(running)

@@ -46,12 +46,12 @@ def test_a_conversation_with_a_call_is_remembered(client: openai.OpenAI) -> None
     assert isinstance(call, ResponseFunctionToolCall)
     assert (call.name, call.status, called.status) == ("get_weather", "completed", "completed")
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
-    told = create(client, input=result, previous_response_id=called.id, max_output_tokens=5)
+    reported = create(client, input=result, previous_response_id=called.id, max_output_tokens=5)
     past: Any = [{"role": "user", "content": "so it is"}, call.model_dump(), *result]
     again = create(client, input=past, max_output_tokens=5)
-    assert told.output_text == again.output_text
-    assert told.usage.input_tokens == again.usage.input_tokens > called.usage.output_tokens
-    assert told.previous_response_id == called.id
+    assert reported.output_text == again.output_text
+    assert reported.usage.input_tokens == again.usage.input_tokens > called.usage.output_tokens
+    assert reported.previous_response_id == called.id
 
 
 def test_a_response_is_kept_until_it_is_deleted(client: openai.OpenAI) -> None:

@@ -48,12 +48,12 @@ def finds(answer: dict[str, Any]) -> bool:
     return cached > 0
 
 
-async def found(app: FastAPI, question: str, key: str = "", *, address: str = "a", **said: str) -> bool:
+async def found(app: FastAPI, question: str, key: str = "", *, address: str = "a", **spoken: str) -> bool:
     """As `finds`, of a question that is asked now."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     transport = httpx2.ASGITransport(app=app, client=(address, 1))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-        response = await client.post(CHAT, json={**about(question), **said}, timeout=60)
+        response = await client.post(CHAT, json={**about(question), **spoken}, timeout=60)
     assert response.status_code == 200, response.text
     return finds(response.json())
 

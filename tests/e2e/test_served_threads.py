@@ -1,4 +1,4 @@
-"""A server computes with as many threads as it is told: every further team would take the processors of the first."""
+"""A server computes with as many threads as it is given: every further team would take the processors of the first."""
 
 from pathlib import Path
 

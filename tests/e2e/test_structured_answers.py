@@ -88,7 +88,7 @@ def called_as(client: openai.OpenAI, parameters: dict[str, Any], **more: Any) ->
 
 
 @pytest.mark.parametrize(("schema", "keyword"), RELAXED, ids=str)
-def test_what_no_grammar_can_say_is_left_out_and_told(
+def test_what_no_grammar_can_say_is_left_out_and_reported(
     client: openai.OpenAI, schema: dict[str, Any], keyword: str
 ) -> None:
     parameters = {"type": "object", "properties": {"a": {"enum": [1]}, "b": schema}, "required": ["a"]}

@@ -117,7 +117,7 @@ def attend(
 
 
 def _layout(parts: Sequence[Part], places: Sequence[Tensor]) -> tuple[AttentionRows, Tensor, Tensor]:
-    """What the kernel is told of the parts' rows, the slot table, and which row of the parts comes when."""
+    """What the kernel is given of the parts' rows, the slot table, and which row of the parts comes when."""
     lines = random.Random(len(parts)).sample(range(len(parts) + 2), len(parts))
     table = torch.full((len(parts) + 2, max([LONGEST, *(part.end for part in parts)])), NULL_SLOT)
     sequence, positions, node = [], [], []

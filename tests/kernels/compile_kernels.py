@@ -107,10 +107,10 @@ def _resources(program: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(program)
-        said = subprocess.run(
+        spoken = subprocess.run(
             [reader, "--dump-resource-usage", file], capture_output=True, text=True, check=True
         ).stdout
-    return " ".join(re.findall(r"REG:\d+|STACK:\d+", said))
+    return " ".join(re.findall(r"REG:\d+|STACK:\d+", spoken))
 
 
 def launch_everything(dtype: torch.dtype) -> None:

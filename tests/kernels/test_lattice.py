@@ -59,7 +59,7 @@ def test_no_node_is_certain_and_those_that_never_pay_are_absent(kind: Ops) -> No
 
 
 @KINDS
-def test_blocks_start_where_they_are_likely_to_be_reached_and_nobody_went_on(kind: Ops) -> None:
+def test_blocks_start_where_they_are_likely_to_be_reached_and_no_one_went_on(kind: Ops) -> None:
     # Spine 0.9, 0.81; the leaf at the first position 0.09, at the second 0.9 * 0.05.
     _, picked = grown(kind, [[0.9, 0.0901], [0.9, 0.05]], starts=3)
     assert picked.tokens.tolist() == [[10, 1, 0]]  # the end of the spine, the leaf, the middle: 0.9 * (1 - 0.9)

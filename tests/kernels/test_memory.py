@@ -64,7 +64,7 @@ def _roots_children(tree: DraftTree) -> list[tuple[int, int]]:
     return [(place, int(tree.tokens[0, place])) for place, depth in enumerate(tree.depths[0].tolist()) if depth == 1]
 
 
-def test_what_a_text_has_said_is_proposed_again(with_: Ops) -> None:
+def test_what_a_text_has_written_is_proposed_again(with_: Ops) -> None:
     memory = trusting(memory_of())
     with_.add_text(memory, 0, TEXT, torch.tensor([5, 6, 7, 8, 5, 6]))
     tree = grow(with_, memory, 0)
@@ -131,7 +131,7 @@ def test_a_networks_nodes_and_texts_make_one_tree(with_: Ops) -> None:
 
 
 def test_what_the_target_chose_after_rejected_nodes_is_proposed(with_: Ops) -> None:
-    """Of the tree 5 (9), 7 the target takes 5: what it would have said after 9 is known now, in this text alone."""
+    """Of the tree 5 (9), 7 the target takes 5: what it would have written after 9 is known now, in this text alone."""
     memory = trusting(memory_of())
     for row in range(2):
         with_.add_text(memory, row, TEXT, torch.tensor([1]))
@@ -141,7 +141,7 @@ def test_what_the_target_chose_after_rejected_nodes_is_proposed(with_: Ops) -> N
     assert (4,) in paths, "after 9"
     assert not any(8 in path for path in paths), "after 7, which no text has"
     assert learn(with_, memory, 1, 9) == 0
-    assert below_root(grow(with_, memory, 1)) == set(), "what was not said is no past answer"
+    assert below_root(grow(with_, memory, 1)) == set(), "what was not written is no past answer"
     entries = [entry & 0xFFFF for entry in memory.entries.flatten().tolist() if entry >> 16 & 0xFFFFF == 4]
     assert set(entries) == {4}, "a quarter of a sighting"
 
@@ -306,9 +306,9 @@ def test_a_network_of_many_nodes(everywhere: Everywhere) -> None:
     same = kernels.grow_joint_tree(found, row.to(device), network.to(torch.device(device)), FEW_NODES, LEAST)
     assert_same_trees(same, tree)
     assert_same_trees(found.network, expected.network)
-    said, nodes = (torch.tensor([[36]]), torch.tensor([1])), DraftTree.empty(1)
-    REFERENCE.learn_committed(expected, row, *said, nodes, said[0], RATE)
-    tokens, counts = (value.to(device) for value in said)
+    spoken, nodes = (torch.tensor([[36]]), torch.tensor([1])), DraftTree.empty(1)
+    REFERENCE.learn_committed(expected, row, *spoken, nodes, spoken[0], RATE)
+    tokens, counts = (value.to(device) for value in spoken)
     kernels.learn_committed(found, row.to(device), tokens, counts, nodes.to(torch.device(device)), tokens, RATE)
     assert_remembers(found, expected)
 

@@ -116,21 +116,25 @@ def test_who_chooses_a_next_token(on_cpu: Ops) -> None:
         assert [completing[at] for at in rows.logit_sequence.tolist()] == [row[0] for row in choosing]
 
 
-def test_what_attention_is_told(on_cpu: Ops) -> None:
+def test_what_attention_is_given(on_cpu: Ops) -> None:
     for seed in range(10):
         extends, tree = random_step(random.Random(seed))
         rows, _ = laid_out(on_cpu, extends, tree)
-        told = rows.attention
-        assert told.table_rows.tolist() == [extend.table_row for extend in extends]
-        assert told.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]
+        reported = rows.attention
+        assert reported.table_rows.tolist() == [extend.table_row for extend in extends]
+        assert reported.extend_end.tolist() == [extend.start + len(extend.tokens) - 1 for extend in extends]
         slot_of = dict(
-            zip(((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0), rows.slots[told.node >= 0].tolist(), strict=True)
+            zip(
+                ((r[0], r[2]) for r in found_rows(rows) if r[2] >= 0),
+                rows.slots[reported.node >= 0].tolist(),
+                strict=True,
+            )
         )
         for line in range(len(extends)):
             for node in range(tree.width):
-                assert int(told.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
+                assert int(reported.node_slots[line, node]) == slot_of.get((line, node), NULL_SLOT)
                 above = set(path_to(tree, line, node)) if node < int(tree.num_nodes[line]) else None
-                found = set(told.ancestors[line, node].nonzero()[:, 0].tolist())
+                found = set(reported.ancestors[line, node].nonzero()[:, 0].tolist())
                 assert above is None or found == above
 
 

@@ -155,9 +155,9 @@ def test_a_node_is_tried_when_its_parent_came_true(kind: Ops, tree: DraftTree, d
     for b, count in enumerate(counts.tolist()):
         for i in range(tree.width):
             path = [int(tree.tokens[b, node]) for node in path_to(tree, b, i)] if i < tree.num_nodes[b] else []
-            said = text[b, :count].tolist()
-            assert bool(came_true[b, i]) == bool(path and path == said[: len(path)])
-            assert bool(tried[b, i]) == bool(path and len(path) <= count and path[:-1] == said[: len(path) - 1])
+            spoken = text[b, :count].tolist()
+            assert bool(came_true[b, i]) == bool(path and path == spoken[: len(path)])
+            assert bool(tried[b, i]) == bool(path and len(path) <= count and path[:-1] == spoken[: len(path) - 1])
 
 
 def test_texts_longer_than_any_tree_are_compared_as_far_as_trees_reach() -> None:

@@ -107,7 +107,7 @@ def test_a_query_of_wrong_costs_is_not_learnt_from(
 def test_drafts_whose_loss_is_not_known_are_few(
     assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in a hundred steps, and none once nobody learns from them."""
+    """One in a hundred steps, and none once no one learns from them."""
     adaptive, _ = idle(assembly, tmp_path)
     asked = requests(PROMPTS[:1], temperature=0.0, tokens=64)
     learn, calls = DraftStage.learn, list[int]()
@@ -139,8 +139,8 @@ def test_what_is_recorded_is_what_was_served(assembly: Assembly, tmp_path: Path)
         assert torch.equal(draft_labels.tokens, torch.tensor(tokens)[draft_labels.positions])
         drafted = adaptive.network.t2d[draft_labels.tokens]
         chances = adaptive.network.head(draft_labels.states).softmax(-1)
-        said = chances.gather(1, drafted.clamp(min=0)[:, None])[:, 0] * (drafted >= 0)
-        assert torch.allclose(draft_labels.chances, said, atol=1e-6)
+        spoken = chances.gather(1, drafted.clamp(min=0)[:, None])[:, 0] * (drafted >= 0)
+        assert torch.allclose(draft_labels.chances, spoken, atol=1e-6)
 
 
 def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembly: Assembly, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembl
         assert torch.equal(feedback.top_logprobs, other.top_logprobs)
 
 
-def test_texts_for_which_nobody_drafted_are_learnt_from(assembly: Assembly, tmp_path: Path) -> None:
+def test_texts_for_which_no_one_drafted_are_learnt_from(assembly: Assembly, tmp_path: Path) -> None:
     asked = requests(varied_prompts(), temperature=0.0, tokens=24)
     with learning(assembly, tmp_path, budget=FixedBudget(0), policy="full_only") as adaptive:
         texts(adaptive.engine, asked)
@@ -271,7 +271,7 @@ def test_two_engines_of_one_assembly_learn_apart(assembly: Assembly, tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that processes share")
-def test_a_process_that_cannot_start_is_told_and_stops_no_server(
+def test_a_process_that_cannot_start_is_reported_and_stops_no_server(
     assembly: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -319,5 +319,5 @@ def test_an_event_is_one_line(event: Event, level: str, line: str, caplog: pytes
         log_event(event)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (level, line)
-    told = record.__dict__
-    assert (told["event"], told["reason"], told["numbers"]) == (event.kind, event.reason, event.numbers)
+    reported = record.__dict__
+    assert (reported["event"], reported["reason"], reported["numbers"]) == (event.kind, event.reason, event.numbers)

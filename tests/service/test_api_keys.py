@@ -63,7 +63,7 @@ def test_neither_keys_nor_their_hashes_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "reported"),
     [
         ({"key": "b", "requests_per_hour": 1}, "requests_per_hour of entry 2: extra inputs are not permitted"),
         ({"name": "b"}, "key of entry 2: field required"),
@@ -78,10 +78,10 @@ def test_neither_keys_nor_their_hashes_are_shown(tmp_path: Path) -> None:
         ({"key": "b", "name": "one"}, "two different entries have the same name"),
     ],
 )
-def test_an_impossible_entry_names_its_field_and_no_secret(tmp_path: Path, entry: object, told: str) -> None:
+def test_an_impossible_entry_names_its_field_and_no_secret(tmp_path: Path, entry: object, reported: str) -> None:
     message = refusal(tmp_path, [{"key": "a", "name": "one"}, entry])
     assert message.startswith("api_keys = (secret), from file")
-    assert told in message
+    assert reported in message
     assert message.endswith("it takes keys, or in a file entries of " + ", ".join(ApiKey.model_fields) + ".")
     assert "s3cret" not in message
 

@@ -76,7 +76,7 @@ def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_secon
     assert weights == [[weight]] * len(weights)
 
 
-def test_by_default_nobody_is_weighed(assembly: Assembly) -> None:
+def test_by_default_no_one_is_weighed(assembly: Assembly) -> None:
     watcher = Watcher()
     alone(greedy(12), [5, 6, 7], assembly.engine(policy=watcher))
     assert watcher.loads

@@ -138,7 +138,7 @@ def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> 
     )
 
 
-def test_all_impossible_values_are_told_at_once() -> None:
+def test_all_impossible_values_are_reported_at_once() -> None:
     lines = refusal({"port": "x", "max_budget": "257"}, {"ADAPTREE_DRAFTER": "magic!"}).splitlines()
     assert [line.split(" = ")[0] for line in lines] == ["drafter", "max_budget", "port"]
 

@@ -214,7 +214,7 @@ def test_inspect_tells_what_a_folder_holds(assembly: Assembly, tmp_path: Path) -
     assert found["weights_sha256"] in output
 
 
-def test_where_nothing_was_learnt_it_is_said(assembly: Assembly, tmp_path: Path) -> None:
+def test_where_nothing_was_learnt_it_is_reported(assembly: Assembly, tmp_path: Path) -> None:
     assert inspected(assembly, tmp_path)["learnt"] == []
     assert "nothing was learnt" in run(assembly, tmp_path, "inspect")[1]
     with pytest.raises(StartupError, match=r"nothing was learnt .*adaptation.enabled true"):

@@ -1,4 +1,4 @@
-"""What a second adds up to, what is kept of the last minutes, and that observing waits for nobody."""
+"""What a second adds up to, what is kept of the last minutes, and that observing waits for no one."""
 
 from dataclasses import replace
 
@@ -147,4 +147,4 @@ def test_records_without_a_reader_do_not_pile_up() -> None:
     assert live.tick()["finished"]["stop"] == 65_536
 
 
-# What a terminal shows of a feed, and what is said where there is none.
+# What a terminal shows of a feed, and what is shown where there is none.

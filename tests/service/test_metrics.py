@@ -266,5 +266,5 @@ def fates_of(name: str) -> set[str]:
 
 def test_every_fate_has_a_series() -> None:
     arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
-    told = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
-    assert told == {*QUERY_FATES, *VERSION_FATES}
+    reported = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
+    assert reported == {*QUERY_FATES, *VERSION_FATES}

@@ -46,7 +46,7 @@ async def test_closing_early_aborts_and_drops_what_is_on_its_way() -> None:
             await anext(generation)
 
 
-async def test_a_consumer_that_does_not_read_delays_nobody() -> None:
+async def test_a_consumer_that_does_not_read_delays_no_one() -> None:
     async with running(ScriptedEngine(say(*["x"] * 50))) as runtime:
         with runtime.generate(ask("slow")) as slow:
             with runtime.generate(ask("quick")) as quick:
@@ -82,7 +82,7 @@ async def test_requests_are_refused_while_loading_and_the_loop_stays_free() -> N
     await runtime.stop()
 
 
-async def test_a_failed_load_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_load_is_reported_to_those_who_wait(caplog: pytest.LogCaptureFixture) -> None:
     def load() -> ServedModel:
         raise StartupError("no such model")
 
@@ -125,7 +125,7 @@ async def test_loop_lag_is_the_longest_wait_of_outputs_since_it_was_last_read() 
     async with running(engine) as runtime:
         time.sleep(0.2)
         await asyncio.sleep(0.02)
-        assert runtime.max_loop_lag_seconds() == 0.0  # nobody was served
+        assert runtime.max_loop_lag_seconds() == 0.0  # no one was served
         with runtime.generate(ask()) as generation:
             time.sleep(0.2)
             await anext(generation)
@@ -172,7 +172,7 @@ async def test_an_answer_that_takes_long_keeps_no_tokenization_waiting() -> None
         assert await asyncio.gather(*asking) == [True] * 4
 
 
-async def test_without_learning_there_is_nobody_to_ask() -> None:
+async def test_without_learning_there_is_no_one_to_ask() -> None:
     async with running(ScriptedEngine(say("x"))) as runtime:
         with pytest.raises(NotFound, match=r"adaptation\.enabled true"):
             await runtime.ask_adaptation(lambda control: control.status())

@@ -1,4 +1,4 @@
-"""Bootstrap prompts are answered while nobody asks, and make way for whoever does."""
+"""Bootstrap prompts are answered while no one asks, and make way for those who do."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ async def test_a_users_request_breaks_one_off_and_it_is_asked_again() -> None:
     began, goes_on = threading.Event(), threading.Event()
 
     def slow(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
-        pieces = list(said(request))
+        pieces = list(spoken(request))
         if not request.request_id.startswith("bootstrap"):
             yield from pieces
             return
@@ -75,7 +75,7 @@ async def test_a_users_request_breaks_one_off_and_it_is_asked_again() -> None:
         yield [replace(pieces[0][0], finish_reason=None)]
         yield from pieces
 
-    said: Script = say("x")
+    spoken: Script = say("x")
     engine = ScriptedEngine(slow)
     async with seeded(engine, Phased("collecting")) as runtime:
         answering = asyncio.create_task(answer_bootstrap_prompts(runtime))

@@ -30,7 +30,7 @@ from tests.service.engine.harness import generate, greedy, request
 from tests.service.scripted import STATUS, ScriptedAdaptation, ScriptedEngine, running, runtime_of, say
 from tests.service.test_metrics import made, series
 
-NOBODY = Tenants((), Path("nowhere"))
+NO_TENANTS = Tenants((), Path("nowhere"))
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_a_drafter_without_weights_is_served_without_learning(tmp_path: Path, ca
     ],
 )
 @pytest.mark.usefixtures("another_kind")
-def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sources: set[str]) -> None:
+def test_a_drafter_has_its_tokens_counted(tmp_path: Path, drafter: str, sources: set[str]) -> None:
     folder = save_two_layers(tmp_path / "model")
     weights = save_drafter(tmp_path / "drafter", assembled(folder)) if "specblock" in drafter else None
     config = settings(folder, drafter=drafter, drafter_path=weights)
@@ -116,7 +116,7 @@ def test_whoever_drafts_has_its_tokens_counted(tmp_path: Path, drafter: str, sou
 
 
 class _Tapping(MemoryDrafter):
-    """Is told of layers, and keeps how much."""
+    """Is notified of layers, and keeps how much."""
 
     name, reads_prompts = "tapping", True
 
@@ -159,11 +159,11 @@ def test_a_kind_says_what_it_taps(
 
 async def test_the_metrics_page_asks_learning_first() -> None:
     async with running(ScriptedEngine(say("x")), adaptation=ScriptedAdaptation()) as runtime:
-        page, _ = await rendered(made(), Live(), runtime, NOBODY)
+        page, _ = await rendered(made(), Live(), runtime, NO_TENANTS)
     assert b"adaptree_adaptation_queries_total 40.0" in page
 
 
-async def test_the_metrics_page_waits_for_nobody() -> None:
+async def test_the_metrics_page_waits_for_no_one() -> None:
     opened = threading.Event()
 
     class Busy(ScriptedAdaptation):
@@ -172,10 +172,10 @@ async def test_the_metrics_page_waits_for_nobody() -> None:
             return STATUS
 
     metrics = made()
-    page, _ = await rendered(metrics, Live(), runtime_of(ScriptedEngine(say("x"))), NOBODY)
+    page, _ = await rendered(metrics, Live(), runtime_of(ScriptedEngine(say("x"))), NO_TENANTS)
     assert b"adaptree_adaptation_queries_total 0.0" in page
     async with running(ScriptedEngine(say("x")), adaptation=Busy()) as runtime:
-        page, _ = await asyncio.wait_for(rendered(metrics, Live(), runtime, NOBODY), 5)
+        page, _ = await asyncio.wait_for(rendered(metrics, Live(), runtime, NO_TENANTS), 5)
         assert b"adaptree_adaptation_queries_total 0.0" in page
         opened.set()
     assert series(metrics)["adaptree_drafter_version"] == 0

@@ -20,7 +20,7 @@ def test_its_role_is_to_learn_whatever_that_of_the_replicas_is() -> None:
     assert learning.alpha == 0.3
 
 
-def test_without_a_url_there_is_nobody_to_learn_for() -> None:
+def test_without_a_url_there_is_no_one_to_learn_for() -> None:
     with pytest.raises(StartupError, match="--redis URL"):
         with_url(load_config({}).config, None)
 

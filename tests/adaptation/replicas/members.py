@@ -118,5 +118,5 @@ def until(members: Sequence[Member], done: Callable[[], bool], seconds: float = 
 
 def agreed(members: Sequence[Member], sha256: str = "") -> bool:
     """All serve, and believe in, the same weights: these, if they are given."""
-    told = {one.status.served_sha256 for one in members} | {one.status.announced_sha256 for one in members}
-    return len(told) == 1 and (not sha256 or told == {sha256})
+    reported = {one.status.served_sha256 for one in members} | {one.status.announced_sha256 for one in members}
+    return len(reported) == 1 and (not sha256 or reported == {sha256})

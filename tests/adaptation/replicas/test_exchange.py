@@ -87,7 +87,7 @@ def test_queries_of_all_teach_the_leader_and_its_updates_reach_all(leader: Membe
     assert {event.kind for event in follower.events} == {"loaded"}
 
 
-def test_served_versions_are_told_by_their_weights(leader: Member, follower: Member) -> None:
+def test_served_versions_are_recognised_by_their_weights(leader: Member, follower: Member) -> None:
     """The follower has version 1 where the leader has version 2, and they are the same."""
     leader.bring(seed=1)
     leader.bring(seed=2)
@@ -95,8 +95,8 @@ def test_served_versions_are_told_by_their_weights(leader: Member, follower: Mem
     assert (leader.weights.version, follower.weights.version) == (2, 1)
     heard: list[tuple[int, int]] = []
 
-    def observe(told: QueryFeedback) -> None:
-        heard.append((told.query.first_version, told.query.version))
+    def observe(reported: QueryFeedback) -> None:
+        heard.append((reported.query.first_version, reported.query.version))
 
     leader.learner.observe = observe  # type: ignore[method-assign, assignment]
     follower.exchange.offer(feedback(0, version=1))
@@ -152,7 +152,9 @@ def test_queries_a_dead_leader_had_taken_are_heard_by_the_next(server: Redis, le
 
 
 @ON_BOTH
-def test_an_emptied_server_is_told_again_by_whoever_serves(server: Redis, leader: Member, follower: Member) -> None:
+def test_an_emptied_server_is_filled_again_by_the_replica_that_serves(
+    server: Redis, leader: Member, follower: Member
+) -> None:
     leader.bring(seed=1)
     until([leader, follower], partial(_follows, leader, follower, 1))
     server.client.flushall()
@@ -276,7 +278,7 @@ def test_what_was_learnt_alone_gives_way_to_what_is_announced(server: Redis, lea
     until([leader, follower], lambda: same(follower.served, weights_of(drafter(1))) and agreed([leader, follower]))
 
 
-def test_a_frozen_server_holds_nobody_up_and_sends_nothing_twice(
+def test_a_frozen_server_holds_no_one_up_and_sends_nothing_twice(
     server: Redis, leader: Member, follower: Member
 ) -> None:
     follower.exchange.start()
@@ -361,7 +363,7 @@ def test_what_one_knows_another_goes_on_from(tmp_path: Path, policy: str) -> Non
     assert two.events == []
 
 
-def test_whoever_learns_after_a_paused_one_is_paused_until_resumed(tmp_path: Path) -> None:
+def test_the_next_learner_after_a_paused_one_is_paused_until_resumed(tmp_path: Path) -> None:
     one, two = experienced(tmp_path / "one", "bandit"), bench(tmp_path / "two", policy="bandit")
     before = one.learner.shared()
     one.learner.pause()
@@ -374,7 +376,7 @@ def test_whoever_learns_after_a_paused_one_is_paused_until_resumed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("shared", [{}, {"policy": 3}, {"policy": {"knowledge": {}, "random": []}}])
-def test_what_is_no_knowledge_is_told_and_changes_nothing(tmp_path: Path, shared: dict[str, object]) -> None:
+def test_what_is_no_knowledge_is_reported_and_changes_nothing(tmp_path: Path, shared: dict[str, object]) -> None:
     tried = experienced(tmp_path, "bandit")
     before = tried.learner.shared()
     tried.learner.inherit(shared)  # type: ignore[arg-type]

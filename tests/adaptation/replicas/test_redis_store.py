@@ -1,4 +1,4 @@
-"""A real server: commands, the lease, the version and the queries in it, and what is said when there is none."""
+"""A real server: commands, the lease, the version and the queries in it, and what is reported when there is none."""
 
 import random
 import time
@@ -198,12 +198,12 @@ def test_the_leader_announces_and_what_it_announced_stays(server: Redis, store: 
         assert store.announce(epoch, name.encode(), name, before)
         assert store.current() == name.encode()
     assert server.client.ttl("{here}:weights:b") == -1
-    assert 0 < server.client.ttl("{here}:weights:a") <= 600  # for whoever is still reading it
+    assert 0 < server.client.ttl("{here}:weights:a") <= 600  # for one that is still reading it
 
 
-def test_nobody_else_does(store: RedisStore, other: RedisStore) -> None:
+def test_no_other_does(store: RedisStore, other: RedisStore) -> None:
     store.put("a", DATA)
-    assert not store.announce(1, b"raw", "a", "a")  # nobody leads
+    assert not store.announce(1, b"raw", "a", "a")  # no one leads
     epoch = leads(other)
     assert not store.announce(epoch, b"raw", "a", "a")  # another one leads
     assert not store.share(epoch, b"state")

@@ -211,7 +211,7 @@ def test_every_altered_bit_of_the_tensors_is_seen() -> None:
         ("more", lambda value: torch.zeros(3), "misfit"),
     ],
 )
-def test_what_cannot_be_is_refused_whoever_sends_it(
+def test_what_cannot_be_is_refused_from_any_sender(
     name: str, change: Callable[[Tensor], Tensor], expected: str
 ) -> None:
     tensors = safetensors.torch.load(message().tensors)

@@ -78,8 +78,8 @@ def test_a_file_says_its_kind_unless_it_is_the_first_one(tmp_path: Path, kind: s
     assert all(
         torch.equal(value.bfloat16().float(), back.state_dict()[name]) for name, value in model.state_dict().items()
     )
-    said = json.loads((tmp_path / checkpoint.CONFIG_FILE).read_text())["drafter"].get("kind")
-    assert said == (None if kind == "specblock" else kind)
+    spoken = json.loads((tmp_path / checkpoint.CONFIG_FILE).read_text())["drafter"].get("kind")
+    assert spoken == (None if kind == "specblock" else kind)
 
 
 def test_names_are_the_published_ones(tmp_path: Path) -> None:

@@ -197,7 +197,9 @@ def test_the_likeliest_paths_go_on() -> None:
     odds = torch.rand(2, 1, block, ranks, generator=torch.Generator().manual_seed(0)) * 0.9
     tokens = (10 * torch.arange(block)[:, None] + torch.arange(ranks)).expand(2, 1, -1, -1)
     trust = torch.linspace(0.8, 1.05, block * ranks).view(block, ranks)
-    said, parents, depths, survival = path_nodes(StartNodes.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths)
+    spoken, parents, depths, survival = path_nodes(
+        StartNodes.root(2, odds.device), tokens, odds, trust, 0.0, paths=paths
+    )
     odds = odds * trust
     for line in range(2):
         every = {
@@ -212,7 +214,7 @@ def test_the_likeliest_paths_go_on() -> None:
         for node in survival[line].argsort(descending=True)[:most].tolist():
             path, above = [], node
             while above != ROOT:
-                path.append(int(said[line, above]))
+                path.append(int(spoken[line, above]))
                 assert depths[line, above] == depths[line, node] - len(path) + 1
                 above = int(parents[line, above])
             found[tuple(reversed(path))] = float(survival[line, node])

@@ -72,7 +72,7 @@ def test_waiting_entries_come_right_aligned() -> None:
     assert entries.take(rows(0, 1), 1).positions.tolist() == [[-1], [-1]]
 
 
-def test_padding_reaches_nobody() -> None:
+def test_padding_reaches_no_one() -> None:
     entries = state()
     slots, tokens = torch.tensor([[100, 7, 8], [200, 201, 202]]), torch.tensor([[1, -1, -1], [2, 3, 4]])
     counts = torch.tensor([1, 3])
@@ -135,7 +135,7 @@ def test_until_then_the_most_is_assumed() -> None:
     assert backlog.crowded(one(13), 3).rows == ()
 
 
-def test_steps_nobody_told_of_count_as_much_as_one_can_bring() -> None:
+def test_steps_without_a_report_count_as_much_as_one_can_bring() -> None:
     backlog = Backlog(2)
     backlog.add(one(10), 4)
     assert backlog.take(one(500)) == 4

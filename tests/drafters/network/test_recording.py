@@ -1,4 +1,4 @@
-"""Of each tree's first block is kept what it said of the positions that came to be committed, and nothing else."""
+"""Of each tree's first block its claims about the positions that came to be committed are kept, and nothing else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ def drive(recorder: FeedbackRecorder, tokens: list[int], *, drafts: bool = True)
     return recorder.finish(query(1, 3 + len(tokens)))
 
 
-def test_what_the_block_said_stands_beside_the_committed_token() -> None:
+def test_the_claims_of_a_block_stand_beside_the_committed_token() -> None:
     draft_labels = drive(recorder(), [4, 7, 10]).draft_labels
     states, logprobs = block(7)
     assert draft_labels.positions.tolist() == [3, 4, 5]
@@ -79,11 +79,11 @@ def test_a_block_says_nothing_beyond_its_own_length() -> None:
     assert draft_labels.positions.tolist() == [3, 4, 5, 6]
 
 
-def test_without_a_tree_nothing_was_said() -> None:
+def test_without_a_tree_nothing_was_written() -> None:
     assert drive(recorder(), [4], drafts=False).draft_labels.count == 0
 
 
-def test_what_was_said_of_an_earlier_root_is_not_taken_for_this_one() -> None:
+def test_claims_about_an_earlier_root_are_not_taken_for_this_one() -> None:
     recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
@@ -111,13 +111,13 @@ def test_rows_do_not_hear_each_other() -> None:
     for row in range(ROWS):
         recording.commit(committed(row, 2, [4]), grown=True)
     recording.end(range(ROWS))
-    said = {row: recording.finish(query(row, 4)).draft_labels for row in range(ROWS)}
-    assert torch.equal(said[2].states, states[:1, 0])
-    assert torch.equal(said[0].states, states[1:, 0])
-    assert said[1].count == 0
+    spoken = {row: recording.finish(query(row, 4)).draft_labels for row in range(ROWS)}
+    assert torch.equal(spoken[2].states, states[:1, 0])
+    assert torch.equal(spoken[0].states, states[1:, 0])
+    assert spoken[1].count == 0
 
 
-def test_nobody_who_learns_wants_nothing() -> None:
+def test_scores_are_wanted_while_a_sequence_runs() -> None:
     recording = recorder()
     wanted = [recording.wants_scores]
     recording.start([DraftContext(1, [1, 2, 3])])
@@ -127,9 +127,9 @@ def test_nobody_who_learns_wants_nothing() -> None:
     assert wanted == [False, True, False]
 
 
-def test_what_must_not_be_stored_is_not_recorded_whoever_wants_it() -> None:
+def test_what_must_not_be_stored_is_never_recorded() -> None:
     answers = iter([True])
-    recording = recorder(lambda: next(answers))  # asked once: nobody is of private sequences
+    recording = recorder(lambda: next(answers))  # asked once: no one is of private sequences
     recording.start([DraftContext(0, [1, 2, 3], store=False)])
     assert not recording.wants_scores
     recording.start([DraftContext(1, [1, 2, 3])])
@@ -168,11 +168,11 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
     recording = recorder()
     recording.start([DraftContext(1, [1, 2, 3])])
     steps = [committed(1, 2 + 2 * number, [2 * number % TARGET_VOCAB, 6]) for number in range(12)]
-    said = []
+    spoken = []
     for number, step in enumerate(steps):
         if grown := number % 3 != 1:
             recording.grown(torch.tensor([1]), step.positions, *block(number))
-            said += [block(number)[0][0, :2]]
+            spoken += [block(number)[0][0, :2]]
         recording.commit(step, grown=grown)
     recording.end([1])
     heard = recording.finish(query(1, 3 + 2 * len(steps)))
@@ -181,7 +181,7 @@ def test_what_waits_is_kept_in_the_order_of_the_text_however_many_steps_it_took(
     assert torch.allclose(heard.top_logprobs.float(), expected.values, atol=1e-2)
     places = [3 + 2 * number + ahead for number in range(len(steps)) if number % 3 != 1 for ahead in (0, 1)]
     assert heard.draft_labels.positions.tolist() == places
-    assert torch.equal(heard.draft_labels.states, torch.cat(said))
+    assert torch.equal(heard.draft_labels.states, torch.cat(spoken))
 
 
 def test_blocks_that_spoke_before_a_step_without_any_are_not_heard_again() -> None:

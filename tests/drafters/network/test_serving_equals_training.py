@@ -23,7 +23,7 @@ ROWS = torch.tensor([1, 0])
 
 
 class Text:
-    """Two sequences, what the target's layers said of them, and the slots they lie in."""
+    """Two sequences, what the target's layers gave for them, and the slots they lie in."""
 
     def __init__(self, model: SpecBlock) -> None:
         generator = torch.Generator().manual_seed(3)

@@ -107,7 +107,7 @@ def example(prompt: list[int], response: list[int], likely: list[int]) -> Exampl
     return Example(torch.tensor(prompt + response), torch.zeros(1), len(prompt), ids, logprobs)
 
 
-def test_said_and_likely_tokens_count_and_prompts_do_not() -> None:
+def test_written_and_likely_tokens_count_and_prompts_do_not() -> None:
     text = example([90] * 20, [70, 70, 71, 72], [80, 81])
     assert frequent_tokens([text], vocab_size=100, size=3).tolist() == [70, 80, 81]
     assert frequent_tokens([text], vocab_size=100, size=5).tolist() == [70, 71, 72, 80, 81]

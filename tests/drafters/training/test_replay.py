@@ -125,7 +125,7 @@ def test_scores_are_the_same_twice() -> None:
 
 
 def test_copies_are_counted_as_steps_one_behind_the_other() -> None:
-    """A text that repeats a phrase: once it has been said, steps copy eight tokens at a time."""
+    """A text that repeats a phrase: once it has been written, steps copy eight tokens at a time."""
     phrase = torch.arange(8) + 5
     text = Example(phrase.repeat(12), torch.zeros(96, 3 * HIDDEN), 2, torch.zeros(95, TOP).int(), torch.zeros(95, TOP))
     done = replay_memory(text, every=1, nodes=8)

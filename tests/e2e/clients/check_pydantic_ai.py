@@ -44,7 +44,7 @@ def calls_of(model: Model) -> list[str]:
 
     try:
         assert isinstance(agent.run_sync("How is the weather?").output, Note)
-    except ModelHTTPError as error:  # random weights may call on until the context is full, which is told them
+    except ModelHTTPError as error:  # random weights may call on until the context is full, which is reported to them
         if "maximum context length" not in str(error):
             raise
     return called

@@ -26,15 +26,15 @@ SLOW = [pytest.param(client, marks=pytest.mark.slow) for client in ("langchain",
 @pytest.mark.parametrize("client", ["openai", "instructor", *SLOW])
 def test_python_clients(client: str, tiny_server: Process) -> None:
     folder = python_environment(HERE / f"{client}.txt")
-    said = run(["bin/python", str(HERE / f"check_{client}.py"), f"{tiny_server.url}/v1"], folder)
-    assert said.count("ok ") >= 3
+    spoken = run(["bin/python", str(HERE / f"check_{client}.py"), f"{tiny_server.url}/v1"], folder)
+    assert spoken.count("ok ") >= 3
 
 
 def test_the_ai_sdk_of_npm(tiny_server: Process) -> None:
     folder = node_environment(HERE / "package.json")
     shutil.copy(HERE / "check_ai_sdk.mjs", folder)  # modules are looked for beside a script
-    said = run(["node", "check_ai_sdk.mjs", f"{tiny_server.url}/v1"], folder)
-    assert said.count("ok ") == 6
+    spoken = run(["node", "check_ai_sdk.mjs", f"{tiny_server.url}/v1"], folder)
+    assert spoken.count("ok ") == 6
 
 
 QUESTIONS = (
@@ -70,10 +70,10 @@ def asked_by_the_harness(model: Path, load_dtype: str, folder: Path) -> list[lis
     running = serving_tiny(folder, kv_cache="200MiB", **settings)
     environment, check = python_environment(HERE / "lm_eval.txt"), str(HERE / "check_lm_eval.py")
     try:
-        said = run(["bin/python", check, f"{running.url}/v1", "own", str(model), str(questions)], environment)
+        spoken = run(["bin/python", check, f"{running.url}/v1", "own", str(model), str(questions)], environment)
     finally:
         running.end()
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in spoken.splitlines() if line.startswith("{")]
     return [one["scores"] for one in sorted(found, key=itemgetter("doc"))]
 
 
@@ -87,8 +87,8 @@ def scored_by_transformers(model: Path, dtype: torch.dtype) -> Iterator[list[tup
             ids = tokenizer.encode(f"{context} {choice}")
             with torch.no_grad():
                 logprobs = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-            told = [float(logprobs[place - 1, ids[place]]) for place in range(begin, len(ids))]
-            scores.append((sum(told), len(told)))
+            reported = [float(logprobs[place - 1, ids[place]]) for place in range(begin, len(ids))]
+            scores.append((sum(reported), len(reported)))
         yield scores
 
 

@@ -31,7 +31,7 @@ async def ask(client: httpx2.AsyncClient, method: str, path: str, headers: dict[
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("api_keys", [(), ("key",)])
 @pytest.mark.parametrize("offered", [{}, {"authorization": "Bearer key"}, {"authorization": "Bearer bos"}])
-async def test_without_the_admin_key_nobody_gets_in(
+async def test_without_the_admin_key_no_one_gets_in(
     method: str, path: str, api_keys: tuple[str, ...], offered: dict[str, str]
 ) -> None:
     adaptation = ScriptedAdaptation()
@@ -44,13 +44,13 @@ async def test_without_the_admin_key_nobody_gets_in(
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("offered", [{}, KEY, {"authorization": "Bearer "}, {"authorization": "Bearer None"}])
-async def test_where_there_is_no_admin_key_nobody_gets_in(method: str, path: str, offered: dict[str, str]) -> None:
+async def test_where_there_is_no_admin_key_no_one_gets_in(method: str, path: str, offered: dict[str, str]) -> None:
     async with learning(ScriptedAdaptation(), admin_key=None) as client:
         assert (await ask(client, method, path, offered)).status_code == 401
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_where_nobody_learns_it_is_said(method: str, path: str) -> None:
+async def test_where_no_one_learns_it_is_reported(method: str, path: str) -> None:
     async with learning(None) as client:
         response = await ask(client, method, path, KEY)
     assert (response.status_code, error_of(response)["code"]) == (404, "adaptation_off")

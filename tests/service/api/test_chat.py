@@ -125,9 +125,9 @@ async def test_logprobs() -> None:
     a, umlaut = TOKENIZER.encode("a")[0], TOKENIZER.encode("ö")[0]
 
     def script(request: Any) -> Any:
-        said = step(request, 0, "a", "stop")
+        spoken = step(request, 0, "a", "stop")
         logprobs = (TokenLogprob(a, -0.5, 1, ((a, -0.5), (umlaut, float("-inf")))),)
-        yield [type(said)(request.request_id, 0, said.token_ids, "a", logprobs, "stop")]
+        yield [type(spoken)(request.request_id, 0, spoken.token_ids, "a", logprobs, "stop")]
 
     expected = {"token": "a", "logprob": -0.5, "bytes": [97]}
     other = {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xC3]}

@@ -1,4 +1,4 @@
-"""Schemas that take long to compile delay nobody else, end with their client, and are refused in the end."""
+"""Schemas that take long to compile delay no one else, end with their client, and are refused in the end."""
 
 import asyncio
 from collections.abc import Callable

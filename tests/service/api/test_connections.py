@@ -1,4 +1,4 @@
-"""Against a real listener: whoever is slow to say what it wants, or to take what it gets, is closed, and so is a
+"""Against a real listener: a client that is slow to say what it wants, or to take what it gets, is closed, and so is a
 connection too many; half-closed ones are answered, what is no HTTP is refused, and a server that ends tells."""
 
 import asyncio
@@ -70,7 +70,7 @@ async def open_to(port: int, sends: bytes = b"") -> Connection:
     return reader, writer
 
 
-async def told(connection: Connection) -> bytes:
+async def reported(connection: Connection) -> bytes:
     """Everything until the server closes."""
     reader, writer = connection
     found = await asyncio.wait_for(reader.read(), 3)
@@ -81,13 +81,13 @@ async def told(connection: Connection) -> bytes:
 @pytest.mark.parametrize("sends", [b"", b"GET /livez HTTP/1.1\r\nhost: te"])
 async def test_headers_must_come_in_time(sends: bytes) -> None:
     async with listening() as port:
-        answer = await told(await open_to(port, sends))
+        answer = await reported(await open_to(port, sends))
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b'"code": "request_timeout"' in answer
 
 
 async def trickle(connection: Connection) -> bytes:
-    """Send a byte now and then until the server closes, and return what it said."""
+    """Send a byte now and then until the server closes, and return what it sent."""
     reader, writer = connection
     listening_to = asyncio.create_task(reader.read())
     deadline = asyncio.get_running_loop().time() + 3
@@ -124,14 +124,14 @@ async def test_a_connection_lives_through_several_requests_and_no_longer_than_th
         assert (await reader.readuntil(b"HTTP/1.1 200")).endswith(b"200")
         await asyncio.sleep(0.1)
         writer.write(PROBE[:-2])
-        assert b" 408 " in await told((reader, writer))
+        assert b" 408 " in await reported((reader, writer))
 
 
 async def test_one_connection_too_many_is_refused_and_the_others_stay() -> None:
     async with listening(most=2) as port:
         first, second = await open_to(port), await open_to(port)
         await asyncio.sleep(0.05)
-        refused = await told(await open_to(port))
+        refused = await reported(await open_to(port))
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"too_many_connections" in refused
         first[1].write(PROBE)
@@ -146,7 +146,7 @@ async def test_one_connection_too_many_is_refused_and_the_others_stay() -> None:
 
 async def test_headers_are_bounded() -> None:
     async with listening() as port:
-        answer = await told(await open_to(port, b"GET /livez HTTP/1.1\r\nx: " + b"a" * 70_000))
+        answer = await reported(await open_to(port, b"GET /livez HTTP/1.1\r\nx: " + b"a" * 70_000))
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         assert b'"code": "headers_too_large"' in answer
 
@@ -158,7 +158,7 @@ async def test_nothing_is_put_into_an_answer_that_has_begun() -> None:
         answer = await reader.readuntil(b"}}")
         writer.write(b"no length of a chunk\r\n")
         assert answer.startswith(b"HTTP/1.1 404 ")
-        assert await told((reader, writer)) == b""
+        assert await reported((reader, writer)) == b""
 
 
 def asking(**fields: Any) -> bytes:
@@ -171,11 +171,11 @@ def asking(**fields: Any) -> bytes:
 async def half_closing(port: int, sends: bytes) -> bytes:
     connection = await open_to(port, sends)
     connection[1].write_eof()
-    return await told(connection)
+    return await reported(connection)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whoever_has_said_all_is_answered_whole(stream: bool) -> None:
+async def test_a_client_that_has_sent_all_is_answered_whole(stream: bool) -> None:
     """The first answer of two that were asked for at once takes longer than the client's half of the connection."""
     engine = Held("he", "llo")
     async with listening(engine=engine) as port:
@@ -183,7 +183,7 @@ async def test_whoever_has_said_all_is_answered_whole(stream: bool) -> None:
         writer.write_eof()
         first = await asyncio.wait_for(reader.readuntil(b'"he"' if stream else b"100 Continue"), 3)
         engine.go_on.set()
-        found = first + await told(connection)
+        found = first + await reported(connection)
     assert found.count(b"HTTP/1.1 200 OK") == 2
     assert (b"100 Continue" in found) is not stream
     assert found.count(b"data: [DONE]" if stream else b'"content":"hello"') == 2
@@ -195,7 +195,7 @@ async def until(happened: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_whoever_has_left_for_good_is_noticed_while_nothing_is_sent() -> None:
+async def test_a_client_that_has_left_for_good_is_noticed_while_nothing_is_sent() -> None:
     endless = Endless()
     async with listening(engine=endless) as port:
         _, writer = await open_to(port, asking())
@@ -243,7 +243,7 @@ def connected(port: int) -> socket.socket:
     return client
 
 
-async def test_whoever_takes_nothing_of_its_answer_is_given_up() -> None:
+async def test_a_client_that_takes_nothing_of_its_answer_is_given_up() -> None:
     endless = Endless("x" * 100_000)
     async with listening(engine=endless) as port:
         with connected(port) as client:
@@ -251,7 +251,7 @@ async def test_whoever_takes_nothing_of_its_answer_is_given_up() -> None:
             await until(endless.stopped_speaking.is_set)
 
 
-async def test_whoever_takes_its_answer_slowly_gets_it() -> None:
+async def test_a_client_that_takes_its_answer_slowly_gets_it() -> None:
     def script(request: GenerationRequest) -> Iterable[list[SequenceOutput]]:
         for number in range(8):
             finish = "stop" if number == 7 else None
@@ -283,7 +283,7 @@ async def test_a_server_that_ends_lets_streams_end_or_tells_them(drain_seconds: 
         assert b" 503 " in (await half_closing(port_of(server), asking()))[:20]
         if drain_seconds > 1:
             engine.go_on.set()
-        found = await told(connection)
+        found = await reported(connection)
     assert ends in found
     assert (b"the end" in found) is (drain_seconds > 1)
     assert found.count(b"data: [DONE]") == 1

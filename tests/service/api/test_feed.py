@@ -101,7 +101,7 @@ async def test_learning_that_breaks_leaves_the_feed_running(caplog: pytest.LogCa
     assert "the state of learning could not be read" in caplog.text
 
 
-async def test_a_slow_reader_gets_the_newest_and_delays_nobody() -> None:
+async def test_a_slow_reader_gets_the_newest_and_delays_no_one() -> None:
     async with feeding(runtime_with(), Live()) as feed:
         slow, quick = feed.frames(), feed.frames()
         await next_of(slow)
@@ -124,12 +124,12 @@ async def test_the_feed_ends_when_the_server_is_about_to() -> None:
         frames = feed.frames()
         await next_of(frames)
         await runtime.drain(1)
-        told = [json.loads(frame.split(b"data: ")[1]) async for frame in frames]
-    assert [moment["state"] for moment in told][-1] == "draining"
+        reported = [json.loads(frame.split(b"data: ")[1]) async for frame in frames]
+    assert [moment["state"] for moment in reported][-1] == "draining"
 
 
 async def call(path: str, sent: list[Message], leave: asyncio.Event, **changes: Any) -> None:
-    """A GET at the level of ASGI, by a client that leaves when told to."""
+    """A GET at the level of ASGI, by a client that leaves when asked to."""
     app = app_of(runtime_with(), **changes)
     asked = False
 

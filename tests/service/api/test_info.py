@@ -240,7 +240,7 @@ async def test_an_operator_forgets_all() -> None:
     ("path", "key", "admin_key"),
     [(OWN, "three", "boss"), (OWN, "boss", "boss"), (ALL, "one", "boss"), (ALL, "", "boss"), (ALL, "boss", None)],
 )
-async def test_whoever_has_not_the_key_forgets_nothing(path: str, key: str, admin_key: str | None) -> None:
+async def test_without_the_key_nothing_is_forgotten(path: str, key: str, admin_key: str | None) -> None:
     engine = ScriptedEngine(say("x"))
     async with client_of(engine, api_keys=["one"], admin_key=admin_key) as client:
         response = await client.delete(path, headers=bearer(key))
@@ -270,7 +270,7 @@ async def test_the_routes_are_described() -> None:
     assert all("Forget" in paths[path]["delete"]["description"] for path in (OWN, ALL))
 
 
-# Chunks that say what each step did: for streams that ask, and for nobody else.
+# Chunks that say what each step did: for streams that ask, and for no one else.
 
 TRACE = {"speculation": {"trace": True}}
 FLOWER = "\N{CHERRY BLOSSOM}"
@@ -309,10 +309,10 @@ async def chunks_of(path: str, **fields: Any) -> list[Body]:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_each_chunk_tells_of_its_step(path: str) -> None:
     chunks = await chunks_of(path, **TRACE)
-    told = [choice["speculation"] for chunk in chunks for choice in chunk["choices"] if "speculation" in choice]
-    assert [(one["accepted"], one["drafted"]) for one in told] == [(1, 3), (0, 0), (2, 3)]
-    assert [one["texts"] for one in told] == [["a", "b"], ["", ""], ["", FLOWER]]
-    assert told[0]["tree"] == {
+    reported = [choice["speculation"] for chunk in chunks for choice in chunk["choices"] if "speculation" in choice]
+    assert [(one["accepted"], one["drafted"]) for one in reported] == [(1, 3), (0, 0), (2, 3)]
+    assert [one["texts"] for one in reported] == [["a", "b"], ["", ""], ["", FLOWER]]
+    assert reported[0]["tree"] == {
         "texts": ["a", *(TOKENIZER.decode([token]) for token in (5, 6))],
         "parents": [-1, 0, 1],
         "survival": [0.1235] * 3,
@@ -321,7 +321,7 @@ async def test_each_chunk_tells_of_its_step(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_nobody_else_is_told(path: str) -> None:
+async def test_no_other_is_informed(path: str) -> None:
     traced, plain = await chunks_of(path, **TRACE), await chunks_of(path)
     assert not any("speculation" in choice for chunk in plain for choice in chunk["choices"])
 
@@ -332,7 +332,7 @@ async def test_nobody_else_is_told(path: str) -> None:
     assert text(traced) == text(plain) == "ab" + FLOWER
 
 
-async def test_choices_are_told_apart() -> None:
+async def test_choices_are_distinguished() -> None:
     chunks = await chunks_of("/v1/chat/completions", n=2, **TRACE)
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]

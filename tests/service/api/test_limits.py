@@ -166,7 +166,7 @@ async def test_a_folder_that_is_none_stops_the_start(tmp_path: Path) -> None:
         MonthlyUse(tmp_path / "file")
 
 
-async def test_a_disk_that_refuses_is_told_of_once_and_costs_no_count(
+async def test_a_disk_that_refuses_is_reported_once_and_costs_no_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)

@@ -143,8 +143,8 @@ async def test_one_line_for_each_answer_and_nothing_secret_in_it(caplog: pytest.
         await client.get("/livez")
         await client.get("/")
     lines = [record for record in caplog.records if record.name == "service.api.middleware"]
-    told = [tuple(vars(line)[name] for name in ("request_id", "method", "path", "status")) for line in lines]
-    assert told == [("mine", "POST", "/v1/chat/completions", 200), ("other", "GET", "/%0Aforged%20line", 401)]
+    reported = [tuple(vars(line)[name] for name in ("request_id", "method", "path", "status")) for line in lines]
+    assert reported == [("mine", "POST", "/v1/chat/completions", 200), ("other", "GET", "/%0Aforged%20line", 401)]
     assert all(0 <= vars(line)["seconds"] < 60 for line in lines)
     assert not any(word in caplog.text for word in ("key-one", "secret", "hello", "\nforged"))
 

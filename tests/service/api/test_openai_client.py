@@ -140,8 +140,8 @@ async def test_choices_stand_in_the_order_of_prompts() -> None:
         (3, "b1"),
     ]
     events = events_of(await post(ScriptedEngine(echo), ["a", "b"], n=2, stream=True))
-    said = {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events}
-    assert said == {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
+    spoken = {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events}
+    assert spoken == {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
 
 
 async def test_the_prompt_is_echoed_once() -> None:
@@ -187,9 +187,9 @@ async def test_logprobs_in_the_legacy_shape() -> None:
 
     def script(request: GenerationRequest) -> Any:
         for token_id, text, finish in ((the, "the", None), (w, "w", "stop")):
-            said = step(request, 0, text, finish)
+            spoken = step(request, 0, text, finish)
             logprobs = (TokenLogprob(token_id, -1.0, 2, ((w, -0.25), (token_id, -1.0))),)
-            yield [type(said)(request.request_id, 0, said.token_ids, text, logprobs, said.finish_reason)]
+            yield [type(spoken)(request.request_id, 0, spoken.token_ids, text, logprobs, spoken.finish_reason)]
 
     body = (await post(ScriptedEngine(script), "x", logprobs=2)).json()
     assert body["choices"][0]["logprobs"] == {

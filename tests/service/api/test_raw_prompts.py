@@ -198,9 +198,9 @@ def test_only_the_server_places_markers(family: str, control: bool) -> None:
 async def test_gaps_of_a_batch_with_choices_and_log_probabilities() -> None:
     def script(request: GenerationRequest) -> Any:
         for index in range(request.n):
-            said = step(request, index, "x", "stop")
-            scores = (TokenLogprob(said.token_ids[0], -1.0, 1, ()),)
-            yield [type(said)(request.request_id, index, said.token_ids, "x", scores, "stop")]
+            spoken = step(request, index, "x", "stop")
+            scores = (TokenLogprob(spoken.token_ids[0], -1.0, 1, ()),)
+            yield [type(spoken)(request.request_id, index, spoken.token_ids, "x", scores, "stop")]
 
     tokenizer, engine = tokenizer_of("starcoder"), ScriptedEngine(script)
     fields: dict[str, Any] = {"prompt": ["a", "b"], "suffix": "c", "n": 2, "logprobs": 1, "add_special_tokens": False}

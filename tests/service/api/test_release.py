@@ -40,9 +40,9 @@ async def test_every_event_has_one_size_and_as_many_tokens_are_asked_for_one_by_
     assert {request.single_token_outputs == request.sampling.max_tokens for request in engine.submitted} == {True}
     chunks = [json.loads(line[6:]) for frame in frames for line in frame.split(b"\n") if line.startswith(b"data: {")]
     assert all(chunk["obfuscation"].isascii() for chunk in chunks)
-    said = "".join(c.get("text") or c["delta"].get("content") or "" for one in chunks for c in one.get("choices", ()))
-    said += "".join(one["delta"] for one in chunks if one.get("type") == "response.output_text.delta")
-    assert sorted(said) == sorted("abcdefghé🙂" * (1 if path == "/v1/responses" else 2))
+    spoken = "".join(c.get("text") or c["delta"].get("content") or "" for one in chunks for c in one.get("choices", ()))
+    spoken += "".join(one["delta"] for one in chunks if one.get("type") == "response.output_text.delta")
+    assert sorted(spoken) == sorted("abcdefghé🙂" * (1 if path == "/v1/responses" else 2))
 
 
 async def test_what_comes_at_once_leaves_one_by_one_and_gaps_are_filled() -> None:
@@ -60,8 +60,8 @@ async def test_what_comes_at_once_leaves_one_by_one_and_gaps_are_filled() -> Non
         if len(found) == 8:
             assert opened.is_set()
             release.set()
-    told = [frame for frame in found if not frame.startswith(b":")]
-    assert told == [b"0", b"1", b"2", b"last"]
+    reported = [frame for frame in found if not frame.startswith(b":")]
+    assert reported == [b"0", b"1", b"2", b"last"]
     fillings = [frame for frame in found if frame.startswith(b": ")]
     assert len(fillings) >= 4
     assert {len(frame) for frame in fillings} == {EVENT_BYTES}

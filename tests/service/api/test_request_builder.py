@@ -133,8 +133,8 @@ async def test_messages_reach_the_template_as_text() -> None:
         ],
         add_generation_prompt=False,
     )
-    said = [("system", "the"), ("user", "he\nllo"), ("assistant", "w")]
-    shown = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
+    spoken = [("system", "the"), ("user", "he\nllo"), ("assistant", "w")]
+    shown = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in spoken)
     assert TOKENIZER.decode(request.prompt) == shown
 
 

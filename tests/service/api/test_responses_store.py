@@ -55,10 +55,10 @@ def test_any_history_of_a_store_is_that_of_whole_conversations(steps: list[tuple
     for owner, step, pick, size in steps:
         if step == "k":
             number = next(numbers)
-            asked, said, thought, head = (b"<%d%c>" % (number, kind) + b"." * (size // 4) for kind in b"asth")
+            asked, spoken, thought, head = (b"<%d%c>" % (number, kind) + b"." * (size // 4) for kind in b"asth")
             previous = ever[owner][-pick] if 0 < pick <= len(ever[owner]) else None  # maybe deleted meanwhile
-            turn = Turn(previous, (asked, said), head, {f"s{number}": said, f"t{number}": thought})
-            names[turn] = str(number), [*(names[previous][1] if previous else ()), asked, said], [thought, head]
+            turn = Turn(previous, (asked, spoken), head, {f"s{number}": spoken, f"t{number}": thought})
+            names[turn] = str(number), [*(names[previous][1] if previous else ()), asked, spoken], [thought, head]
             store.keep(owner, str(number), turn)
             ever[owner].append(turn)
             found.setdefault(owner, {})[str(number)] = turn
@@ -93,7 +93,7 @@ def test_any_history_of_a_store_is_that_of_whole_conversations(steps: list[tuple
         assert sorted(held) == sorted(text for mine in found for text in needed(mine))
 
 
-async def test_a_long_conversation_takes_what_was_said_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_conversation_takes_what_was_written_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored whole, these turns would take 80 MB, and the first ones would be gone."""
     monkeypatch.setattr(scripted, "CARD", replace(scripted.CARD, max_model_len=100_000))
     threads, as_chat = list[threading.Thread](), responses._as_chat

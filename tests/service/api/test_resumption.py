@@ -70,8 +70,8 @@ def event_of(frame: str) -> Event:
     return lines[0].removeprefix("id: "), json.loads(lines[1].removeprefix("data: "))
 
 
-def said(events: list[Event]) -> Body:
-    """All that a client knows in the end: what grows is put together, what is told once is a list of what was told."""
+def spoken(events: list[Event]) -> Body:
+    """All that a client knows in the end: what grows is put together, what is reported once is a list."""
     known: dict[str, Any] = {}
     for _, chunk in events:
         assert "error" not in chunk, chunk
@@ -127,17 +127,17 @@ async def test_a_stream_cut_behind_any_event_goes_on_as_if_nothing_had_been(asse
     async with serving(assembly) as client:
         events = await stream(client, path, body)
         rests = await asyncio.gather(*(stream(client, path, body, mark) for mark, _ in events))
-    whole = said(events)
+    whole = spoken(events)
     assert len(whole["heads"]) == len(whole["usage"]) == 1
     for count, rest in enumerate(rests, start=1):
-        assert said(events[:count] + rest) == whole
+        assert spoken(events[:count] + rest) == whole
     assert rests[-1] == []
     # And once more, cut off while it was going on already.
     async with serving(assembly) as client:
         middle = rests[len(rests) // 3]
         again = await asyncio.gather(*(stream(client, path, body, mark) for mark, _ in middle))
     for count, rest in enumerate(again, start=1):
-        assert said(events[: len(rests) // 3 + 1] + middle[:count] + rest) == whole
+        assert spoken(events[: len(rests) // 3 + 1] + middle[:count] + rest) == whole
 
 
 def tokens_in(marks: list[str]) -> str:
@@ -145,14 +145,14 @@ def tokens_in(marks: list[str]) -> str:
     return "".join(mark[mark.index("~") :] for mark in marks if "~" in mark)
 
 
-async def test_an_engine_is_told_what_ids_say() -> None:
-    """Of each choice, as far as it is told without a gap."""
+async def test_an_engine_is_given_what_ids_say() -> None:
+    """Of each choice, as far as it is known without a gap."""
     engine = ScriptedEngine(say(*"abcd"))
     async with scripted(engine) as client:
         events = await stream(client, CHAT, {**SAY, "n": 2})
-        bare, told = events[-1][0].partition("~")[0], tokens_in([mark for mark, _ in events])
-        await stream(client, CHAT, {**SAY, "n": 2}, bare + told)
-        await stream(client, CHAT, {**SAY, "n": 2}, bare + told.replace("~0@1:", "~0@7:"))
+        bare, reported = events[-1][0].partition("~")[0], tokens_in([mark for mark, _ in events])
+        await stream(client, CHAT, {**SAY, "n": 2}, bare + reported)
+        await stream(client, CHAT, {**SAY, "n": 2}, bare + reported.replace("~0@1:", "~0@7:"))
         await stream(client, CHAT, {**SAY, "n": 2}, events[-1][0])
     first, whole, gap, last = (request.replayed for request in engine.submitted)
     assert first == ()
@@ -161,16 +161,16 @@ async def test_an_engine_is_told_what_ids_say() -> None:
     assert last == ((), ())
 
 
-@pytest.mark.parametrize("said", ["~", "~0@0:", "~0@0:1,", "~0@0:x", "~0:1", "~0@0:99999"])
-async def test_tokens_that_cannot_be_are_refused(said: str) -> None:
+@pytest.mark.parametrize("spoken", ["~", "~0@0:", "~0@0:1,", "~0@0:x", "~0:1", "~0@0:99999"])
+async def test_tokens_that_cannot_be_are_refused(spoken: str) -> None:
     async with scripted(ScriptedEngine(say("x", "y"))) as client:
         ((mark, _), *_) = await stream(client, CHAT, SAY)
-        headers = {"last-event-id": mark.partition("~")[0] + said}
+        headers = {"last-event-id": mark.partition("~")[0] + spoken}
         response = await client.post(CHAT, json={"model": "tiny", "stream": True, **SAY}, headers=headers)
         assert (response.status_code, error_of(response)["param"]) == (400, "last-event-id")
 
 
-async def test_several_chunks_of_one_step_are_told_apart(assembly: Assembly) -> None:
+async def test_several_chunks_of_one_step_are_distinguished(assembly: Assembly) -> None:
     """A step brings a call's name and the beginning of its arguments: the case above has cut between them."""
     async with serving(assembly) as client:
         events = await stream(client, CHAT, {**USUAL, **CASES["calls"][1]})
@@ -189,19 +189,19 @@ async def test_choices_need_not_be_as_far_again_as_they_were() -> None:
     engine, body = ScriptedEngine(script), {**SAY, "n": 2}
     async with scripted(engine) as client:
         events = await stream(client, CHAT, body)
-        whole = said(events)
+        whole = spoken(events)
         assert (whole["0 content"], whole["1 content"]) == texts
         for cut, (mark, _) in enumerate(events, start=1):
             rest = await stream(client, CHAT, body, mark)
             for count, (later, _) in enumerate(rest, start=1):
-                assert said(events[:cut] + rest[:count] + await stream(client, CHAT, body, later)) == whole
+                assert spoken(events[:cut] + rest[:count] + await stream(client, CHAT, body, later)) == whole
 
 
 async def test_a_count_of_tokens_is_enough_where_the_seed_is_known(assembly: Assembly) -> None:
     body = {**SAY, **USUAL, "n": 2, "seed": 3, "return_token_ids": True, "ignore_eos": True}
     async with serving(assembly) as client:
-        whole = said(await stream(client, CHAT, body))
-        rest = said(await stream(client, CHAT, {**body, "resume_from": [5, 9]}))
+        whole = spoken(await stream(client, CHAT, body))
+        rest = spoken(await stream(client, CHAT, {**body, "resume_from": [5, 9]}))
     assert rest["0 token_ids"] == whole["0 token_ids"][5:]
     assert rest["1 token_ids"] == whole["1 token_ids"][9:]
     assert whole["0 content"].endswith(rest["0 content"])
@@ -308,13 +308,13 @@ def response_events(text: str) -> list[Event]:
     assert frames.pop() == ""
     events = []
     for name, event_id, data in (frame.split("\n") for frame in frames):
-        told = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {told['type']}"
-        events.append((event_id.removeprefix("id: "), told))
+        reported = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {reported['type']}"
+        events.append((event_id.removeprefix("id: "), reported))
     return events
 
 
-def told(events: list[Event]) -> tuple[list[Body], dict[str, str]]:
+def reported(events: list[Event]) -> tuple[list[Body], dict[str, str]]:
     """All that a client knows in the end: whole events in order, and what deltas of each item add up to."""
     whole, grown_to = [], dict[str, str]()
     for number, (_, event) in enumerate(events):
@@ -337,14 +337,14 @@ async def test_a_response_cut_behind_any_event_goes_on_as_if_nothing_had_been(as
         rests = await asyncio.gather(*(response_stream(client, body, mark) for mark, _ in events))
         again = await asyncio.gather(*(response_stream(client, body, mark) for mark, _ in rests[2]))
         stored = await client.get(f"{RESPONSES}/{events[0][1]['response']['id']}")
-    whole, grown_to = told(events)
+    whole, grown_to = reported(events)
     assert whole[-1]["type"] in ("response.completed", "response.incomplete")
     assert "".join(grown_to.values()) != ""
     for count, rest in enumerate(rests, start=1):
-        assert told(events[:count] + rest) == (whole, grown_to)
+        assert reported(events[:count] + rest) == (whole, grown_to)
     assert rests[-1] == []
     for count, rest in enumerate(again, start=1):
-        assert told(events[:3] + rests[2][:count] + rest) == (whole, grown_to)
+        assert reported(events[:3] + rests[2][:count] + rest) == (whole, grown_to)
     assert stored.status_code == (404 if body.get("store") is False else 200)
 
 

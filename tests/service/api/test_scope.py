@@ -37,7 +37,7 @@ class Door:
         *,
         key: str | None = None,
         address: tuple[str, int] | None = ("10.0.0.1", 1),
-        **said: Any,
+        **spoken: Any,
     ) -> Scope:
         """The scope that the engine sees of a request with these fields; one for all prompts of it."""
         engine = ScriptedEngine(say("x"))
@@ -50,7 +50,7 @@ class Door:
             httpx2.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client,
         ):
             await runtime.wait_until_loaded()
-            response = await client.post(path, content=json.dumps({**BODIES[path], **said}))
+            response = await client.post(path, content=json.dumps({**BODIES[path], **spoken}))
             assert response.status_code == 200, response.text
         (scope,) = {request.scope for request in engine.submitted}
         return scope
@@ -60,7 +60,7 @@ OPEN, KEYED = Door(), Door(keys=("one", "two"))
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_scope_is_the_key_and_what_is_said_of_the_user_on_every_route(path: str) -> None:
+async def test_the_scope_is_the_key_and_the_named_user_on_every_route(path: str) -> None:
     scope = await KEYED.scope(path, key="Bearer one", safety_identifier="s", user="u")
     assert scope == await KEYED.scope(CHAT, key="bearer  one ", address=("b", 2), safety_identifier="s", user="other")
     other_key = await KEYED.scope(path, key="Bearer two", safety_identifier="s")
@@ -73,8 +73,8 @@ async def test_the_scope_is_the_key_and_what_is_said_of_the_user_on_every_route(
 async def test_the_name_is_the_safety_identifier_else_the_user_else_the_address(door: Door) -> None:
     key = "Bearer one" if door.keys else None
 
-    async def name(address: str = "a", port: int = 1, **said: Any) -> str:
-        return (await door.scope(key=key, address=(address, port), **said)).name
+    async def name(address: str = "a", port: int = 1, **spoken: Any) -> str:
+        return (await door.scope(key=key, address=(address, port), **spoken)).name
 
     assert await name(user="u") == await name("b", user="u") == await name(safety_identifier="u", user="v")
     assert await name() == await name(port=2) == await name(user="") == await name(user=None)

@@ -90,7 +90,7 @@ async def _frames_of(engine, *, ping_seconds, then) -> list[bytes]:  # type: ign
     return sent
 
 
-async def test_a_client_that_stops_reading_delays_nobody_else() -> None:
+async def test_a_client_that_stops_reading_delays_no_other() -> None:
     engine = Endless()
     runtime = runtime_of(engine)
     app: FastAPI = app_of(runtime)

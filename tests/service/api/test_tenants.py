@@ -123,7 +123,7 @@ async def _prompt_tokens(path: str, body: dict[str, Any]) -> int:
     return int(usage.get("prompt_tokens") or usage["input_tokens"])
 
 
-async def test_the_request_beyond_a_limit_is_told_when_to_come_back() -> None:
+async def test_the_request_beyond_a_limit_learns_when_to_come_back() -> None:
     async with limited({"key": "key", "requests_per_minute": 2}, "other") as client:
         for _ in range(2):
             assert (await client.post(CHAT, json=ASK)).status_code == 200
@@ -217,8 +217,8 @@ async def test_requests_side_by_side_hold_what_they_may_take() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_pays_for_the_prompt_and_what_was_said(stream: bool) -> None:
-    engine, said = Held(), asyncio.Event()
+async def test_who_leaves_pays_for_the_prompt_and_what_was_written(stream: bool) -> None:
+    engine, spoken = Held(), asyncio.Event()
     key = {"key": "key", "tokens_per_minute": 100, "max_concurrent": 1}
     app, runtime = serving(key, engine=engine)
     async with app.router.lifespan_context(app), client_for(app) as client:
@@ -226,14 +226,14 @@ async def test_who_leaves_pays_for_the_prompt_and_what_was_said(stream: bool) ->
         sent: list[Message] = []
 
         async def leave() -> Message:
-            await said.wait()
+            await spoken.wait()
             return {"type": "http.disconnect"}
 
         body = {**PROMPT, "max_tokens": 40, "n": 2, "stream": stream}
         leaving = asyncio.create_task(call_raw(app, TEXT, body, leave, sent, key="key"))
         await until(lambda: len(engine.submitted) == 1)
-        await asyncio.sleep(0.05)  # for what is said first
-        said.set()
+        await asyncio.sleep(0.05)  # for what is reported first
+        spoken.set()
         await leaving
         assert engine.aborted
         response = await client.post("/tokenize", json={"prompt": "a"}, headers={"authorization": "Bearer key"})
@@ -293,10 +293,10 @@ async def test_another_key_does_not_replace_a_response_by_taking_up_its_stream()
     body, other = {"model": "tiny", "input": "hello", "stream": True}, {"authorization": "Bearer other"}
     async with limited("key", "other") as client:
         event = (await client.post(RESPONSES, json=body)).text.split("\n\n")[0]
-        event_id, told = (event.partition(f"{field}: ")[2].partition("\n")[0] for field in ("id", "data"))
+        event_id, reported = (event.partition(f"{field}: ")[2].partition("\n")[0] for field in ("id", "data"))
         taken_up = await client.post(RESPONSES, json=body, headers={**other, "last-event-id": event_id})
         assert taken_up.status_code == 200
-        mine = f"{RESPONSES}/{json.loads(told)['response']['id']}"
+        mine = f"{RESPONSES}/{json.loads(reported)['response']['id']}"
         assert (await client.get(mine)).status_code == (await client.get(mine, headers=other)).status_code == 200
         assert (await client.delete(mine, headers=other)).status_code == 200
         assert (await client.get(mine)).status_code == 200

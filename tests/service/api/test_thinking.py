@@ -118,15 +118,15 @@ ANSWERS = [
 @pytest.mark.parametrize("seed", range(20))
 def test_however_an_answer_is_cut(thinking: Thinking, text: str, expected: tuple[str, str], seed: int) -> None:
     rng, reader, left = random.Random(seed), AnswerReader(thinking, None), text
-    said = {"thought": "", "text": ""}
+    spoken = {"thought": "", "text": ""}
     while True:
         size = rng.randint(1, 9)
         for piece in reader.read(left[:size], ends=len(left) <= size):
-            said[piece.kind] += piece.text
+            spoken[piece.kind] += piece.text
         left = left[size:]
         if not left:
             break
-    assert (said["thought"], said["text"]) == expected
+    assert (spoken["thought"], spoken["text"]) == expected
     assert AnswerReader(thinking, None).whole(text) == (*expected, [])
 
 

@@ -18,7 +18,7 @@ from tests.service.scripted import CARD, TOKENIZER, Script, ScriptedEngine, say,
 
 @pytest.fixture(autouse=True)
 def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools are told in the prompt."""
+    """Tools are listed in the prompt."""
     monkeypatch.setattr("tests.service.scripted.CARD", replace(CARD, max_model_len=8192))
 
 
@@ -67,20 +67,20 @@ async def test_a_stop_behind_a_whole_call_leaves_that_one() -> None:
     assert (choice["content"], len(choice["tool_calls"]), choice["finish_reason"]) == ("So: ", 1, "tool_calls")
 
 
-async def test_a_call_that_a_length_cuts_is_told_as_far_as_it_goes() -> None:
+async def test_a_call_that_a_length_cuts_is_reported_as_far_as_it_goes() -> None:
     choice = await both(cut('<tool_call>\n{"name": "go", "arguments": {"to": "', finish="length"), tools=TOOLS)
     assert (choice["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]) == ('{"to": "', "length")
 
 
-@pytest.mark.parametrize("said", ["<", "<tool", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "g'])
-async def test_the_beginning_of_a_call_is_no_content(said: str) -> None:
-    choice = await both(cut(said, finish="length"), tools=TOOLS, tool_choice="required")
+@pytest.mark.parametrize("spoken", ["<", "<tool", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "g'])
+async def test_the_beginning_of_a_call_is_no_content(spoken: str) -> None:
+    choice = await both(cut(spoken, finish="length"), tools=TOOLS, tool_choice="required")
     assert (choice["content"], choice.get("tool_calls"), choice["finish_reason"]) == ("", None, "length")
 
 
-@pytest.mark.parametrize(("said", "content"), [("a <", "a <"), ("a <tool_call>\n", "a ")])
-async def test_where_text_is_allowed_what_may_be_text_is(said: str, content: str) -> None:
-    assert (await both(cut(said, finish="length"), tools=TOOLS))["content"] == content
+@pytest.mark.parametrize(("spoken", "content"), [("a <", "a <"), ("a <tool_call>\n", "a ")])
+async def test_where_text_is_allowed_what_may_be_text_is(spoken: str, content: str) -> None:
+    assert (await both(cut(spoken, finish="length"), tools=TOOLS))["content"] == content
 
 
 async def test_an_answer_that_ends_by_itself_says_no_stop_reason() -> None:
@@ -168,8 +168,8 @@ async def test_offsets_are_into_the_text_that_is_sent() -> None:
 
     def script(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
         for place, token in enumerate(ids):
-            said = replace(step(request, 0, "", "stop" if place == len(ids) - 1 else None), text=stream.push(token))
-            yield [replace(said, token_ids=(token,), logprobs=(TokenLogprob(token, -2.0, 9, ((3, -1.0),)),))]
+            spoken = replace(step(request, 0, "", "stop" if place == len(ids) - 1 else None), text=stream.push(token))
+            yield [replace(spoken, token_ids=(token,), logprobs=(TokenLogprob(token, -2.0, 9, ((3, -1.0),)),))]
 
     found = (await post(ScriptedEngine(script), TEXT, prompt="x", logprobs=1)).json()["choices"][0]
     assert found["text"] == text
@@ -276,14 +276,14 @@ CUSTOM = [
 
 
 async def test_custom_tools_and_namespaces() -> None:
-    said = [
+    spoken = [
         ("files__patch", {"input": 'a\n"b"'}),
         ("files__list", {}),
         ("run", {"input": "ls"}),
     ]
     text = "\n".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-        for name, arguments in said
+        for name, arguments in spoken
     )
     engine = ScriptedEngine(say(*text))
     body = {"model": "tiny", "input": "a", "tools": CUSTOM, "include": ["reasoning.encrypted_content"]}

@@ -195,7 +195,7 @@ def collect(outputs: Sequence[SequenceOutput], results: dict[tuple[str, int], Ge
 
 
 def alone(params: SamplingParams, prompt: Sequence[int], engine: Engine | None = None) -> Generated:
-    """What plain decoding, or the given engine, makes of one prompt with nobody else around."""
+    """What plain decoding, or the given engine, makes of one prompt with no other around."""
     return generate(engine or tiny_engine(drafter="none"), request("alone", prompt, params))["alone", 0]
 
 

@@ -42,10 +42,10 @@ def test_seconds_are_shared() -> None:
     first, second = OneSequence(10), OneSequence(30)
     charge(step(first, second), 3, [4, 0], [2, 0], {"draft": 4.0, "verify": 16.0})
     charge(step(first), 5, [1], [0], {"draft": 1.0, "verify": 2.0})
-    told, other = query(first), query(second)
-    assert (told.row, told.first_version, told.version) == (5, 3, 5)
-    assert (told.accepted, told.plain_steps) == ((2, 0), 0)
-    assert told.seconds == 20.0 / 2 + 3.0
+    reported, other = query(first), query(second)
+    assert (reported.row, reported.first_version, reported.version) == (5, 3, 5)
+    assert (reported.accepted, reported.plain_steps) == ((2, 0), 0)
+    assert reported.seconds == 20.0 / 2 + 3.0
     assert (other.accepted, other.plain_steps, other.seconds) == ((), 1, 10.0)
 
 
@@ -55,12 +55,12 @@ def test_steps_that_read_prompts_too_count_by_the_rows_that_decode(completes: bo
     batch = step(first, second, reading=reader, completes=completes)
     accepted = [1, 0, 0][: len(batch.completing)]
     charge(batch, 1, [3, 0, 0], accepted, {"draft": 1.0, "verify": 20.0, "follow": 2.0, "other": 2.0})
-    told, other = query(first), query(second)
-    assert (told.accepted, told.plain_steps) == ((1,), 0)
+    reported, other = query(first), query(second)
+    assert (reported.accepted, reported.plain_steps) == ((1,), 0)
     assert (other.accepted, other.plain_steps) == ((), 1)
-    assert told.seconds == other.seconds == (1.0 + 24.0 * (2 + 3) / (2 + 3 + 7)) / 2
+    assert reported.seconds == other.seconds == (1.0 + 24.0 * (2 + 3) / (2 + 3 + 7)) / 2
     assert (query(reader).seconds, query(reader).num_steps) == (0.0, 0), "no drafter makes prompts shorter"
-    assert told.first_version == 1
+    assert reported.first_version == 1
 
 
 def test_a_step_that_reads_prompts_alone_is_charged_to_no_query() -> None:

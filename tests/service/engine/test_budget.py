@@ -105,7 +105,7 @@ def test_the_budget_falls_with_load() -> None:
     assert found[-1] <= 1.0
 
 
-def test_nobody_goes_without_a_tree_where_there_is_room_for_all() -> None:
+def test_no_one_goes_without_a_tree_where_there_is_room_for_all() -> None:
     survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
     costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
     candidates, limits = candidates_of(survival), torch.full((4,), 9)

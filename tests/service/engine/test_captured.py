@@ -87,7 +87,7 @@ def test_padding_rows_leave_the_null_slot_alone() -> None:
     assert both.captured_target.pool.storage[:, :, both.captured_target.pool.unread_slot].any()
 
 
-def test_a_broken_row_breaks_nobody_else() -> None:
+def test_a_broken_row_breaks_no_other() -> None:
     both = Both("llama")
     broken = both.table.slots[0, :CONTEXT]
     for target in (both.plain, both.captured_target):
@@ -142,7 +142,7 @@ def test_captured_choices_are_those_that_are_asked_for(lines: list[int]) -> None
             assert torch.equal(chosen.bad_rows, expected.bad_rows)
 
 
-def test_a_broken_row_is_told_by_a_captured_choice() -> None:
+def test_a_broken_row_is_reported_by_a_captured_choice() -> None:
     both = Both("llama")
     both.captured_target.pool.storage[:, :, both.table.slots[0, :CONTEXT]] = float("nan")
     _, captured = both.step([0, 1], 0, seed=1)

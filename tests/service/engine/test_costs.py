@@ -157,7 +157,7 @@ def test_corrections_have_no_jumps() -> None:
     assert np.abs(np.diff(np.log(curve))).max() < 0.03
 
 
-def test_a_bump_that_nobody_runs_into_is_no_trap() -> None:
+def test_a_bump_that_no_one_runs_into_is_no_trap() -> None:
     """What was slow for some reason long ago, between rows that are run: a budget must not fall for what is behind."""
     costs = OnlineCosts(ONE_CONTEXT)
     for _ in range(8):

@@ -267,7 +267,7 @@ def test_a_step_that_verifies_what_a_grammar_forces_is_no_plain_one() -> None:
     load = load_of(1)
 
     def steps(nodes: int, other_seconds: float) -> float:
-        """What a plain step is then said to take."""
+        """What a plain step is then assumed to take."""
         for _ in range(20):
             stats = step_stats(nodes, nodes, verify_seconds=true_seconds(1 + nodes), other_seconds=other_seconds)
             reason = "forced" if nodes else "suspended"

@@ -165,7 +165,7 @@ def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog
     assert policy.gate.gain(2, "warm").mean == 0.0
 
 
-def test_where_nothing_was_kept_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_was_kept_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = budget()
     restore_gains(policy, tmp_path / "gains.json")
     assert (policy.state(), caplog.text) == (budget().state(), "")

@@ -1,4 +1,4 @@
-"""The draft stage: what the drafter is told, and how far its candidates are cut before they are verified."""
+"""The draft stage: what the drafter is given, and how far its candidates are cut before they are verified."""
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """Proposes the same six-node path to everyone and keeps what it was told."""
+    """Proposes the same six-node path to everyone and keeps what it was given."""
 
     name, sources, tap_layers, reads_prompts, wants_scores, ready = "recorder", ("recorder",), (), False, False, True
 
@@ -132,7 +132,7 @@ def test_what_is_shown_is_drafted_from_the_past_of_a_key_alone(key: str, trace: 
     assert [context.scope for context in recorder.started] == [scope]
 
 
-def test_the_drafter_is_told_of_whoever_starts() -> None:
+def test_the_drafter_gets_each_sequence_that_starts() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
     again = decoding(3, generated=4)
@@ -146,7 +146,7 @@ def test_the_drafter_is_told_of_whoever_starts() -> None:
     assert (context.store, other.store) == (True, False)
 
 
-def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
+def test_the_drafter_is_given_the_noise_of_the_roots() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
     one, two = decoding(4, generated=2), decoding(6)
@@ -160,7 +160,7 @@ def test_the_drafter_is_told_the_noise_of_the_roots() -> None:
     assert noise.positions.tolist() == [9, 10]
 
 
-def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
+def test_a_drafter_that_no_one_wants_is_not_asked() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
     off = SpeculationParams(enabled=False)
@@ -173,7 +173,7 @@ def test_a_drafter_that_nobody_wants_is_not_asked() -> None:
 
 
 class Watcher(BudgetPolicy):
-    """A budget of two nodes that keeps what it was told, and refuses while `reason` is set."""
+    """A budget of two nodes that keeps what it was given, and refuses while `reason` is set."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -203,9 +203,9 @@ def committed(tree: DraftTree, accepted: int) -> Committed:
     """Chains of which so many nodes were accepted."""
     nothing = torch.zeros(tree.batch, 0, dtype=torch.int64)
     counts = torch.full((tree.batch,), accepted)
-    said = torch.cat([tree.tokens[:, :accepted], nothing.new_full((tree.batch, 1), -1)], 1)
+    spoken = torch.cat([tree.tokens[:, :accepted], nothing.new_full((tree.batch, 1), -1)], 1)
     result = VerifyResult(nothing, counts, nothing)
-    return Committed(counts, said, counts + 1, tree, result, None, counts, nothing)
+    return Committed(counts, spoken, counts + 1, tree, result, None, counts, nothing)
 
 
 def watched() -> tuple[DraftStage, Recorder, Watcher]:
@@ -213,18 +213,18 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
     return DraftStage(recorder, watcher, max_budget=5, device=CPU), recorder, watcher
 
 
-def test_the_policy_is_told_the_load_and_what_became_of_it() -> None:
+def test_the_policy_is_given_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
     tree, budget = stage.draft(batch_of(decoding(0), decoding(1), reading=1), 100)
     stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
     assert stats.memory == MemoryCounts(reserved_bytes=2)
-    ((told, taken),) = watcher.outcomes
-    load = told.load
+    ((reported, taken),) = watcher.outcomes
+    load = reported.load
     assert (load.num_rows, load.num_decoding, load.num_sequences, load.free_slots) == (7, 2, 3, 93)
     assert load.context == (11 + 11 + 5) / 3
-    assert (told.drafted, told.followed, taken.drafted_nodes, taken.accepted_tokens) == (True, True, 4, 2)
+    assert (reported.drafted, reported.followed, taken.drafted_nodes, taken.accepted_tokens) == (True, True, 4, 2)
     assert (taken.draft_seconds, taken.verify_seconds, taken.other_seconds) == (1.0, 2.0, 3.0)
 
 
@@ -281,7 +281,7 @@ def test_late_sequences_weigh_more_where_a_pace_is_promised() -> None:
     assert weights.tolist() == [4.0, 1.0]
 
 
-def test_why_costs_allow_no_node_is_told() -> None:
+def test_why_costs_allow_no_node_is_reported() -> None:
     rows = np.array([1.0, 100.0])
     dear = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=rows, seconds=np.array([[[1.0, 1e6]]]))
     for max_tokens, reason in ((100, "does_not_pay"), (4, "no_candidates")):

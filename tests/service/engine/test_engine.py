@@ -279,7 +279,7 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
 
 
 def test_aborting_the_unknown_does_nothing() -> None:
-    assert tiny_engine().abort("nobody") == EngineOutput([], [], None)
+    assert tiny_engine().abort("no one") == EngineOutput([], [], None)
 
 
 def test_a_request_without_any_possible_token_fails_alone(requests: list[GenerationRequest]) -> None:

@@ -176,7 +176,7 @@ def check_the_others(
 
 
 def run(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[tuple[str, int], Generated]:
-    """Slots are counted after every step, and whoever gets an output after its last one fails."""
+    """Slots are counted after every step, and one that gets an output after its last one fails."""
     results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
     finish(engine, results)
     return results

@@ -77,7 +77,7 @@ def test_who_comes_back_keeps_what_it_had_more_but_saves_nothing_up() -> None:
     assert [accounts.served(client) for client in "abc"] == [150, 150, 150]
 
 
-def test_accounts_are_forgotten_when_nobody_is_there() -> None:
+def test_accounts_are_forgotten_when_no_one_is_there() -> None:
     accounts = ServiceCounters()
     write(accounts, entered(accounts, "a"), 100)
     accounts.enter("b", "")

@@ -1,5 +1,5 @@
 """Grammars on draft trees: what is forbidden needs no row, what is forced needs no drafter, and masks follow paths. And
-answers that are generated again: what they have said before needs no drafter either, and is believed by nobody."""
+answers that are generated again: what they have written before needs no drafter either, and is believed by no one."""
 
 import random
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_masks_follow_the_path() -> None:
     assert {b, c} <= allowed[1]
     assert not {a, d} & allowed[1]
     assert d in allowed[2]
-    assert allowed[3] == set(range(VOCAB_SIZE)), "nobody stands behind an impossible path"
+    assert allowed[3] == set(range(VOCAB_SIZE)), "no one stands behind an impossible path"
     state.extend([a, b, d])
     assert set((~forbidden_tokens([state], [[]], VOCAB_SIZE)[0]).nonzero()[:, 0].tolist()) == {EOS_ID}
 
@@ -115,8 +115,8 @@ def test_forced_tokens_need_no_drafter() -> None:
 
 def test_what_is_known_goes_no_deeper_than_trees_do() -> None:
     """Merged without compiled kernels, too, as on a device."""
-    (said,) = random_prompts(1, 100, seed=9)
-    assert with_runs_of(DraftTree.empty(1), [said], 128).num_nodes.tolist() == [MAX_DEPTH]
+    (spoken,) = random_prompts(1, 100, seed=9)
+    assert with_runs_of(DraftTree.empty(1), [spoken], 128).num_nodes.tolist() == [MAX_DEPTH]
     state = regex("a{999}").begin()
     forced = (state.forced([]) or [])[:1] * 60
     places = torch.arange(60)[None]
@@ -173,7 +173,7 @@ def params(seed: int, temperature: float) -> SamplingParams:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("refusal", [None, "suspended"])
-def test_what_was_said_before_is_verified_many_tokens_at_a_time(
+def test_what_was_written_before_is_verified_many_tokens_at_a_time(
     temperature: float, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = FixedBudget(12)
@@ -202,7 +202,7 @@ def test_what_was_said_before_is_verified_many_tokens_at_a_time(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_was_not_said_changes_nothing(temperature: float) -> None:
+def test_what_was_not_written_changes_nothing(temperature: float) -> None:
     (prompt,) = random_prompts(1, 20, seed=9)
     asked = request("a", prompt, params(1, temperature))
     (plain,) = generate(tiny_engine(drafter="none"), asked).values()

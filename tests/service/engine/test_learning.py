@@ -1,4 +1,4 @@
-"""What the engine tells whoever learns: one call between steps, and each query that came to its own end."""
+"""What the engine tells the learner: one call between steps, and each query that came to its own end."""
 
 import threading
 from dataclasses import dataclass, field, replace
@@ -66,7 +66,7 @@ def engine_for(
 
 
 class Timed(FixedBudget):
-    """Counts the steps it is told the times of."""
+    """Counts the steps whose times it gets."""
 
     num_learnt = 0
 
@@ -86,7 +86,7 @@ def test_steps_beside_training_say_nothing_of_what_steps_take() -> None:
 
 
 @pytest.mark.parametrize("scope", [Scope("somebody", "of many"), Scope(address="somebody")])
-def test_a_query_is_told_with_what_it_took(scope: Scope) -> None:
+def test_a_query_is_reported_with_what_it_took(scope: Scope) -> None:
     heard = Heard()
     asked = replace(with_answers([request("a", PROMPT, greedy(24))])[0], scope=scope, store=False)
     result = generate(engine_for(heard), asked)["a", 0]
@@ -119,7 +119,7 @@ def test_a_query_counts_whole_where_prompts_are_read_in_all_its_steps() -> None:
     assert 0.0 < query.seconds < sum(stats.seconds for stats in heard.steps)
 
 
-def test_every_sequence_is_told_once_under_its_own_row() -> None:
+def test_every_sequence_is_reported_once_under_its_own_row() -> None:
     heard = Heard()
     generate(engine_for(heard), *(request(str(i), [i + 3] * 5, greedy(8 + i)) for i in range(5)))
     assert sorted(len(query.tokens) for query in heard.queries) == [13, 14, 15, 16, 17]
@@ -127,7 +127,7 @@ def test_every_sequence_is_told_once_under_its_own_row() -> None:
 
 
 def test_a_query_has_the_seed_and_the_positions_of_its_noise() -> None:
-    """So that whoever learns from it can draw the noise again: the model's own scores with it give the answer."""
+    """So that a learner can draw the noise again: the model's own scores with it give the answer."""
     heard = Heard()
     asked = request("a", PROMPT, sampled(seed=2**64 - 1, max_tokens=16), n=2)
     generate(engine_for(heard), asked)
@@ -143,7 +143,7 @@ def test_a_query_has_the_seed_and_the_positions_of_its_noise() -> None:
     assert sorted(query.seed for query in heard.queries) == [-1, 0]
 
 
-def test_what_was_aborted_is_not_told() -> None:
+def test_what_was_aborted_is_not_reported() -> None:
     heard = Heard()
     engine = engine_for(heard)
     engine.add(request("a", PROMPT, greedy(30)))

@@ -1,4 +1,4 @@
-"""Sharing out device memory, and what is said when there is too little of it."""
+"""Sharing out device memory, and what is reported when there is too little of it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -43,7 +43,7 @@ KV_SHAPE = KVShape(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
 LIMITS = EngineLimits(max_model_len=400, max_sequences=4, prefill_chunk=64, max_budget=8)
 
 
-def test_what_is_left_is_what_nobody_needs() -> None:
+def test_what_is_left_is_what_no_one_needs() -> None:
     plan = MemoryPlan(10 * GIB, (Need("this", 3 * GIB, "lower a"), Need("that", 2 * GIB, "lower b")))
     assert plan.left_bytes == 5 * GIB
     assert plan.described() == "3.00 GiB for this, 2.00 GiB for that"

@@ -200,7 +200,7 @@ def test_rows_alone_are_rows_in_company_in_any_order(vocab: int, dtype: torch.dt
 def test_greedy_without_processors_is_plain_and_takes_the_lowest_id() -> None:
     plain = [SamplingState(_params(temperature=0.0, top_p=0.5, top_k=3), [1], eos_ids=EOS, vocab=4, device=CPU)] * 2
     assert SamplingTable.build(plain) == SamplingTable()
-    assert SamplingTable.build([]) == SamplingTable(), "a step of prompt chunks may complete nobody"
+    assert SamplingTable.build([]) == SamplingTable(), "a step of prompt chunks may complete no one"
     row = Row([1.0, 5.0, 5.0, 5.0], _params(temperature=0.0), [1], [], [])
     assert _choose([row, replace(row, logits=[2.0] * 4)], torch.bfloat16).tokens.tolist() == [1, 0]
 
@@ -215,7 +215,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("changes", MANY_PARAMS, ids=lambda p: f"T={p.temperature},{p.top_p},{p.top_k}")
-def test_a_bad_row_is_flagged_and_disturbs_nobody(changes: SamplingParams) -> None:
+def test_a_bad_row_is_flagged_and_disturbs_no_one(changes: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(3)
     good = [Row(torch.randn(VOCAB, generator=generator).tolist(), changes, [1], [4], [6]) for _ in range(4)]
     broken = (

@@ -165,7 +165,7 @@ def test_the_oldest_is_never_asked_and_always_gets_on() -> None:
     assert old.preemptions == 0
 
 
-def test_whoever_gave_way_twice_is_spared_while_others_are_there() -> None:
+def test_a_sequence_that_gave_way_twice_is_spared_while_others_are_there() -> None:
     room = Room(num_slots=300, chunk=50)
     old, large, small = room.add(20, 60, 6)
     small.preemptions = 2
@@ -228,7 +228,7 @@ def test_kept_texts_give_way_before_anybody_does() -> None:
     assert other.num_computed > 210
 
 
-def test_texts_that_nobody_runs_can_be_forgotten() -> None:
+def test_texts_that_no_one_runs_can_be_forgotten() -> None:
     room = Room(keep=True, chunk=100)
     removed(room, started(room, 90))
     (one,) = room.add(60)
@@ -314,7 +314,7 @@ def test_no_text_is_preempted_for_one_that_still_finds_no_room() -> None:
     assert room.scheduler.take_preemptions() == 0
 
 
-def test_the_chunk_goes_to_whoever_is_served_less() -> None:
+def test_the_chunk_goes_to_the_client_that_is_served_less() -> None:
     room = Room(chunk=10, lines=8, num_slots=4000)
     (mine,) = room.add(100, client="much")
     room.steps(3)
@@ -337,7 +337,7 @@ def to_write(forecast: Forecast, sequence: Sequence) -> int:
     return forecast.claim(sequence) - sequence.num_pending
 
 
-def test_nobody_is_expected_to_write_more_than_it_may() -> None:
+def test_no_one_is_expected_to_write_more_than_it_may() -> None:
     assert to_write(Forecast(), written(0, max_tokens=5)) == 5
     assert to_write(Forecast(), written(300, max_tokens=302)) == 2
 

@@ -107,7 +107,7 @@ def test_pushing_after_a_stop_is_a_bug() -> None:
         text_stream.push(TOKENIZER.encode("b")[0])
 
 
-# Requests that ask are told of every tree that was verified for them, and get the same text.
+# Requests that ask are informed of every tree that was verified for them, and get the same text.
 
 TRACE = SpeculationParams(trace=True)
 
@@ -152,18 +152,18 @@ def test_the_trees_account_for_every_token(requests: list[GenerationRequest]) ->
         assert 0 < sum(record.accepted_per_step) < sum(record.drafted_per_step)
 
 
-def test_being_told_changes_no_token(requests: list[GenerationRequest]) -> None:
+def test_reports_change_no_token(requests: list[GenerationRequest]) -> None:
     traced = outputs_of(*(replace(one, speculation=TRACE) if i < 2 else one for i, one in enumerate(requests)))
     plain = outputs_of(*requests)
     for name, outputs in plain.items():
-        told = traced[name]  # in other steps, maybe: what is shown is drafted from the text alone
-        assert sum((output.token_ids for output in told), ()) == sum((output.token_ids for output in outputs), ())
-        assert "".join(output.text for output in told) == "".join(output.text for output in outputs)
+        reported = traced[name]  # in other steps, maybe: what is shown is drafted from the text alone
+        assert sum((output.token_ids for output in reported), ()) == sum((output.token_ids for output in outputs), ())
+        assert "".join(output.text for output in reported) == "".join(output.text for output in outputs)
         assert {output.tree for output in outputs} == {None}
     assert {output.tree for output in traced["3"]} == {None}
 
 
-# Log-probabilities of prompts are those of the plain model, however a prompt is read and whoever runs beside it.
+# Log-probabilities of prompts are those of the plain model, however a prompt is read and whatever runs beside it.
 
 FAMILY = "llama"
 

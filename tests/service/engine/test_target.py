@@ -128,7 +128,7 @@ def stock_layer_outputs(family: str, tokens: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_slots_of_nobody_are_never_read(family: str) -> None:
+def test_slots_of_no_one_are_never_read(family: str) -> None:
     texts = Texts(tiny_target(loaded_tiny(family)))
     texts.target.pool.storage[:, :, NULL_SLOT + 1 :] = torch.nan
     text = prompt(8, 100)

@@ -114,7 +114,7 @@ def test_stopping_gives_up_what_runs_and_may_be_repeated() -> None:
 
 
 def test_the_engines_own_thread_may_stop_it() -> None:
-    """Whoever receives outputs can end everything from there."""
+    """A receiver of outputs can end everything from there."""
     listener = Listener()
     listener.ended.release = listener.thread.stop  # type: ignore[method-assign, assignment]
     listener.thread.submit(Submission([request("a", [1], greedy(2))]))

@@ -96,7 +96,7 @@ def test_positions_and_counts_rise_along_the_path() -> None:
 
 
 def test_a_new_sequence_in_an_old_ones_place_samples_its_own_way() -> None:
-    """A finished sequence's memory is given to the next one, so that the two cannot be told apart by their address."""
+    """A finished sequence's memory is given to the next one: an address alone does not tell the two apart."""
     one, (_, rows, tree) = stage(), forward(0)
     logits = logits_for(rows, ON_PATH)
     logits[:, 61] = 5.0

@@ -26,10 +26,10 @@ from tests.service.api.test_resumption import (
     USUAL,
     Event,
     event_of,
+    reported,
     response_events,
-    said,
     serving,
-    told,
+    spoken,
 )
 from tests.service.api.test_resumption import assembly as assembly  # a fixture
 
@@ -39,16 +39,16 @@ DONE = b"data: [DONE]\n\n"
 BODY: Body = {"model": "tiny", **SAY}
 STREAMED: Body = {**BODY, "stream": True}
 ASKED = ForwardedRequest("POST", CHAT, (), json.dumps(STREAMED).encode(), "a")
-Told = (
+Reported = (
     WholeAnswer | tuple[bytes | float | Exception, ...]
 )  # an answer; or pieces of a stream, silence in seconds, an end
 
 
 @dataclass
 class Scripted:
-    """Replicas that answer as told, one after the other; the last one for ever."""
+    """Replicas that answer as scripted, one after the other; the last one for ever."""
 
-    told: Sequence[Told | Exception]
+    reported: Sequence[Reported | Exception]
     size: int = 3
     asked: list[ForwardedRequest] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of those asked
@@ -60,15 +60,15 @@ class Scripted:
             return None
         tried.add(name)
         self.names.append(name)
-        told = self.told[min(len(self.asked), len(self.told) - 1)]
+        reported = self.reported[min(len(self.asked), len(self.reported) - 1)]
         self.asked.append(asked)
-        if isinstance(told, Exception):
-            raise told
+        if isinstance(reported, Exception):
+            raise reported
         self.num_open += 1
-        if isinstance(told, WholeAnswer):
-            return ReplicaAnswer(told.status, told.headers, self._chunks((told.body,)), self._closed)
+        if isinstance(reported, WholeAnswer):
+            return ReplicaAnswer(reported.status, reported.headers, self._chunks((reported.body,)), self._closed)
         headers = STREAM if b'"stream"' in asked.body else JSON
-        return ReplicaAnswer(200, headers, self._chunks(told), self._closed)
+        return ReplicaAnswer(200, headers, self._chunks(reported), self._closed)
 
     async def _chunks(self, pieces: Sequence[bytes | float | Exception]) -> AsyncGenerator[bytes, None]:
         for piece in pieces:
@@ -108,8 +108,8 @@ def numbers(text: str) -> list[int]:
 
 def events_in(text: str) -> list[Event]:
     """Of a stream that ended as it should."""
-    said = "\n".join(line for line in text.split("\n") if not line.startswith(":"))
-    frames = said.split("\n\n")
+    spoken = "\n".join(line for line in text.split("\n") if not line.startswith(":"))
+    frames = spoken.split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
     return list(map(event_of, frames[:-2]))
 
@@ -118,7 +118,7 @@ class Cut:
     """One real server in the place of several, whose streams break off behind more and more bytes."""
 
     def __init__(self, server: httpx2.AsyncClient, step: int) -> None:
-        self.whole = ""  # what the first one would have told undisturbed
+        self.whole = ""  # what the first one would have reported undisturbed
         self.num_asked = 0
         self._server = server
         self._step = step
@@ -152,7 +152,7 @@ async def test_a_stream_that_breaks_off_again_and_again_is_the_undisturbed_one(
         replicas = Cut(server, step)
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(path, json=body, timeout=60)
-    assert said(events_in(answer.text)) == said(events_in(replicas.whole))
+    assert spoken(events_in(answer.text)) == spoken(events_in(replicas.whole))
     comment = ": goes on elsewhere\n"
     assert answer.text.count(comment) == replicas.num_asked - 1
     assert answer.text.replace(comment, "").endswith("\n\ndata: [DONE]\n\n")  # it may be cut before its last event
@@ -166,7 +166,7 @@ async def test_so_is_a_response(assembly: Assembly, name: str) -> None:
         replicas = Cut(server, 977)
         async with client_for(create_ingress(replicas)) as client:
             answer = await client.post(RESPONSES, json=body, timeout=60)
-    assert told(response_events(answer.text)) == told(response_events(replicas.whole))
+    assert reported(response_events(answer.text)) == reported(response_events(replicas.whole))
     assert replicas.num_asked > 1
 
 
@@ -175,14 +175,14 @@ async def test_so_is_a_response(assembly: Assembly, name: str) -> None:
 async def test_what_a_client_has_already_counts_once(assembly: Assembly, name: str, is_packed: bool) -> None:
     """A body that says where to go on is sent on without that once more has been passed on."""
     body = {"model": "tiny", "stream": True, **SAY, **USUAL, "seed": 3, "return_token_ids": True, "ignore_eos": True}
-    told = json.dumps({**body, "resume_from": 4}).replace("resume_from", name).encode()
+    reported = json.dumps({**body, "resume_from": 4}).replace("resume_from", name).encode()
     async with serving(assembly) as server:
         async with client_for(create_ingress(Cut(server, 10**6))) as client:
-            whole = said(events_in((await client.post(CHAT, json=body)).text))
+            whole = spoken(events_in((await client.post(CHAT, json=body)).text))
         async with client_for(create_ingress(Cut(server, 31))) as client:
-            content, headers = (gzip.compress(told), PACKED) if is_packed else (told, PLAIN)
+            content, headers = (gzip.compress(reported), PACKED) if is_packed else (reported, PLAIN)
             answer = await client.post(CHAT, content=content, headers=headers)
-    rest = said(events_in(answer.text))
+    rest = spoken(events_in(answer.text))
     assert rest["0 token_ids"] == whole["0 token_ids"][4:]
 
 
@@ -276,12 +276,12 @@ async def test_openai_s_client_hears_one_stream_whatever_comes_between_events() 
     choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None}
     chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "tiny", "choices": [choice]}
 
-    def told(number: int) -> bytes:
+    def reported(number: int) -> bytes:
         return b"id: head.%d\ndata: %s\n\n" % (number, json.dumps(chunk).encode())
 
-    first = (PING, told(1), PING[:3], PING[3:] + told(2)[:9], told(2)[9:] + PING + PING, Broken("killed"))
+    first = (PING, reported(1), PING[:3], PING[3:] + reported(2)[:9], reported(2)[9:] + PING + PING, Broken("killed"))
     tick = padded(b"")
-    async with ingress(Scripted([first, (told(3), tick, told(4), b"\n" + tick, padded(DONE))])) as client:
+    async with ingress(Scripted([first, (reported(3), tick, reported(4), b"\n" + tick, padded(DONE))])) as client:
         answer = await client.post(CHAT, json=STREAMED)
     assert answer.text.count(": ping") == 4
     replay = httpx2.MockTransport(lambda _: httpx2.Response(200, headers=STREAM, content=answer.content))
@@ -293,15 +293,15 @@ async def test_openai_s_client_hears_one_stream_whatever_comes_between_events() 
     assert [one.choices[0].delta.content for one in heard] == ["x"] * 4
 
 
-async def test_what_ids_say_of_tokens_is_told_the_next_one() -> None:
+async def test_what_ids_say_of_tokens_is_passed_to_the_next_one() -> None:
     """As far as headers have room."""
 
-    def event_saying(number: int, said: bytes) -> bytes:
-        return event(number).replace(b"\n", said + b"\n", 1)
+    def event_saying(number: int, spoken: bytes) -> bytes:
+        return event(number).replace(b"\n", spoken + b"\n", 1)
 
     long = [event_saying(number, b"~0@%d:%s" % (number, b"1," * 400 + b"1")) for number in range(3, 100)]
-    told = (event_saying(1, b"~0@0:5"), event_saying(2, b"~1@0:6~0@1:7"), Broken("killed"))
-    replicas = Scripted([told, (*long, Broken("killed")), (event(100), DONE)])
+    reported = (event_saying(1, b"~0@0:5"), event_saying(2, b"~1@0:6~0@1:7"), Broken("killed"))
+    replicas = Scripted([reported, (*long, Broken("killed")), (event(100), DONE)])
     async with ingress(replicas) as client:
         await client.post(CHAT, json=STREAMED)
     _, second, third = (dict(asked.headers).get(b"last-event-id", b"") for asked in replicas.asked)
@@ -329,7 +329,7 @@ FULL = WholeAnswer.of(QueueFull("Full.", code="queue_full", retry_after_seconds=
 
 
 @pytest.mark.parametrize(
-    ("path", "told", "num_asked"),
+    ("path", "reported", "num_asked"),
     [
         (CHAT, [(event(1), Broken("killed")), OTHER], 3),
         (CHAT, [(event(1), Broken("killed")), Unreachable("gone")], 3),
@@ -337,12 +337,12 @@ FULL = WholeAnswer.of(QueueFull("Full.", code="queue_full", retry_after_seconds=
         (CHAT, [(b'data: {"traced": true}\n\n', Broken("killed"))], 1),
         ("/v1/responses", [(b'event: a\ndata: {"type": "a"}\n\n', Broken("killed"))], 1),
     ],
-    ids=["other model", "nobody", "each one dies of it", "no ids", "responses"],
+    ids=["other model", "no one", "each one dies of it", "no ids", "responses"],
 )
-async def test_a_stream_that_nobody_takes_up_ends_with_an_error(
-    path: str, told: list[Told | Exception], num_asked: int
+async def test_a_stream_that_no_one_takes_up_ends_with_an_error(
+    path: str, reported: list[Reported | Exception], num_asked: int
 ) -> None:
-    replicas = Scripted(told)
+    replicas = Scripted(reported)
     async with ingress(replicas) as client:
         answer = await client.post(path, json=STREAMED)
     frames = answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")
@@ -366,7 +366,7 @@ STOPPED = WholeAnswer(500, JSON, b'{"error": {"code": "engine_stopped"}}')
 @pytest.mark.parametrize("sick", [Broken("is silent"), (event(1), 60.0), STOPPED], ids=["before", "within", "engine"])
 @pytest.mark.parametrize(("size", "names"), [(2, ["0", "1"]), (1, ["0", "0"])])
 async def test_one_that_broke_off_is_asked_again_only_where_there_is_no_other(
-    sick: Told | Exception, size: int, names: list[str]
+    sick: Reported | Exception, size: int, names: list[str]
 ) -> None:
     replicas = Scripted([sick, (event(2), DONE)], size)
     async with ingress(replicas, stall_seconds=0.1, patience_seconds=10.0) as client:
@@ -380,19 +380,19 @@ async def test_a_slow_client_is_no_silent_replica() -> None:
         Scripted([(event(1), event(2), 0.15, event(3), DONE)]), ASKED, stall_seconds=0.3, patience_seconds=0.0
     )
     assert isinstance(await forwarding.begin(), ReplicaAnswer)
-    told = []
+    reported = []
     async for one in forwarding.frames():
-        told.append(one)
+        reported.append(one)
         await asyncio.sleep(0.4)
     await forwarding.close()
-    assert told == [event(1), event(2), event(3), DONE]
+    assert reported == [event(1), event(2), event(3), DONE]
 
 
 WHOLE = WholeAnswer(200, JSON, b'{"id": 1}')
 
 
 @pytest.mark.parametrize(
-    ("told", "status", "code"),
+    ("reported", "status", "code"),
     [
         ([Unreachable("gone"), WHOLE], 200, None),
         ([WholeAnswer.of(NOT_READY), WHOLE], 200, None),
@@ -405,10 +405,10 @@ WHOLE = WholeAnswer(200, JSON, b'{"id": 1}')
         ([WholeAnswer(400, JSON, b'{"error": {"code": "wrong"}}')], 400, "wrong"),
     ],
 )
-async def test_a_whole_answer_comes_from_whoever_gives_one(
-    told: list[Told | Exception], status: int, code: str | None
+async def test_a_whole_answer_comes_from_a_replica_that_gives_one(
+    reported: list[Reported | Exception], status: int, code: str | None
 ) -> None:
-    async with ingress(Scripted(told)) as client:
+    async with ingress(Scripted(reported)) as client:
         answer = await client.post(TEXT, json={"model": "tiny", "prompt": "a"})
     assert answer.status_code == status
     if code is None:
@@ -418,8 +418,8 @@ async def test_a_whole_answer_comes_from_whoever_gives_one(
 
 
 async def test_a_replica_is_waited_for() -> None:
-    told: list[Told | Exception] = [*[Unreachable("gone")] * 3, WholeAnswer.of(NOT_READY), WHOLE]
-    async with ingress(Scripted(told), patience_seconds=10.0) as client:
+    reported: list[Reported | Exception] = [*[Unreachable("gone")] * 3, WholeAnswer.of(NOT_READY), WHOLE]
+    async with ingress(Scripted(reported), patience_seconds=10.0) as client:
         assert (await client.post(TEXT, json={"model": "tiny", "prompt": "a"})).json() == {"id": 1}
 
 
@@ -440,7 +440,7 @@ async def test_what_is_of_one_process_is_not_passed_on() -> None:
 
 async def test_a_client_that_leaves_takes_its_answer_with_it() -> None:
     replicas = Scripted([(event(1), 60.0)])
-    told: list[object] = []
+    reported: list[object] = []
     sent = asyncio.Event()
 
     async def leave() -> dict[str, str]:
@@ -449,10 +449,10 @@ async def test_a_client_that_leaves_takes_its_answer_with_it() -> None:
 
     class Sent(list):  # type: ignore[type-arg]
         def append(self, message: object) -> None:
-            told.append(message)
-            if len(told) == 2:
+            reported.append(message)
+            if len(reported) == 2:
                 sent.set()
 
     await asyncio.wait_for(call_raw(create_ingress(replicas), CHAT, STREAMED, leave, Sent()), 10)
     assert replicas.num_open == 0
-    assert len(told) >= 2
+    assert len(reported) >= 2

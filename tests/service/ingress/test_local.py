@@ -31,12 +31,12 @@ async def test_it_answers_alike(fields: Body) -> None:
     assert isinstance(headers, tuple)
     assert status == over_http.status_code
     assert dict(headers)[b"x-request-id"] == b"mine"
-    told = b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode()
-    assert told.count('"x') == over_http.text.count('"x')
-    assert len(told) == len(over_http.text)
+    reported = b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode()
+    assert reported.count('"x') == over_http.text.count('"x')
+    assert len(reported) == len(over_http.text)
 
 
-async def test_whoever_leaves_is_given_up() -> None:
+async def test_a_client_that_leaves_is_given_up() -> None:
     def script(request: GenerationRequest) -> Iterator[list[SequenceOutput]]:
         yield [step(request, 0, "x")]
 

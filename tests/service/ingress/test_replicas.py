@@ -75,17 +75,17 @@ async def test_a_prompt_keeps_its_replica_until_that_has_too_much_to_do() -> Non
         for prompt, name in names.items():
             assert await read(await replicas.send(asked(prompt), set())) == name
         busy = [await replicas.send(asked("0"), set()) for _ in range(9)]
-        told = [await read(answer) for answer in busy]
-    assert told[:5] == [names["0"]] * 5
-    assert told[5:] != [names["0"]] * 4
+        reported = [await read(answer) for answer in busy]
+    assert reported[:5] == [names["0"]] * 5
+    assert reported[5:] != [names["0"]] * 4
 
 
 async def test_each_is_asked_once() -> None:
     async with served(saying(b"1"), saying(b"2")) as replicas:
         tried: set[str] = set()
-        told = {await read(await replicas.send(asked(), tried)) for _ in range(2)}
+        reported = {await read(await replicas.send(asked(), tried)) for _ in range(2)}
         assert await replicas.send(asked(), tried) is None
-    assert told == {b"1", b"2"}
+    assert reported == {b"1", b"2"}
 
 
 async def test_what_belongs_to_a_connection_stays_there() -> None:
@@ -218,8 +218,8 @@ async def two_ways() -> AsyncIterator[tuple[str, str]]:
 
     async def tell(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            told = [scope["client"][0], server.scope_of(Request(scope)).account]
-            await JSONResponse(told)(scope, receive, send)
+            reported = [scope["client"][0], server.scope_of(Request(scope)).account]
+            await JSONResponse(reported)(scope, receive, send)
 
     async with serving(tell) as url, serving(create_ingress(HttpReplicas([url], stall_seconds=5.0))) as front:
         yield url, front

@@ -129,7 +129,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def adapted(target: Path, drafters: Path, log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the log makes of both, and what was said."""
+    """What the log makes of both, and what was written."""
     folder = tmp_path_factory.mktemp("adapted")
     for name in ("own", "eagle3"):
         code, output = adapt(drafters / name, target, log, folder / name)
@@ -155,9 +155,9 @@ def unseen(target: Path, taps: tuple[int, ...]) -> list[Example]:
 
 @pytest.mark.parametrize("name", ["own", "eagle3"])
 def test_a_log_that_teaches_makes_a_better_drafter(target: Path, drafters: Path, adapted: Path, name: str) -> None:
-    said = re.search(r"(\d\.\d+) tokens per verify before, (\d\.\d+) after, .* 12 texts", said_of(adapted, name))
-    assert said is not None
-    before, after = map(float, said.groups())
+    spoken = re.search(r"(\d\.\d+) tokens per verify before, (\d\.\d+) after, .* 12 texts", output_of(adapted, name))
+    assert spoken is not None
+    before, after = map(float, spoken.groups())
     loaded, taus = load(target), list[float]()
     for folder in (drafters, adapted):
         model = published.load(folder / name, loaded.parts, dtype=torch.float32, device="cpu")
@@ -167,12 +167,12 @@ def test_a_log_that_teaches_makes_a_better_drafter(target: Path, drafters: Path,
     assert (before, after) == pytest.approx(taus, abs=0.2), "other texts of the same language"
 
 
-def said_of(adapted: Path, name: str) -> str:
+def output_of(adapted: Path, name: str) -> str:
     return (adapted / f"{name}.txt").read_text()
 
 
 def test_what_was_not_trained_stays_as_others_wrote_it(drafters: Path, adapted: Path) -> None:
-    """All tensors of the layers change, and nothing else; the card says what was measured, and keeps what it said."""
+    """All tensors of the layers change, and nothing else; the card says what was measured, and keeps what it stated."""
     old, new = drafters / "eagle3", adapted / "eagle3"
     assert names_in(new) == {"config.json", "model.safetensors", "README.md", "curve.jsonl"}
     assert (new / "config.json").read_bytes() == (old / "config.json").read_bytes()
@@ -185,7 +185,7 @@ def test_what_was_not_trained_stays_as_others_wrote_it(drafters: Path, adapted: 
     with safe_open(new / WEIGHTS_FILE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     card = (new / CARD_FILE).read_text()
-    assert said_of(adapted, "eagle3").strip().splitlines()[-1].partition(": ")[2] in card
+    assert output_of(adapted, "eagle3").strip().splitlines()[-1].partition(": ")[2] in card
     assert "What its authors say." in card
 
 
@@ -197,7 +197,7 @@ def test_our_own_form_says_what_it_was_trained_from(drafters: Path, adapted: Pat
 
 
 def test_a_log_that_teaches_nothing_keeps_the_old_drafter(target: Path, adapted: Path, tmp_path: Path) -> None:
-    """Nobody foresees what its answers say."""
+    """No one foresees what its answers say."""
     lines: list[object] = [{"messages": [chat(seed)[0], answered(noise(seed))]} for seed in range(TEXTS)]
     log = written(tmp_path / "log.jsonl", lines)
     code, output = adapt(adapted / "own", target, log, tmp_path / "out")

@@ -18,15 +18,15 @@ from tests.tiny_models import loaded_tiny, random_prompts
 KILLED_AFTER_SECONDS = 0.05, 0.11, 0.17
 
 
-def write_for_ever(path: Path, told: BinaryIO) -> None:
+def write_for_ever(path: Path, reported: BinaryIO) -> None:
     module._LEAST_PAUSE_SECONDS, module._BYTES_PER_SECOND = 0.0, 1 << 40
     (prompt, *_), was_there = random_prompts(2, 20), path.exists()
     with serving(path) as server:
         assert bool(server.tree(prompt).num_nodes.item()) is was_there
         server.answer(prompt)
         eventually(path.exists)
-        told.write(b"written\n")
-        told.flush()
+        reported.write(b"written\n")
+        reported.flush()
         while True:
             server.answer(prompt, count=2)
 

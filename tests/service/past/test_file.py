@@ -272,7 +272,7 @@ def test_a_write_that_breaks_is_tried_again_and_then_given_up(path: Path, monkey
         assert guard.errors == {"memory_file": 5}
 
 
-def test_a_file_that_cannot_be_read_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswersFile, "check", lambda *_: [].pop())
     server = Server()
     file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")

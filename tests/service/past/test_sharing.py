@@ -98,7 +98,7 @@ def test_one_that_starts_later_catches_up_unless_its_file_has(redis: Redis) -> N
 
 @ON_BOTH
 @pytest.mark.parametrize("scope", ["a", None])
-def test_all_forget_what_one_is_told_to(redis: Redis, scope: str | None) -> None:
+def test_all_forget_what_one_is_asked_to(redis: Redis, scope: str | None) -> None:
     with replica(redis) as (one, _), replica(redis) as (two, heard):
         one.answer(PROMPT, "a")
         one.answer(PROMPT, "b")

@@ -1,4 +1,4 @@
-"""What templates cannot say is said in their terms: every conversation of five turns reaches the prompt, on both
+"""What templates cannot say is put in their terms: every conversation of five turns reaches the prompt, on both
 routes, and what the server sends is accepted when it comes back."""
 
 import json
@@ -121,12 +121,12 @@ def words_of(messages: Turns, *, one_by_one: bool = False) -> list[str]:
 def check(family: str, messages: Turns, tools: Turns, prompt: str) -> None:
     """Each text is in the prompt once and in order; a template that collects system text may do so."""
     traits = tokenizer_of(family).traits(with_tools=bool(tools))
-    said = words_of(messages, one_by_one=traits.calls == "one")
+    spoken = words_of(messages, one_by_one=traits.calls == "one")
     seen = WORD.findall(prompt)
-    assert sorted(seen) == sorted(said)
+    assert sorted(seen) == sorted(spoken)
     collected = set(words_of([one for one in messages if one["role"] in ("system", "developer")]))
     collected &= collected if family in ("mistral", "deepseek_v3") else set()
-    assert [word for word in seen if word not in collected] == [word for word in said if word not in collected]
+    assert [word for word in seen if word not in collected] == [word for word in spoken if word not in collected]
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         assert call["function"]["arguments"] in prompt  # as JSON, in whatever form the template got them
 

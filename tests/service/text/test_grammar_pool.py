@@ -22,7 +22,7 @@ async def pool() -> GrammarPool:
 
 
 class Work:
-    """Work without an end until it is told, which counts its steps and who does it at once."""
+    """Work without an end until it is asked to stop, which counts its steps and who does it at once."""
 
     def __init__(self) -> None:
         self.at_once, self.most_at_once, self.num_steps, self.num_begun, self.ends = 0, 0, 0, 0, False
@@ -76,7 +76,7 @@ async def test_equal_ones_that_arrive_together_are_compiled_once_in_each_scope(p
     assert (own.num_begun, others.num_begun) == (1, 1)
 
 
-async def test_who_leaves_ends_the_work_and_takes_it_from_nobody(pool: GrammarPool) -> None:
+async def test_who_leaves_ends_the_work_and_takes_it_from_no_one(pool: GrammarPool) -> None:
     work = Work()
     leaves, stays = (begun(pool.of_request("a", "a"), work) for _ in range(2))
     await work.has_begun()

@@ -102,7 +102,7 @@ def test_what_cannot_be_honoured_is_named(
     assert not str(raised.value).startswith("at ")
 
 
-def test_a_tokenizer_that_nobody_can_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_no_one_can_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TOKENIZER, "backend_json", lambda: "{}", raising=False)
     with pytest.raises(GrammarError, match="this model's tokenizer"):
         GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, frozenset({EOS})).compile("regex", "a")

@@ -1,4 +1,4 @@
-"""Schemas said otherwise mean the same: what their grammars accept validates, by the public suite of JSON schemas."""
+"""Schemas written otherwise mean the same: what their grammars accept is valid by the public suite of JSON schemas."""
 
 import json
 import subprocess
@@ -134,7 +134,7 @@ def test_the_public_suite(suite: list[Case]) -> None:
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, 0.25, 0),
     ],
 )  # fmt: skip
-def test_what_is_said_otherwise(schema: dict[str, Any], good: Any, bad: Any) -> None:
+def test_what_is_written_otherwise(schema: dict[str, Any], good: Any, bad: Any) -> None:
     validator, grammar = Draft202012Validator(schema), grammar_of(schema)
     assert validator.is_valid(good)
     assert accepts(grammar, good)
@@ -178,7 +178,7 @@ def test_words_of_older_drafts(schema: dict[str, Any], good: Any, bad: Any) -> N
           "$defs": {"a": {"$id": "b", "$ref": "#/$defs/gone"}, "gone": {"type": "string"}}}, "not present"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_said_is_refused(schema: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_expressed_is_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         grammar_of(schema)
 

@@ -133,7 +133,7 @@ def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
     assert not accepts(calling, form.written([Call("count", '{"to": "there"}')]))
 
 
-def test_a_template_without_tools_is_told_in_words() -> None:
+def test_a_template_without_tools_gets_them_in_words() -> None:
     call: JsonValue = {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
     messages, listed = Traits(calls="text", results="user").in_its_terms(
         [
