@@ -74,7 +74,7 @@ class TextDivergence:
         reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0
-        if model.config.runs_context:
+        if not model.config.injected:
             valid[..., 0] = False  # counted at its position
         valid[..., 1:] &= reached[..., :-1]
         return valid

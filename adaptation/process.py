@@ -35,7 +35,7 @@ from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces, TrainingTime, completed
 from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
-from drafters.network.model import SpecBlock, SpecBlockConfig
+from drafters.network.model import DrafterConfig, SpecBlock
 from drafters.training.corpus import Example
 from kernels.cpu.library import use_threads
 
@@ -64,7 +64,7 @@ main({memory}, {talk})
 class Setup:
     """What the other process needs to build trainer and replica on the shared weights."""
 
-    config: SpecBlockConfig
+    config: DrafterConfig
     replica_dtype: torch.dtype
     rules: Rules
     seed: int

@@ -62,7 +62,7 @@ def rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *
         learning_rate=config.learning_rate if drafter.made else _SOLVED_STEP,
         relative=not drafter.made,
         anchor_weight=config.anchor_weight,
-        blocks=drafter.config.traits.trained_blocks if drafter.made else drafter.blocks,
+        blocks=drafter.config.trained_blocks if drafter.made else drafter.blocks,
         autocast=autocast,
         tuning=tuning,
     )

@@ -19,7 +19,7 @@ from adaptation.checkpoint import SNAPSHOTS, Layout, SnapshotInfo, SnapshotRing,
 from adaptation.config import AdaptationConfig, Tuning
 from adaptation.records import Damaged, NotRemoved
 from drafters.network.checkpoint import weights_of, write_weights
-from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
+from drafters.network.model import DrafterConfig, Embed, SpecBlock
 from drafters.training.fit import bf16_is_faster
 
 Prepare = Callable[[Mapping[str, Tensor]], Callable[[], None]]
@@ -36,7 +36,7 @@ ANCHOR = 0
 class ServedDrafter:
     """The drafter that serves, and what learning needs of its target."""
 
-    config: SpecBlockConfig
+    config: DrafterConfig
     weights: Mapping[str, Tensor]  # by name, in the serving dtype
     target_head: Tensor | None  # [target_vocab, hidden], output rows for tokens the anchor lacks; None: not known
     prepare: Prepare
@@ -64,7 +64,7 @@ class DrafterWeights:
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        config: SpecBlockConfig,
+        config: DrafterConfig,
         *,
         prepare: Prepare,
         snapshots: SnapshotRing,
@@ -288,7 +288,7 @@ def copies_of(
 
 
 def _model(
-    config: SpecBlockConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str
+    config: DrafterConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str
 ) -> SpecBlock:
     model = SpecBlock(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
     write_weights(model, weights)

@@ -1,5 +1,5 @@
 """The record of a drafter kind: how to build one, and what the server must provide. Other distributions add kinds by
-it."""
+it; a trained kind has a record of its own (`TrainedKind`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

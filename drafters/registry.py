@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,10 +21,9 @@ from drafters.memory.drafter import MemoryDrafter
 from drafters.network.drafter import SpecBlockDrafter
 from drafters.network.heads import POLICIES
 from drafters.protocol import Committed, DraftContext, Drafter, Noise
-from drafters.trained_kinds import MOVED_KINDS, TRAINED_KINDS, why_unknown
+from drafters.trained_kinds import GROUP, MOVED_KINDS, TRAINED_KINDS, is_trained, is_trained_kind, loaded, why_unknown
 from drafters.tree import Candidates, DraftTree
 
-GROUP = "adaptree.drafters"
 MEMORY = "memory"
 _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 
@@ -108,7 +107,7 @@ def reads_predictions(name: str) -> bool:
 def trained_kind_of(name: str) -> str | None:
     """Return the trained kind in that name, if there is one."""
     kinds = (part.partition("(")[0] for part in name.split("+"))
-    return next((kind for kind in kinds if kind in TRAINED_KINDS), None)
+    return next((kind for kind in kinds if is_trained_kind(kind)), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
@@ -150,18 +149,12 @@ def _kind(name: str) -> Kind:
     if name in _KINDS:
         return _KINDS[name]
     for entry in entry_points(group=GROUP, name=name):
-        return _loaded(entry)
+        kind = loaded(entry)
+        if is_trained(kind):
+            return Kind(partial(_trained, name), needs="weights")
+        if not isinstance(kind, Kind):
+            raise ValueError(f"drafter {name!r} ({entry.value}) is not a drafters.kinds.Kind")
+        return kind
     if name in MOVED_KINDS:
         raise ValueError(f"drafter {name!r} {why_unknown(name)}")
     raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or memory+A for A with it")
-
-
-def _loaded(entry: EntryPoint) -> Kind:
-    """Return a kind of another distribution."""
-    try:
-        kind = entry.load()
-    except Exception as error:  # importing foreign code may raise anything
-        raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
-    if not isinstance(kind, Kind):
-        raise ValueError(f"drafter {entry.name!r} ({entry.value}) is not a drafters.kinds.Kind")
-    return kind

@@ -1,73 +1,85 @@
-"""The kinds of trained drafters, as data: what each sets in the network, trees and training that they share."""
+"""The kinds of trained drafters by name, and where each is. A kind is loaded when it is first asked for: commands that
+only list names import nothing heavy.
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+Other distributions add kinds by entry points of the group `adaptree.drafters`, each a `TrainedKind`.
+"""
 
-Forward = Literal["entries", "injected", "conditioned"]
-"""How layers meet committed positions and draft blocks:
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
-- `entries`: a committed position is run through the layers as an entry, whose keys and values later blocks attend to;
-- `injected`: each layer's keys and values of a committed position are made of its condition, and no layer runs on it;
-- `conditioned`: as `injected`, and the layers run once per tree: further blocks are states of that forward, each
-  conditioned on the token before its position by an MLP."""
+if TYPE_CHECKING:  # they import the network
+    from drafters.network.form import PublishedForm
+    from drafters.network.kind import TrainedKind
 
-_SHORT_BLOCK = 2  # positions; further forwards for so few are offered up to the trained depth, each taken while it pays
+GROUP = "adaptree.drafters"
 
-
-class TrainedKind(NamedTuple):
-    """One kind of trained drafter. Blocks after the first start at the drafter's own states."""
-
-    trained_blocks: int  # consecutive blocks that training goes through
-    shape: Mapping[str, Any]  # fields of `SpecBlockConfig`; always `block_size` and `num_layers`
-    forward: Forward = "entries"
-    two_way: bool = False  # entries of a block attend to all of the block, not only to those before; `injected` only
-    paths: int = 1  # likeliest paths that go on at each position of a block; above 1 only where a tree has one block
-    family: str | None = None  # of its layers as the kind is published, of `FUSED_FAMILIES`; None: the target's
-    with_target: bool = False  # published together with the target, and never trained from the beginning
-
-    @property
-    def conditioned(self) -> bool:
-        """Whether one forward of the layers serves all blocks of a tree."""
-        return self.forward == "conditioned"
-
-    def blocks(self, requested: int) -> int:
-        """Return the number of blocks per tree: what was requested, except for kinds that were trained for one block
-        or draft from one forward (then the trained number), and for short blocks (at least the trained number)."""
-        if self.trained_blocks == 1 or self.conditioned:
-            return self.trained_blocks
-        return max(requested, self.trained_blocks) if self.shape["block_size"] <= _SHORT_BLOCK else requested
-
-
-_PLAIN = {"shift": False}  # no layer-wise shift
-_PUBLISHED = {"token_beside": True, "normalise_features": False}  # as EAGLE-3's files have it
-_QUERIES = {"shift": False, "broadcast": False}  # and only a block's first entry sees condition and token
-_MASKS = {**_QUERIES, "normalise_features": False, "silent_first": True}  # as DFlash is published; with a mask token
-
-TRAINED_KINDS: dict[str, TrainedKind] = {
-    # SpecBlock (arXiv 2605.07243)
-    "specblock": TrainedKind(2, {"block_size": 4, "num_layers": 2}),
-    # EAGLE-3 (arXiv 2503.01840): one layer, one position per forward, each on the drafter's own state before it; in the
-    # published shape, so that other engines read what is trained here
-    "eagle3": TrainedKind(6, {"block_size": 1, "num_layers": 1, **_PLAIN, **_PUBLISHED}, family="llama"),
-    # DFlash (arXiv 2602.06036): a block in one forward, two-way, on the target's features as keys and values
-    "dflash": TrainedKind(
-        1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", two_way=True, paths=4, family="qwen3"
-    ),
-    # JetSpec (arXiv 2606.18394): as DFlash, causal within the block
-    "jetspec": TrainedKind(1, {"block_size": 8, "num_layers": 2, **_MASKS}, "injected", paths=4, family="qwen3"),
-    # TreeFlash (arXiv 2606.03819): one forward of the layers, then one position at a time, given the token before it
-    "treeflash": TrainedKind(8, {"block_size": 1, "num_layers": 2, **_QUERIES}, "conditioned"),
-    # A multi-token prediction module that the target was trained with, as MiMo's (arXiv 2505.07608)
-    "mtp": TrainedKind(2, {"block_size": 1, "num_layers": 1, **_PLAIN}, with_target=True),
+TRAINED_KINDS = {
+    "specblock": "drafters.trained.specblock:KIND",
+    "eagle3": "drafters.trained.eagle3:KIND",
+    "dflash": "drafters.trained.dflash:DFLASH",
+    "jetspec": "drafters.trained.dflash:JETSPEC",
+    "treeflash": "drafters.trained.treeflash:KIND",
+    "mtp": "drafters.trained.mtp:KIND",
 }
 """By the name that drafter files carry and that the setting `drafter` takes."""
+
+OF_TARGETS = ("mtp",)
+"""Kinds that are published together with a target, and never trained from the beginning."""
 
 MOVED_KINDS = ("parallel", "medusa", "falcon")
 """Kinds of release 0.3.0 that are plug-ins of the benchmarks now."""
 
 
-def why_unknown(kind: str) -> str:
-    """Return why no kind has this name, to follow the name in a message."""
-    if kind in MOVED_KINDS:
+def trained_kind(name: str) -> "TrainedKind":
+    """Return the trained kind of this name. Raises ValueError."""
+    if name in TRAINED_KINDS:
+        return _built_in(name)
+    for kind in map(loaded, entry_points(group=GROUP, name=name)):
+        if is_trained(kind):
+            return kind  # type: ignore[no-any-return]
+    raise ValueError(f"kind {name!r} {why_unknown(name)}")
+
+
+def is_trained_kind(name: str) -> bool:
+    """Whether a trained kind has this name. Raises ValueError for one that cannot be loaded."""
+    return name in TRAINED_KINDS or any(is_trained(loaded(entry)) for entry in entry_points(group=GROUP, name=name))
+
+
+def loaded(entry: EntryPoint) -> Any:
+    """Return what an entry point names. Raises ValueError."""
+    try:
+        return entry.load()
+    except Exception as error:  # importing foreign code may raise anything
+        raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
+
+
+def is_trained(kind: object) -> bool:
+    """Whether an entry point's object is a trained kind."""
+    from drafters.network.kind import TrainedKind
+
+    return isinstance(kind, TrainedKind)
+
+
+def published_forms() -> Iterator["PublishedForm"]:
+    """Return the published forms of all kinds, of this package first. Raises ValueError for a plug-in that cannot be
+    loaded."""
+    for name in TRAINED_KINDS:
+        yield from _built_in(name).forms
+    for entry in entry_points(group=GROUP):
+        if entry.name not in TRAINED_KINDS and is_trained(kind := loaded(entry)):
+            yield from kind.forms
+
+
+def why_unknown(name: str) -> str:
+    """Return why no trained kind has this name, to follow the name in a message."""
+    if name in MOVED_KINDS:
         return "is a plug-in of benchmarks/baselines in the source now: use it from there, or a drafter of another kind"
     return f"is none of {', '.join(TRAINED_KINDS)}"
+
+
+@cache
+def _built_in(name: str) -> "TrainedKind":
+    kind: TrainedKind = EntryPoint(name, TRAINED_KINDS[name], GROUP).load()
+    return kind

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 import drafters
+from drafters import folders as published
 from drafters.kinds import Need, Parts
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
@@ -25,10 +26,9 @@ from drafters.network.layers import Embed
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Drafter, DraftingSizes, Observer
-from drafters.published import folders as published
 from drafters.registry import TrainedWeights, build_drafter, needs_of, trained_kind_of
 from drafters.regret import RegretLedger
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import trained_kind
 from kernels.layers import Weight, look_up
 from service.config import ServiceConfig
 from service.engine.engine import EngineLimits
@@ -134,7 +134,7 @@ def _folder_of_target(config: ServiceConfig) -> Path | None:
         return None  # loading the model reports why
     folder = None if found is None else Path(found).parent
     published_here = folder is not None and published.form_of(folder) is not None
-    return folder if published_here and TRAINED_KINDS[_kind_in(folder)].with_target else None
+    return folder if published_here and trained_kind(_kind_in(folder)).config.with_target else None
 
 
 @lru_cache
@@ -229,9 +229,7 @@ def _given(folder: Path, loaded: LoadedModel) -> Mapping[str, Tensor]:
 def _serving(model: SpecBlock, loaded: LoadedModel, blocks: int) -> TrainedWeights:
     weights, in_8_bits = weights_of(model), loaded.is_quantised
     network = ServingNetwork(model.config, weights, in_8_bits=in_8_bits, in_place=model.d2t.is_cuda)
-    return TrainedWeights(
-        network, embed_with(loaded.parts.table), blocks=TRAINED_KINDS[model.config.kind].blocks(blocks)
-    )
+    return TrainedWeights(network, embed_with(loaded.parts.table), blocks=model.config.blocks(blocks))
 
 
 def embed_with(table: Weight) -> Embed:

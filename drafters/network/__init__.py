@@ -1,1 +1,1 @@
-"""SpecBlock: a drafter that proposes K dependent positions per forward (arXiv 2605.07243)."""
+"""What all kinds of trained drafters share: layers, blocks, growing trees, recording, files."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.network.config import SpecBlockConfig, config_from
+from drafters.network.config import DrafterConfig, config_from
 from drafters.network.model import SpecBlock
 from kernels.layers import Weight, dense, even_sample
 
@@ -71,7 +71,7 @@ def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
 class Description:
     """The content of a drafter's `config.json`."""
 
-    config: SpecBlockConfig
+    config: DrafterConfig
     target_identity: str | None  # None: not stated
     facts: Mapping[str, Any]
     weights_sha256: str | None  # of `model.safetensors`; None: not stated
@@ -85,7 +85,7 @@ def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping
 
 def save_weights(
     folder: Path,
-    config: SpecBlockConfig,
+    config: DrafterConfig,
     weights: Mapping[str, Tensor],
     *,
     target_identity: str,
@@ -152,7 +152,7 @@ def describe(folder: Path) -> Description:
         )
 
 
-def read_weights(folder: Path, config: SpecBlockConfig) -> dict[str, Tensor]:
+def read_weights(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     """Read the stored tensors by the names of `weights_of`, in their stored types, without the head if it is the
     target's. Raises DrafterError for names or shapes [...] that do not fit the config."""
     with refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
@@ -180,7 +180,7 @@ def refuse_misfits(
             raise DrafterError(f"drafter {folder}: {name} has shape {found}, the config asks for {needed}")
 
 
-def shapes_of(config: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a drafter's tensors by the names of `weights_of`, without allocating any."""
     with torch.device("meta"):
         model = SpecBlock(config)
@@ -196,7 +196,7 @@ def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None
         raise DrafterError(f"drafter {folder}: {what}: {error}") from error
 
 
-def _vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig, folder: Path) -> Tensor:
+def _vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, folder: Path) -> Tensor:
     """Return the target ids of the draft tokens; the file has them minus their index. # -> [draft_vocab] int64"""
     distances = tensors.pop("d2t", None)
     tensors.pop("t2d", None)

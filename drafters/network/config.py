@@ -1,78 +1,108 @@
-"""The configuration of a trained drafter: sizes and switches, as `config.json` has them beside the weights."""
+"""The configuration of a trained drafter: the sizes that all kinds share. A kind's own config adds its options, and
+says by the properties below what the shared network, forwards and training have to know of them.
+
+`config.json` has kept one flat form since release 0.1, whatever the kind: `described` writes it and `Fields` reads it.
+"""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-from drafters.trained_kinds import TRAINED_KINDS, TrainedKind, why_unknown
+from drafters.trained_kinds import trained_kind
 from kernels.decoder_layer import FUSED_FAMILIES
-from kernels.lattice import TOP
 
-PrefixEntries = Literal["first", "all"]
-States = Literal["normed", "raw"]
+Fields = Mapping[str, Any]
+"""The values of a `config.json`, complete: those left out in the file have their defaults."""
+
+_SHARED = ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "coupled", "trained_length")
+_ALWAYS_WRITTEN: Fields = {
+    "num_layers": 2,
+    "block_size": 4,
+    "rank_hidden": 256,
+    "prefix_entries": "first",
+    "normalise_features": True,
+    "normalise_rank_inputs": True,
+    "shift": True,
+    "broadcast": True,
+    "coupled": True,
+    "trained_length": 512,
+}
+_WRITTEN_IF_SET: Fields = {
+    "kind": "specblock",
+    "ranks_from_draft": False,
+    "token_beside": False,
+    "continues_from": None,
+    "joined_norm": False,
+    "normed_residual": False,
+    "mask_token": None,
+    "restarts": False,
+    "rank_scores": 0,
+    "rank_biases": True,
+    "silent_first": False,
+}
+"""Digests are taken of what is written, and those of older drafters must not change."""
+_DEFAULTS: Fields = {**_ALWAYS_WRITTEN, **_WRITTEN_IF_SET}
+
+_SHORT_BLOCK = 2  # positions; further forwards for so few are offered up to the trained depth, each taken while it pays
 
 
 @dataclass(frozen=True, slots=True)
-class SpecBlockConfig:
-    """Sizes and switches of a drafter. Raises ValueError for values that cannot work together."""
+class RankHeadShape:
+    """How a rank head reads states and scores."""
+
+    normalised: bool = True  # states are normed and features scaled
+    biases: bool = True
+    scores: int = 0  # likeliest scores from which features are computed; 0: all
+    from_draft: bool = False  # it corrects the rank classes that the draft distribution implies
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig(ABC):
+    """Sizes that drafters of all kinds have. Raises ValueError for values that cannot work together."""
+
+    kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
+    trained_blocks: ClassVar[int]  # consecutive blocks that training goes through
+    family: ClassVar[str | None] = None  # of the layers as the kind is published; None: the target's
+    with_target: ClassVar[bool] = False  # published together with the target, and never trained from the beginning
+    injected: ClassVar[bool] = False  # committed positions run no layer: keys and values are made of their condition
 
     target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`
     tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
     draft_vocab_size: int  # tokens the drafter can propose
-    num_layers: int = 2
-    block_size: int = 4  # K, positions per forward
+    num_layers: int
+    block_size: int  # K, positions per forward
     rank_hidden: int = 256
-    # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
-    prefix_entries: PrefixEntries = "first"  # which of a committed position's K entries later ones attend to
-    normalise_features: bool = (
-        True  # norm each tapped feature before the projection (EAGLE-3.1; not in published files)
-    )
-    normalise_rank_inputs: bool = True  # norm states and scale features of the rank head
-    shift: bool = True  # False: ablation without the layer-wise shift
-    broadcast: bool = True  # False: only a block's first entry sees condition and token
-    coupled: bool = True  # rank head trained on scores with the sampling noise
+    coupled: bool = True  # the rank head was trained on scores with the sampling noise
     trained_length: int = 512  # longest context seen in training, tokens
-    # Fields from here on are written only where they differ from the default: see `described`.
-    kind: str = "specblock"  # of `TRAINED_KINDS`
-    ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
-    token_beside: bool = False  # the first layer's attention reads [token; state] (EAGLE-3)
-    continues_from: States | None = None  # where further blocks start; None: raw beside a token, else normed
-    joined_norm: bool = False  # one norm of all tapped features together instead of one for each
-    normed_residual: bool = False  # of `token_beside`: the first layer adds to the normed state
-    mask_token: int | None = None  # entries without a token of their own read this one's embedding
-    restarts: bool = False  # further blocks stand at the positions of the first
-    rank_scores: int = 0  # likeliest scores from which the rank head's features are computed; 0: all
-    rank_biases: bool = True  # of the rank head's layers
-    silent_first: bool = False  # a row before a block's entries, the newest token's, predicts nothing
 
     def __post_init__(self) -> None:
-        if self.kind not in TRAINED_KINDS:
-            raise ValueError(f"drafter config: kind {self.kind!r} {why_unknown(self.kind)}")
         for name in ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "trained_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"drafter config: {name} must be at least 1")
-        if self.token_beside and (self.shift or self.block_size > 1):
-            raise ValueError("drafter config: token_beside asks for blocks of one position, and for no shift")
-        if self.mask_token is not None and not 0 <= self.mask_token < self.target_vocab_size:
-            raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
-        masked = self.mask_token is not None
-        if (masked or self.silent_first) and not (masked and self.traits.forward == "injected"):
-            raise ValueError("drafter config: mask_token, with silent_first, is for kinds dflash and jetspec")
-        if self.rank_scores and not TOP <= self.rank_scores <= self.draft_vocab_size:
-            raise ValueError(f"drafter config: rank_scores must be 0, or from {TOP} to the draft vocabulary's size")
-        if self.prefix_entries not in ("first", "all"):
-            raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
-        if self.prefix_entries == "all" and not self.runs_context:
-            raise ValueError(f"drafter config: prefix_entries must be 'first' in one of kind {self.kind}")
-        kind = self.target.get("model_type")
-        if kind not in FUSED_FAMILIES:
+        layers = self.target.get("model_type")
+        if layers not in FUSED_FAMILIES:
             raise ValueError(
-                f"drafter config: a drafter cannot have layers of kind {kind!r}, only of {', '.join(FUSED_FAMILIES)}; "
-                "train one for this target with `adaptree train drafter`"
+                f"drafter config: a drafter cannot have layers of kind {layers!r}, only of "
+                f"{', '.join(FUSED_FAMILIES)}; train one for this target with `adaptree train drafter`"
             )
         if not self.tap_layers:
             raise ValueError("drafter config: tap_layers must name at least one target layer")
+
+    @abstractmethod
+    def structure(self) -> Any:
+        """Return the kind's `Structure` of this config."""
+
+    @property
+    @abstractmethod
+    def options(self) -> Fields:
+        """The kind's options as `config.json` has them, where they differ from the defaults."""
+
+    @classmethod
+    @abstractmethod
+    def options_of(cls, fields: Fields) -> Fields:
+        """Return the values of the config's own fields that have these options."""
 
     @property
     def hidden_size(self) -> int:
@@ -90,54 +120,111 @@ class SpecBlockConfig:
         return len(self.tap_layers) * self.hidden_size
 
     @property
-    def entries(self) -> int:
-        """Entries per committed position that later positions attend to."""
-        return self.block_size if self.prefix_entries == "all" else 1
-
-    @property
-    def traits(self) -> TrainedKind:
-        """The kind's data."""
-        return TRAINED_KINDS[self.kind]
-
-    @property
-    def continues_raw(self) -> bool:
-        """Whether further blocks start at states before the output norm."""
-        return self.token_beside if self.continues_from is None else self.continues_from == "raw"
-
-    @property
     def reach(self) -> int:
         """Training horizon in positions: trained_blocks * block_size."""
-        return self.traits.trained_blocks * self.block_size
+        return self.trained_blocks * self.block_size
 
     @property
-    def runs_context(self) -> bool:
-        """Whether committed positions run through the layers as entries, each of which has a state to predict from."""
-        return self.traits.forward == "entries"
+    def normed_parts(self) -> int:
+        """Parts of the tapped features that have a norm of their own before the projection; 0: no norm."""
+        return len(self.tap_layers)
+
+    @property
+    def rank_head(self) -> RankHeadShape:
+        """How the rank head reads."""
+        return RankHeadShape()
+
+    @property
+    def num_shifts(self) -> int:
+        """Layer-wise shifts, between layers."""
+        return 0
+
+    @property
+    def entries(self) -> int:
+        """Entries per committed position that later positions attend to."""
+        return 1
+
+    @property
+    def silent(self) -> int:
+        """Rows before a block's entries that predict nothing."""
+        return 0
 
     @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers computes states for."""
-        return self.reach if self.traits.conditioned else self.block_size + self.silent_first
+        return self.block_size + self.silent
+
+    @property
+    def two_way(self) -> bool:
+        """Whether entries of a block attend to all of the block, not only to those before."""
+        return False
+
+    @property
+    def paths(self) -> int:
+        """Likeliest paths that go on at each position of a block; above 1 only where a tree has one block."""
+        return 1
+
+    @property
+    def one_forward(self) -> bool:
+        """Whether one forward of the layers serves all blocks of a tree."""
+        return False
+
+    @property
+    def continues_raw(self) -> bool:
+        """Whether further blocks start at states before the output norm."""
+        return False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether further blocks stand at the positions of the first."""
+        return False
 
     @property
     def cached_entries(self) -> int:
         """Entries of an anchor's block whose keys and values stay as those of a committed position."""
-        return self.entries if self.runs_context else 0
+        return 0 if self.injected else self.entries
+
+    def blocks(self, requested: int) -> int:
+        """Return the number of blocks per tree: as requested, except for kinds that were trained for one block or draft
+        from one forward (then the trained number), and for short blocks (at least the trained number)."""
+        if self.trained_blocks == 1 or self.one_forward:
+            return self.trained_blocks
+        return max(requested, self.trained_blocks) if self.block_size <= _SHORT_BLOCK else requested
 
     @property
     def described(self) -> dict[str, Any]:
-        """Plain values for `config.json`. Fields after `trained_length` are left out at their defaults: digests are
-        taken of this, and those of older drafters must not change."""
-        values, names = asdict(self), [field.name for field in fields(self)]
-        defaults = {field.name: field.default for field in fields(self)[names.index("trained_length") + 1 :]}
-        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+        """Plain values for `config.json`."""
+        found = self._fields
+        return {name: found[name] for name in found if found[name] != _WRITTEN_IF_SET.get(name, ...)}
 
     @property
     def as_json(self) -> str:
         """`described` as JSON text with sorted keys."""
         return json.dumps(self.described, indent=2, sort_keys=True)
 
+    @property
+    def _fields(self) -> dict[str, Any]:
+        shared = {name: getattr(self, name) for name in ("target", "tap_layers", "kind", *_SHARED)}
+        return {**_DEFAULTS, **shared, **self.options}
 
-def config_from(values: Mapping[str, Any]) -> SpecBlockConfig:
-    """Return the config that `described` was taken of. Raises KeyError, TypeError, ValueError for other values."""
-    return SpecBlockConfig(**{**values, "tap_layers": tuple(values["tap_layers"])})
+    @classmethod
+    def of_fields(cls, values: Fields) -> Self:
+        """Return the config that `described` has these values of. Raises KeyError, TypeError and ValueError."""
+        unknown = sorted(values.keys() - _DEFAULTS.keys() - {"target", "tap_layers", "draft_vocab_size"})
+        if unknown:
+            raise ValueError(f"drafter config: {', '.join(unknown)} is unknown to this version")
+        fields = {**_DEFAULTS, **values, "tap_layers": tuple(values["tap_layers"])}
+        shared = {name: fields[name] for name in ("target", "tap_layers", *_SHARED)}
+        config = cls(**shared, **cls.options_of(fields))
+        for name, value in config._fields.items():
+            if fields[name] != value:
+                raise ValueError(
+                    f"drafter config: {name} must be {value!r}, not {fields[name]!r}, in one of kind {cls.kind}"
+                )
+        return config
+
+
+def config_from(values: Fields) -> DrafterConfig:
+    """Return the config, of whatever kind, that `described` has these values of. Raises KeyError, TypeError and
+    ValueError."""
+    return trained_kind(values.get("kind", "specblock")).config.of_fields(values)

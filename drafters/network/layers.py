@@ -4,7 +4,7 @@ Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,7 @@ class DrafterDecoder(nn.Module):
 class Input(nn.Module, ABC):
     """Base of what turns tapped features and tokens into the first inputs of blocks."""
 
+    is_solved: ClassVar[bool] = True  # training starts from a regression, by `solve`; False: from `start`
     condition_proj: nn.Linear
     feature_norms: nn.ModuleList  # one for each tap, or none
 
@@ -197,3 +198,10 @@ class Input(nn.Module, ABC):
         """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
         state that a further block starts at) and the embedding of the token after it.
         # context, embedded [..., hidden] -> [..., entries, width]"""
+
+    def solve(self, sums: Any, generator: torch.Generator) -> None:
+        """Set all weights by the regression of `InputSums`."""
+        raise AssertionError("this input is not solved")
+
+    def start(self, embed: Embed) -> None:
+        """Set what training does not, where nothing is solved."""

@@ -4,10 +4,10 @@ An anchor t is a position whose target features are known together with the next
 stands at position t + k and predicts the token at t + k + 1:
     h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],    c_t = W_cond [h_low; h_mid; h_top]     (section 3.1)
     h_k <- W_shift [h_k; h_{k-1}],  h_0 := h_1,                between the decoder layers              (section 3.2)
-Networks of other kinds replace parts of it (`structure_of`). This is the form that is trained; `served.py` serves the
+Kinds bring its input and replace parts of it (`Structure`). This is the form that is trained; `served.py` serves the
 same weights. The caller decides who attends to whom.
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, taps, draft_vocab; width = hidden,
-or 2 * hidden where the state before the output norm is appended (`AutoregressiveStructure`)."""
+or 2 * hidden where the state before the output norm is appended (`continues_raw`)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from drafters.calibration import class_logits
-from drafters.network.autoregressive import AutoregressiveStructure
-from drafters.network.conditioning import ConditionedStructure
-from drafters.network.config import SpecBlockConfig as SpecBlockConfig
+from drafters.network.config import DrafterConfig as DrafterConfig
 from drafters.network.layers import Attend, DrafterLayer, KeysValues
 from drafters.network.layers import Embed as Embed
-from drafters.network.mask_tokens import MaskTokenStructure
 from drafters.network.structure import Structure
 from kernels.lattice import NUM_FEATURES, TOP
 
@@ -29,15 +26,6 @@ FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
 RANK_EPSILON = torch.finfo(torch.float32).eps
 RANK_CLASSES = 4
 """Classes of the target token's rank in the drafter's distribution: 1, 2-4, 5-10, beyond (SpecBlock appendix B)."""
-
-
-def structure_of(config: SpecBlockConfig) -> Structure:
-    """Return what makes the parts of this config's network."""
-    if config.token_beside:
-        return AutoregressiveStructure(config)
-    if config.mask_token is not None:
-        return MaskTokenStructure(config)
-    return ConditionedStructure(config) if config.traits.conditioned else Structure(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +44,21 @@ class SpecBlock(nn.Module):
     t2d: Tensor  # [target_vocab] int64, draft id of a target token, -1 for tokens the drafter cannot propose
     d2t: Tensor  # [draft_vocab] int64, target id of a draft token
 
-    def __init__(self, config: SpecBlockConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self._structure = structure = structure_of(config)
-        hidden = config.hidden_size
+        self.structure: Structure = config.structure()
+        structure, hidden, ranks = self.structure, config.hidden_size, config.rank_head
         self.input_layer = structure.input_layer()
         self.decoder = structure.decoder()
-        self.shift_proj = nn.ModuleList(
-            nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_layers - 1 if config.shift else 0)
-        )
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_shifts))
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rank_head = nn.Sequential(
-            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=config.rank_biases),
+            nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=ranks.biases),
             nn.SiLU(),
-            nn.Linear(config.rank_hidden, RANK_CLASSES, bias=config.rank_biases),
+            nn.Linear(config.rank_hidden, RANK_CLASSES, bias=ranks.biases),
         )
-        self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if config.normalise_rank_inputs else None
+        self.rank_norm = nn.RMSNorm(hidden, eps=RANK_EPSILON) if ranks.normalised else None
         self.path_head = structure.path_head()
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
         self.register_buffer("t2d", torch.full((config.target_vocab_size,), -1), persistent=False)
@@ -95,11 +81,11 @@ class SpecBlock(nn.Module):
         hidden, extra = inputs[..., :width], inputs[..., width:]
         rotary = self.decoder.shape.rotary(rows.positions, self.dtype)
         for number, layer in enumerate(self.decoder.layers):
-            if number and self.config.shift:
+            if number and self.shift_proj:
                 before = torch.take_along_dim(hidden, rows.previous[:, :, None], dim=1)
                 hidden = self.shift_proj[number - 1](torch.cat([hidden, before], dim=-1)).to(self.dtype)
             hidden = layer(hidden, rotary, partial(attend, number), None if number else extra)
-        return self._structure.output(self.decoder.norm(hidden), hidden)
+        return self.structure.output(self.decoder.norm(hidden), hidden)
 
     def heads_and_context(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the heads read of states, and the context of blocks that start there; the same for most kinds.
@@ -111,7 +97,7 @@ class SpecBlock(nn.Module):
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
         layers = [layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer)]
-        shared = None if self.config.mask_token is None else self.input_layer.get_submodule("condition_norm")
+        shared = self.structure.injection_norm(self.input_layer)
         normed = [(shared or layer.norms.attention_input)(context) for layer in layers]
         return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, normed, strict=True)]
 
@@ -119,7 +105,7 @@ class SpecBlock(nn.Module):
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
         float32"""
         logits: Tensor = self.rank_head[-1](self.rank_inputs(states, features)).float()
-        return logits + class_logits(features[..., :TOP].float()) if self.config.ranks_from_draft else logits
+        return logits + class_logits(features[..., :TOP].float()) if self.config.rank_head.from_draft else logits
 
     def rank_inputs(self, states: Tensor, features: Tensor) -> Tensor:
         """Return what the rank head's last layer reads. # as for `rank_logits` -> [..., rank_hidden]"""

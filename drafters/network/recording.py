@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.feedback import NOWHERE, DraftLabels, Query, QueryFeedback, target_tops
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 from drafters.protocol import Committed, DraftContext, Read
 from drafters.readback import reached
 from drafters.tree import MAX_DEPTH
@@ -42,7 +42,7 @@ class FeedbackRecorder:
 
     def __init__(
         self,
-        config: SpecBlockConfig,
+        config: DrafterConfig,
         t2d: Tensor,
         *,
         max_sequences: int,

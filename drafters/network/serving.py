@@ -77,7 +77,7 @@ class BlockForward:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
         self._size, self._cached = network.config.forward_size, network.config.cached_entries
-        self._silent = int(network.config.silent_first)
+        self._silent = network.config.silent
         rotary = partial(network.shape.rotary, dtype=network.dtype)
         # Blocks continue after the deepest node.
         self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
@@ -123,7 +123,7 @@ class BlockForward:
         """Run blocks after these paths; no entry of theirs is committed. # context [batch, starts, width]; tokens, and
         positions of first entries, both [batch, starts] -> [batch, starts, block, width]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
-        sizes = _Sizes(batch, 0, 1, size, number, known, self._network.config.traits.two_way)
+        sizes = _Sizes(batch, 0, 1, size, number, known, self._network.config.two_way)
         layout = _layout(sizes, tokens.device)
         inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
         own = torch.cat([path.above.repeat_interleave(size, dim=1), layout.inside], dim=2)
@@ -208,39 +208,9 @@ class InjectedForward(BlockForward):
         return context.view(*waiting.tokens.shape, -1)
 
 
-class ConditionedForward:
-    """Runs the layers once per tree, as `InjectedForward`. Each block is one position: a state of that forward,
-    conditioned on the token before it. What further blocks need are the states, [batch, forward size, hidden]."""
-
-    def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
-        self._layers = InjectedForward(network, embed, pool, state)
-        self._network, self._embed = network, embed
-        self.ingest = self._layers.ingest
-
-    def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Tensor]:
-        """Run the layers, and condition the first state on the newest token. # rows [batch]
-        -> [batch, 1, 1, hidden], [batch, forward size, hidden]"""
-        states, _ = self._layers.first(rows, waiting)
-        return self._conditioned(states[:, :, 0], waiting.tokens[:, -1:]), states[:, 0]
-
-    def next(self, states: Tensor, picked: Picked, layers: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Condition the state after each picked node on that node's token. # layers [batch, forward size, hidden]
-        -> [batch, starts, 1, hidden]"""
-        row = picked.origin.depth[:, :, None].expand(-1, -1, layers.shape[2])
-        return self._conditioned(layers.gather(1, row), picked.tokens), layers
-
-    def _conditioned(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """# states [batch, starts, hidden], tokens [batch, starts] -> [batch, starts, 1, hidden]"""
-        found = self._network.conditioned(states.flatten(0, 1), self._embed(tokens.flatten()))
-        return found.view(states.shape)[:, :, None]
-
-
 def forward_of(network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> Forward[Any]:
     """Return the forward of the network's kind."""
-    config = network.config
-    kinds = {"entries": BlockForward, "injected": InjectedForward, "conditioned": ConditionedForward}
-    make: Any = kinds[config.traits.forward]
-    found: Forward[Any] = make(network, embed, pool, state)
+    found: Forward[Any] = network.structure.serving(network, embed, pool, state)
     return found
 
 

@@ -1,16 +1,16 @@
-"""The parts of a block network, each as it is trained and as it serves: fused input, decoder layers, output norm, head.
-Networks of another structure replace some of them (`autoregressive.py`, `mask_tokens.py`, `conditioning.py`).
+"""The parts of a block network, each as it is trained and as it serves: input, decoder layers, output norm. A kind
+brings its input and replaces other parts where it differs.
 Legend: rows = entries of all sequences of a forward, hidden, block = entries of one forward's block."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
 from kernels.decoder_layer import DecoderLayer, RowPlaces
 from kernels.layers import Product, RunLayers
@@ -78,42 +78,22 @@ class WeightPlanner:
         )
 
 
-class InputLayer(Input):
-    """Fuses condition, token and position query of each entry (SpecBlock section 3.1)."""
+class Structure(ABC):
+    """Makes the parts of a kind's network, and names the forwards that run it."""
 
-    def __init__(self, config: SpecBlockConfig, shape: LayerShape) -> None:
-        super().__init__()
-        hidden, epsilon = config.hidden_size, shape.epsilon
-        self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
-        self.condition_norm = nn.RMSNorm(hidden, eps=epsilon)
-        self.token_norm = nn.RMSNorm(hidden, eps=epsilon)
-        self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
-        self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
-        self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
-        self.feature_norms = feature_norms(config, shape.epsilon)
-        self._broadcast = config.broadcast
+    serving: ClassVar[Any]  # a `Forward` of serving.py
+    training: ClassVar[Any]  # a `TrainingForward` of training/forward.py
 
-    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
-        queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
-        dtype = self.token_norm.weight.dtype  # not autocast's: a norm of mixed dtypes is slow
-        known = torch.cat([self.condition_norm(context.to(dtype)), self.token_norm(embedded.to(dtype))], dim=-1)
-        seen = known[..., None, :].expand(*known.shape[:-1], queries.shape[0], -1)
-        if not self._broadcast:
-            is_first = torch.arange(self.position_queries.shape[0], device=known.device)[entries] == 0
-            seen = seen * is_first[:, None]
-        fused: Tensor = self.fuse(torch.cat([seen, queries.expand(*seen.shape[:-1], -1)], dim=-1))
-        return fused
-
-
-class Structure:
-    """Makes the parts of a network: of SpecBlock's, where a subclass does not say otherwise."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         self.config, self.shape = config, LayerShape.of(config.target)
 
+    @abstractmethod
     def input_layer(self) -> Input:
         """Make what computes the first inputs of blocks."""
-        return InputLayer(self.config, self.shape)
+
+    @abstractmethod
+    def served_input(self, planner: WeightPlanner) -> ServedInput:
+        """Plan `input_layer` for serving."""
 
     def decoder(self) -> DrafterDecoder:
         """Make the layers and the output norm."""
@@ -123,35 +103,14 @@ class Structure:
         """Make what conditions states on the token before their position; None for networks without it."""
         return None
 
+    def injection_norm(self, layer: Input) -> nn.Module | None:
+        """Return the norm of conditions before keys and values are made of them; None: each layer's own."""
+        return None
+
     def output(self, states: Tensor, hidden: Tensor) -> Tensor:
         """Return the network's output, of states after the output norm and before it.
         # both [batch, rows, hidden] -> [batch, rows, width]"""
         return torch.cat([states, hidden], dim=-1) if self.config.continues_raw else states
-
-    def served_input(self, planner: WeightPlanner) -> ServedInput:
-        """Plan `input_layer` for serving."""
-        hidden, epsilon, broadcast = self.shape.hidden, self.shape.epsilon, self.config.broadcast
-        condition_norm = planner.norm("input_layer.condition_norm.weight", epsilon)
-        token_norm = planner.norm("input_layer.token_norm.weight", epsilon)
-        fuse = planner.weights["input_layer.fuse.weight"]
-        known = planner.product(fuse[:, : 2 * hidden].contiguous())
-        queries = torch.rms_norm(planner.weights["input_layer.position_queries"], (hidden,), None, epsilon)
-        queries = queries * planner.weights["input_layer.query_norm.weight"]
-        # What the position queries add to an entry is the same in every block.
-        added = linear(queries.float(), fuse[:, 2 * hidden :].float())
-        added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
-
-        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -hidden:]  # of a wider context its end is the state to continue from
-            normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
-            seen = known(torch.cat(normed, dim=-1))[:, None]
-            if broadcast:
-                return seen + added
-            fused = added.expand(len(seen), -1, -1).clone()
-            fused[:, :1] += seen
-            return fused
-
-        return blocks
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
         """Plan the decoder layers for serving."""
@@ -179,13 +138,7 @@ class Structure:
         return None
 
 
-def feature_norms(config: SpecBlockConfig, epsilon: float) -> nn.ModuleList:
-    """Make the norms of tapped features: one for each tap, one for all together, or none."""
-    number = len(normed_taps(config))
-    return nn.ModuleList(nn.RMSNorm(config.features_size // number, eps=epsilon) for _ in range(number))
-
-
-def normed_taps(config: SpecBlockConfig) -> range:
-    """Return the indices of the taps, or of the one group of all taps, that have a norm of their own."""
-    number = 1 if config.joined_norm else len(config.tap_layers)
-    return range(number if config.normalise_features else 0)
+def feature_norms(config: DrafterConfig, epsilon: float) -> nn.ModuleList:
+    """Make the norms of tapped features."""
+    parts = config.normed_parts
+    return nn.ModuleList(nn.RMSNorm(config.features_size // parts, eps=epsilon) for _ in range(parts))

@@ -121,7 +121,7 @@ class TrainingForward:
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         anchors = before.anchors + cuts
         places = before.places if self._model.config.restarts else anchors
-        return replace(self._begin(context, _after(batch, anchors), places, path, before.held), anchors=anchors)
+        return replace(self._begin(context, after(batch, anchors), places, path, before.held), anchors=anchors)
 
     def _begin(
         self, context: Tensor, tokens: Tensor, anchors: Tensor, path: Tensor, held: Sequence[KeysValues]
@@ -131,7 +131,7 @@ class TrainingForward:
         size, number = anchors.shape
         inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
-        own = own if self._model.config.traits.two_way else own.tril()
+        own = own if self._model.config.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
         attention = StreamAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
@@ -141,7 +141,7 @@ class TrainingForward:
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         found = *self._model.heads_and_context(self._model(rows, attention)), seen
-        silent = int(self._model.config.silent_first)
+        silent = self._model.config.silent
         states, onward, seen = (values.unflatten(1, (number, self._size))[:, :, silent:] for values in found)
         return TrainedBlocks(anchors, states, onward, seen, attention.layers, anchors)
 
@@ -157,35 +157,16 @@ class InjectedTraining(TrainingForward):
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
         path = _up_to(context.shape[1], anchors)
-        return context[:, :0], self._begin(at(context, anchors), _after(batch, anchors), anchors, path, held)
-
-
-class ConditionedTraining(InjectedTraining):
-    """For kinds whose layers run once per tree: each further block is the next state, conditioned on the true token."""
-
-    def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
-        """Run the layers, and condition all states. # anchors [batch, anchors] -> [batch, 0, hidden]"""
-        none, layers = super().first(batch, anchors)
-        after = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
-        embedded = self._embed(_after(batch, after.flatten(1))).view_as(layers.states)
-        assert self._model.path_head is not None
-        states = self._model.path_head(layers.states, embedded)
-        return none, replace(layers, states=states[:, :, :1], onward=states[:, :, :1], ahead=states[:, :, 1:])
-
-    def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
-        """Return the next states as blocks. # cuts [batch, anchors], all 1"""
-        assert before.ahead is not None
-        states, ahead = before.ahead[:, :, :1], before.ahead[:, :, 1:]
-        return replace(before, anchors=before.anchors + cuts, states=states, onward=states, ahead=ahead)
+        return context[:, :0], self._begin(at(context, anchors), after(batch, anchors), anchors, path, held)
 
 
 def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
     """Return the training forward of the model's kind."""
-    kinds = {"entries": TrainingForward, "injected": InjectedTraining, "conditioned": ConditionedTraining}
-    return kinds[model.config.traits.forward](model, embed)
+    found: TrainingForward = model.structure.training(model, embed)
+    return found
 
 
-def _after(batch: Batch, anchors: Tensor) -> Tensor:
+def after(batch: Batch, anchors: Tensor) -> Tensor:
     """Return the true token after each anchor, an arbitrary one past the end. # [batch, anchors] -> same, int64"""
     return batch.tokens.gather(1, (anchors + 1).clamp(max=batch.tokens.shape[1] - 1))
 

@@ -11,24 +11,20 @@ learn worse (docs/training.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from drafters.network.autoregressive import TokenAndState
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 from drafters.network.layers import Embed, Input, LayerShape
-from drafters.network.mask_tokens import MaskTokens
 from drafters.network.model import SpecBlock
-from drafters.network.structure import InputLayer
 from drafters.training.corpus import Example, TrainingError
 
 _LEAST_PENALTY = 1e-3
 _MOST_PENALTY = 1.0
 _CROWDING = 0.3
 _APART = 10  # every tenth sequence is for evaluation
-_QUERY_SPREAD = 0.3
 _TOGETHER = 1024
 """Positions whose products are added at once: on a CPU at 576 dimensions adding costs as much as the products of 256
 positions."""
@@ -58,8 +54,8 @@ def initialise(
     Raises TrainingError."""
     copy_end(model, target)
     top = max(model.config.tap_layers)
-    if isinstance(model.input_layer, MaskTokens):
-        model.input_layer.start_from(embed(torch.tensor(model.config.mask_token, device=model.d2t.device)))
+    if not model.input_layer.is_solved:
+        model.input_layer.start(embed)
         return {}
     sums, apart = InputSums(model.config, model.d2t.device), list[Example]()
     for number, place in enumerate(torch.randperm(len(examples), generator=generator).tolist()):
@@ -80,19 +76,29 @@ def initialise(
     }
 
 
+class FusedSolution(NamedTuple):
+    """A linear guess of the next position's top tap, through a condition that is normed."""
+
+    deviations: Tensor  # [taps * hidden], of the taps; norms of taps divide by them
+    condition: Tensor  # [taps * hidden, hidden]
+    back: Tensor  # [hidden, hidden], from the normed condition
+    token: Tensor  # [hidden, hidden], from the normed token
+    constant: Tensor  # [hidden]
+
+
 class InputSums:
     """The normal equations of the input layer: sums over positions of products of what is known (taps, the next token's
     embedding, 1) with itself and with the regression target, the next position's top tap.
     Legend: known = (taps + 1) * hidden + 1."""
 
-    def __init__(self, config: SpecBlockConfig, device: torch.device | str) -> None:
-        self._hidden, self._epsilon = config.hidden_size, LayerShape.of(config.target).epsilon
+    def __init__(self, config: DrafterConfig, device: torch.device | str) -> None:
+        self.hidden, self._epsilon = config.hidden_size, LayerShape.of(config.target).epsilon
         self._top = config.tap_layers.index(max(config.tap_layers))
-        self._normalises, self._runs_context = config.normalise_features, config.runs_context
-        known = (len(config.tap_layers) + 1) * self._hidden + 1
-        wide = known + self._hidden
+        self._normalises, self._injected = config.normed_parts > 0, config.injected
+        known = (len(config.tap_layers) + 1) * self.hidden + 1
+        wide = known + self.hidden
         self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and target
-        self._squares = torch.zeros(self._hidden, dtype=torch.float64, device=device)  # of the target
+        self._squares = torch.zeros(self.hidden, dtype=torch.float64, device=device)  # of the target
         self._waiting: list[Tensor] = []  # known and target of some sequences, [positions, known + hidden] float32
 
     @property
@@ -108,9 +114,9 @@ class InputSums:
     @torch.no_grad()
     def add(self, example: Example, embed: Embed) -> None:
         """Add all positions of a sequence but the last."""
-        device, hidden = self._squares.device, (self._hidden,)
+        device, hidden = self._squares.device, (self.hidden,)
         features = example.features.to(device).float()
-        taps, wanted = features[:-1].unflatten(1, (-1, self._hidden)), features[1:].unflatten(1, (-1, self._hidden))
+        taps, wanted = features[:-1].unflatten(1, (-1, self.hidden)), features[1:].unflatten(1, (-1, self.hidden))
         if self._normalises:
             taps = torch.rms_norm(taps, hidden, None, self._epsilon)
         embedded = torch.rms_norm(embed(example.tokens[1:].to(device)).float(), hidden, None, self._epsilon)
@@ -119,44 +125,34 @@ class InputSums:
         if sum(len(one) for one in self._waiting) >= _TOGETHER:
             self._sum_up()
 
-    @torch.no_grad()
     def solve(self, layer: Input, generator: torch.Generator) -> None:
-        """Set all weights of an input layer. The norm between condition and fusion divides by a magnitude that hardly
-        varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
-        together."""
+        """Set all weights of an input layer, with `generator` for what is random."""
         self._sum_up()
-        if isinstance(layer, TokenAndState):  # the first layer is left to learn what the token adds
-            solution = self._solution(torch.arange(self.known, device=self._squares.device))
-            layer.condition_proj.weight.copy_(solution[: self.known - self._hidden - 1].T)
-            return
-        assert isinstance(layer, InputLayer), "only these inputs are solved"
-        hidden, gram = self._hidden, self._products[:, : self.known]
+        layer.solve(self, generator)
+
+    def linear_guess(self) -> Tensor:
+        """Return the best linear guess of the next position's top tap, what it takes of the taps. # -> [taps * hidden,
+        hidden]"""
+        return self._solution(torch.arange(self.known, device=self._squares.device))[: self.known - self.hidden - 1]
+
+    def fused(self) -> FusedSolution:
+        """Return the guess in the parts that an input with a condition has."""
+        hidden, gram = self.hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
         condition, back, other = self._parts(taps)
         size = ((condition * (gram[:taps, :taps] @ condition)).sum() / count / hidden).sqrt()
+        deviations = (gram.diagonal()[:taps] / count).sqrt().clamp(min=_LEAST_DEVIATION)
         if self._normalises:  # single dimensions of a residual stream are hundreds of times larger than the others
-            deviations = (gram.diagonal()[:taps] / count).sqrt().clamp(min=_LEAST_DEVIATION)
-            for norm, own in zip(layer.feature_norms.children(), deviations.unflatten(0, (-1, hidden)), strict=True):
-                norm.get_parameter("weight").copy_(1.0 / own)
             condition = condition * deviations[:, None]
-        layer.condition_proj.weight.copy_(condition.T)
-        layer.condition_norm.weight.fill_(1.0)
-        layer.token_norm.weight.fill_(1.0)
-        layer.query_norm.weight.fill_(1.0)
-        queries = 1.0 + _QUERY_SPREAD * torch.randn(layer.position_queries.shape, generator=generator)
-        queries[0] = 1.0
-        layer.position_queries.copy_(queries)
-        layer.fuse.weight[:, :hidden].copy_(back.T * size)
-        layer.fuse.weight[:, hidden : 2 * hidden].copy_(other[:-1].T)
-        layer.fuse.weight[:, 2 * hidden :].copy_((other[-1] / hidden)[:, None].expand(-1, hidden))
+        return FusedSolution(deviations, condition, back * size, other[:-1], other[-1])
 
     def _parts(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the matrices from taps to condition, from condition to prediction, and from token and 1 to prediction.
         The condition is the taps' part of the prediction, in units of each output's deviation; with injected context it
         is the top tap. # -> [taps * hidden, hidden], [hidden, hidden], [hidden + 1, hidden]"""
-        hidden, count, sums = self._hidden, self._ones[-1], self._products[-1, self.known :]
+        hidden, count, sums = self.hidden, self._ones[-1], self._products[-1, self.known :]
         places = torch.arange(self.known, device=self._squares.device)
-        if self._runs_context:
+        if not self._injected:
             solution = self._solution(places)
             deviation = (self._squares / count - (sums / count).square()).clamp(min=_LEAST_DEVIATION**2).sqrt()
             return solution[:taps] / deviation, torch.diag(deviation), solution[taps:]
@@ -193,7 +189,7 @@ class InputSums:
         return torch.cholesky_solve(self._products[inputs, self.known :], torch.linalg.cholesky(damped))
 
 
-def sums_bytes(config: SpecBlockConfig) -> tuple[int, int]:
+def sums_bytes(config: DrafterConfig) -> tuple[int, int]:
     """Return the bytes of a drafter's `InputSums`, and the further bytes of solving: damped products, their factor,
     right-hand side and solution."""
     hidden = config.hidden_size
@@ -242,7 +238,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         )
     for layer, source in zip(own, target.layers[len(target.layers) - len(own) :], strict=True):
         same = layer.state_dict().keys() == source.state_dict().keys()
-        if target.standard and same and model.config.mask_token is None:
+        if target.standard and same and model.input_layer.is_solved:
             _copy_layer(layer, source.state_dict())
         else:  # the identity; what layers add is learned
             for product in ("self_attn.o_proj", "mlp.down_proj"):

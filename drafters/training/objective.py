@@ -74,7 +74,7 @@ class Objective:
         self._forward = forward_of(model, embed)
         self._streams = self._forward.streams
         self._settings = settings
-        config, trained = model.config, model.config.traits.trained_blocks
+        config, trained = model.config, model.config.trained_blocks
         self._size, self._reach = config.block_size, config.reach
         self._blocks = min(settings.blocks or trained, trained)
 
@@ -161,7 +161,7 @@ class Objective:
         temperature = _COOLEST + (_HOTTEST - _COOLEST) * spread
         scores = logits.log_softmax(-1)
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
-        features, ids = rank_features(scores, self._model.config.rank_scores)
+        features, ids = rank_features(scores, self._model.config.rank_head.scores)
         drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
         fresh = _gumbel(drafted.shape, generator, drafted.device)
         shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)

@@ -142,7 +142,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
     batch = Batch.of([example], config.reach, anchors.device)
     _, grown = forward.first(batch, anchors[None])
     states = [grown.states]
-    for _ in range(1, min(blocks, config.traits.trained_blocks)):
+    for _ in range(1, min(blocks, config.trained_blocks)):
         grown = forward.next(batch, grown, torch.full_like(grown.anchors, config.block_size))
         states.append(grown.states)
     along = torch.cat(states, dim=2)[0]
@@ -154,7 +154,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
     """Return a factory of serving drafters for this model."""
     network = ServingNetwork(model.config, weights_of(model))
-    weights = TrainedWeights(network, embed, blocks=model.config.traits.trained_blocks)
+    weights = TrainedWeights(network, embed, blocks=model.config.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
 
 

@@ -30,7 +30,7 @@ VERIFIED = frozenset(
 """Model types in transformers. A type is added with its row in the conformance suite."""
 
 _OF_A_DRAFTER = "model.mtp_layers."
-"""Begins the names of weights that `drafters/published` reads from the same files."""
+"""Begins the names of weights that a form in `drafters/trained` reads from the same files."""
 _INDEX = "model.safetensors.index.json"
 
 

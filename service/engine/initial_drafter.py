@@ -15,10 +15,10 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig, config_from
 from drafters.network.model import SpecBlock
-from drafters.network.structure import InputLayer
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained.specblock import FusedInput, FusedStructure
+from drafters.trained_kinds import trained_kind
 from drafters.training.initialise import TargetEnd, copy_end
 from kernels.decoder_layer import FUSED_FAMILIES
 from kernels.layers import dense
@@ -39,22 +39,23 @@ def seeded(device: torch.device) -> Iterator[None]:
         yield
 
 
-def drafter_config(
-    model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS, kind: str = "specblock"
-) -> SpecBlockConfig:
+def drafter_config(model: PreTrainedModel, draft_tokens: int = _DRAFT_TOKENS) -> DrafterConfig:
     """Shapes of a drafter for this target. Raises ValueError for a target that cannot have one."""
     text = model.config.get_text_config()
-    size = min(text.vocab_size, draft_tokens)
     # Training is faster where only a block's first entry sees token and condition: docs/training.md.
-    shape = {**TRAINED_KINDS[kind].shape, "broadcast": False}
-    return SpecBlockConfig(layers_for(text, kind), tap_layers_for(model), draft_vocab_size=size, kind=kind, **shape)
+    shape = {
+        **trained_kind("specblock").shape,
+        "broadcast": False,
+        "draft_vocab_size": min(text.vocab_size, draft_tokens),
+    }
+    return config_from({"target": layers_for(text), "tap_layers": tap_layers_for(model), **shape})
 
 
 def layers_for(text: PreTrainedConfig, kind: str = "specblock") -> dict[str, Any]:
     """The config of a drafter's layers: the target's own without its path, as layers of the family that the kind is
     published with, if any; or Llama's in the target's sizes where the target's layers are not among `FUSED_FAMILIES`.
     """
-    family = TRAINED_KINDS[kind].family
+    family = trained_kind(kind).config.family
     if text.model_type in FUSED_FAMILIES:
         own = {name: value for name, value in text.to_dict().items() if name != "_name_or_path"}
         return {**own, "model_type": family, "attention_bias": False, "mlp_bias": False} if family else own
@@ -104,24 +105,23 @@ def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | No
     return new_initial_drafter(model, found.config)
 
 
-def fits(config: SpecBlockConfig, model: PreTrainedModel) -> bool:
+def fits(config: DrafterConfig, model: PreTrainedModel) -> bool:
     """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, layers to copy, and an input
     that can be solved."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")
     )
-    solved = config.num_layers > 0 and not config.token_beside and config.mask_token is None
-    return same and solved and max(config.tap_layers) < text.num_hidden_layers
+    return same and isinstance(config.structure(), FusedStructure) and max(config.tap_layers) < text.num_hidden_layers
 
 
 @torch.no_grad()
-def new_initial_drafter(model: PreTrainedModel, config: SpecBlockConfig) -> SpecBlock:
+def new_initial_drafter(model: PreTrainedModel, config: DrafterConfig) -> SpecBlock:
     """The initial network, in the target's type; the same one each time."""
     with seeded(model.device):
         network = SpecBlock(config)
         network.set_vocabulary(torch.arange(config.draft_vocab_size))
-        assert isinstance(network.input_layer, InputLayer), "residual heads are not made from traffic"
+        assert isinstance(network.input_layer, FusedInput), "other inputs are not made from traffic"
         for part in (network.input_layer.condition_proj.weight, network.input_layer.fuse.weight):
             part.zero_()
         for part in network.rank_head[-1].parameters():

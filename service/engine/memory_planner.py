@@ -12,7 +12,6 @@ import torch
 from drafters.memory.drafter import text_buckets
 from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
-from drafters.trained_kinds import TRAINED_KINDS
 from drafters.training.initialise import sums_bytes
 from drafters.tree import MAX_NODES
 from kernels.memory import BUCKET_BYTES
@@ -202,7 +201,7 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
     """Bytes of keys and values of the blocks grown at once, and in fp32 of their scores and noise."""
     config = network.config
-    entries = config.block_size * TRAINED_KINDS[config.kind].blocks(1) * _SCORED_BLOCKS
+    entries = config.block_size * config.blocks(1) * _SCORED_BLOCKS
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
 
 

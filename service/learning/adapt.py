@@ -17,10 +17,10 @@ from pydantic import AliasChoices, AliasPath, Field, model_validator
 
 from adaptation.config import Tuning
 from adaptation.evaluator import Gate, GateDecision, replay_of
+from drafters import folders as published
 from drafters.network.checkpoint import CARD_FILE, DrafterError, TargetParts
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 from drafters.network.model import SpecBlock
-from drafters.published import folders as published
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
 from service.api.request_builder import render
@@ -127,14 +127,14 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
     return decision.publish
 
 
-def _shape(config: ServiceConfig, drafter: Path) -> SpecBlockConfig:
+def _shape(config: ServiceConfig, drafter: Path) -> DrafterConfig:
     """The drafter's config, checked by what is seen without loading the target."""
     described = target_config(config.model_source, revision=config.revision)
     try:
         shape = published.config_of(drafter, TargetParts("", torch.empty(0), None, None, described, completed))
     except DrafterError as error:
         raise StartupError(f"{error}; give a drafter of this target with --drafter, or its own with --model") from error
-    if shape.traits.with_target:
+    if shape.with_target:
         raise StartupError(
             f"--drafter {drafter}: one of kind {shape.kind} lies in its target's own files; give another"
         )

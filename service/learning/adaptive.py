@@ -25,13 +25,13 @@ from adaptation.replicas.exchange import Replicas, join_replicas
 from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
+from drafters import folders as published
 from drafters.feedback import Query
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
-from drafters.network.model import SpecBlockConfig
+from drafters.network.model import DrafterConfig
 from drafters.network.recording import FeedbackRecorder
 from drafters.network.served import ServingNetwork
-from drafters.published import folders as published
 from drafters.regret import RegretLedger
 from kernels.cpu.library import use_threads
 from service.assembly import Assembly, device_of, load_target
@@ -308,7 +308,7 @@ def _own_drafter(assembly: Assembly) -> LoadedDrafter:
 
 
 def _write_origin(
-    folder: Path, config: ServiceConfig, loaded: LoadedModel, drafter: SpecBlockConfig, deployed: Path | None
+    folder: Path, config: ServiceConfig, loaded: LoadedModel, drafter: DrafterConfig, deployed: Path | None
 ) -> None:
     """Write drafter provenance next to the snapshots, which an export needs; a failure is logged."""
     try:

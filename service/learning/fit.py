@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters import folders as published
 from drafters.network import checkpoint
-from drafters.network.model import Embed, SpecBlock, SpecBlockConfig
-from drafters.published import folders as published
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.network.config import config_from
+from drafters.network.model import Embed, SpecBlock
+from drafters.trained_kinds import trained_kind
 from drafters.training.corpus import Example, TrainingError, frequent_tokens, held_out, load_examples, rarest_token
 from drafters.training.fit import (
     Curve,
@@ -81,10 +82,10 @@ class FitPlan:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """`TrainedKind.shape` with the options applied."""
+        """The kind's shape with the options applied, as fields of `config.json`."""
         given = {} if self.options.layers is None else {"num_layers": self.options.layers}
         left_out: dict[str, Any] = {name: False for name in ("shift", "broadcast") if name in self.options.without}
-        return {**TRAINED_KINDS[self.options.kind].shape, **given, **left_out}
+        return {**trained_kind(self.options.kind).shape, **given, **left_out}
 
     def examples(self) -> tuple[list[Example], list[Example]]:
         """Texts to train on, and those held out. Raises StartupError."""
@@ -203,7 +204,7 @@ def fit(loaded: LoadedModel, plan: FitPlan, ranks: Ranks) -> None:
         num_processes=ranks.size,
     )
     # Other engines read the head of a kind in its published shape from its file.
-    own_head = start.model.lm_head.weight.requires_grad or start.model.config.traits.family is not None
+    own_head = start.model.lm_head.weight.requires_grad or start.model.config.family is not None
     checkpoint.save(plan.out, start.model, target_identity=loaded.parts.identity, facts=facts, own_head=own_head)
     write_card(plan.out, facts)
 
@@ -253,7 +254,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
     text = loaded.model.config.get_text_config()
     mask = {}
     if plan.shape.get("silent_first"):
-        known = None if begun is None else begun.config.mask_token
+        known = None if begun is None else begun.config.described.get("mask_token")
         mask = {"mask_token": rarest_token(examples, vocab_size=text.vocab_size) if known is None else known}
     described = {**plan.describe(manifest), **mask}
     if adapted is not None:
@@ -319,13 +320,15 @@ def _take_over(model: SpecBlock, begun: SpecBlock) -> None:
 def _model(plan: FitPlan, shape: Mapping[str, Any], taps: tuple[int, ...], d2t: Tensor) -> SpecBlock:
     torch.manual_seed(plan.settings.seed)  # the rank head starts from random weights
     try:
-        config = SpecBlockConfig(
-            tap_layers=taps,
-            draft_vocab_size=d2t.shape[0],
-            coupled="coupling" not in plan.options.without,
-            trained_length=_MAX_LENGTH,
-            kind=plan.options.kind,
-            **shape,
+        config = config_from(
+            {
+                "tap_layers": taps,
+                "draft_vocab_size": d2t.shape[0],
+                "coupled": "coupling" not in plan.options.without,
+                "trained_length": _MAX_LENGTH,
+                "kind": plan.options.kind,
+                **shape,
+            }
         )
     except ValueError as error:
         raise StartupError(str(error)) from error

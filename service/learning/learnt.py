@@ -19,11 +19,11 @@ from adaptation.checkpoint import (
 from adaptation.persistence import LearnerCheckpoint, SavedLearner
 from adaptation.records import Damaged
 from adaptation.weights import ANCHOR
+from drafters import folders as published
 from drafters.files import replace_file, replacing
 from drafters.network import checkpoint
 from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
-from drafters.network.config import SpecBlockConfig, config_from
-from drafters.published import folders as published
+from drafters.network.config import DrafterConfig, config_from
 from service import __version__
 from service.config import ServiceConfig
 from service.drafter import source_of
@@ -39,7 +39,7 @@ class Origin:
     drafter."""
 
     target_identity: str  # as in drafter folders
-    config: SpecBlockConfig
+    config: DrafterConfig
     model: str | None = None  # the target as `source_of` names it; None: not known
     origin_sha256: str | None = None  # of the deployed drafter's weights; None: there was none
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import OF_TARGETS, TRAINED_KINDS, is_trained_kind
 from service.errors import StartupError
 
 ABLATIONS = ("shift", "broadcast", "valid_prefix", "coupling", "rank")
 """Parts of the method that a run can leave out, to measure their effect."""
 
-_KINDS = tuple(name for name, kind in TRAINED_KINDS.items() if not kind.with_target)
+_KINDS = tuple(name for name in TRAINED_KINDS if name not in OF_TARGETS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class FitOptions:
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Seed of everything random.")] = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
+        if self.kind in OF_TARGETS or not is_trained_kind(self.kind):
             raise StartupError(f"--kind {self.kind}: choose one of {', '.join(_KINDS)}")
         unknown = sorted(self.without - set(ABLATIONS))
         if unknown:

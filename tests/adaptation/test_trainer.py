@@ -25,7 +25,7 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.heads import propose
 from drafters.network.model import SpecBlock
 from drafters.protocol import Noise
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import bf16_is_faster
 from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, newton_logits, target_divergence
@@ -52,7 +52,7 @@ def test_a_step_is_that_of_torchs_own_optimizer() -> None:
 
 
 def of_kind(kind: str) -> SpecBlock:
-    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    model = tiny_drafter(kind=kind, **trained_kind(kind).shape)
     model.set_vocabulary(vocabulary()[0])
     return model
 
@@ -71,7 +71,7 @@ def trainer(
     numbers = {"step_texts": 64, "warm_up_steps": 1, "update_norm": 1.0, "head_steps": steps, "full_steps": steps}
     rules = Rules(
         relative=relative,
-        blocks=TRAINED_KINDS[kind].trained_blocks,
+        blocks=trained_kind(kind).config.trained_blocks,
         learning_rate=rate or 0.01,
         anchor_weight=anchor_weight,
         autocast=autocast,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters import folders as published
 from drafters.calibration import class_logits
 from drafters.network.checkpoint import DrafterError, TargetParts, weights_of
 from drafters.network.config import SpecBlockConfig
@@ -18,7 +19,6 @@ from drafters.network.pool import EntryPool, EntryState
 from drafters.network.served import ServingNetwork
 from drafters.network.serving import forward_of
 from drafters.protocol import DraftingSizes
-from drafters.published import folders as published
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import (

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from drafters.published.specblock import SPECBLOCK
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters import folders as published
 from drafters.coupling import TreeNoise
 from drafters.network.checkpoint import DrafterError, weights_of
 from drafters.network.config import config_from
@@ -18,8 +20,6 @@ from drafters.network.pool import EntryPool, EntryState
 from drafters.network.served import ServingNetwork
 from drafters.network.serving import BlockForward
 from drafters.protocol import DraftingSizes
-from drafters.published import folders as published
-from drafters.published.specblock import SPECBLOCK
 from kernels.lattice import Picked, StartNodes
 from service.engine.weights import LoadedModel
 from tests.published_forms import HIDDEN, deep_target, written

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafters.published.dflash import SPECULATORS_DFLASH
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from drafters import folders as published
 from drafters.network import checkpoint
-from drafters.published import folders as published
-from drafters.published.dflash import SPECULATORS_DFLASH
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.errors import StartupError
@@ -88,9 +88,9 @@ def test_training_teaches_it_to_foretell_the_target(trained: Any, kind: str) -> 
     assert described["drafter"]["kind"] == kind
     before, after = described["facts"]["scores_at_start"], described["facts"]["scores"]
     assert after["loss"] < before["loss"]
-    goes_on = TRAINED_KINDS[kind].trained_blocks > 1  # behind its own states
+    goes_on = trained_kind(kind).config.trained_blocks > 1  # behind its own states
     assert after["tree_tau"] > (2.0 if goes_on else 1.25)
-    assert len(after["alpha"]) == TRAINED_KINDS[kind].trained_blocks * TRAINED_KINDS[kind].shape["block_size"]
+    assert len(after["alpha"]) == trained_kind(kind).config.trained_blocks * trained_kind(kind).shape["block_size"]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -107,7 +107,7 @@ def test_it_serves_and_changes_no_token(target: Path, trained: Any, kind: str, t
         assert engine.drafter.name == name
         assert engine.drafter.num_blocks > 0
     assert assembly.weights is not None
-    assert assembly.weights.blocks == TRAINED_KINDS[kind].blocks(1)
+    assert assembly.weights.blocks == assembly.weights.network.config.blocks(1)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafters.asking import AskGate
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from service.assembly import Assembly, assemble
 from service.bench.lossless import built_in_prompts, check
 from service.config import ServiceConfig
@@ -72,7 +72,7 @@ def test_many_tokens_of_a_family(family: str, tmp_path: Path, sized: Sized, tell
 def test_many_tokens_by_a_kind_of_drafter(kind: str, tmp_path: Path, sized: Sized, tell: Tell) -> None:
     """Of random weights."""
     plain = assembled(save_two_layers(tmp_path / "model"))
-    weights = save_drafter(tmp_path / "drafter", plain, kind=kind, **TRAINED_KINDS[kind].shape)
+    weights = save_drafter(tmp_path / "drafter", plain, kind=kind, **trained_kind(kind).shape)
     assembly = assemble(plain.config.model_copy(update={"drafter": kind, "drafter_path": weights}))
     num_tokens = int(KIND_SHARE * sized(MANY_TOKENS))
     assert_lossless(assembly, varied_prompts(), num_tokens, 200, tell=tell)

@@ -8,7 +8,7 @@ import torch
 
 from drafters.network.recording import FeedbackRecorder
 from drafters.protocol import DraftContext
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import trained_kind
 from drafters.tree import Candidates
 from kernels.graph_runner import Capture
 from tests.drafters.network.parts import FedDrafter, target_config, tiny_drafter
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 def fed(capture: Capture | None, kind: str, blocks: int, *published: str) -> tuple[FedDrafter, FeedbackRecorder]:
     """A drafter of three sequences, and what it recorded of their first blocks."""
     target_config("llama")  # made once, with random numbers that the drafter's own must not depend on
-    changes: dict[str, Any] = {**TRAINED_KINDS[kind].shape, **dict.fromkeys(published, True)}
+    changes: dict[str, Any] = {**trained_kind(kind).shape, **dict.fromkeys(published, True)}
     model = tiny_drafter(trained_length=192, kind=kind, **changes)
     recorder = FeedbackRecorder(
         model.config, model.t2d, max_sequences=TEXTS, window_tokens=8, top=2, dtype=torch.float32, wanted=lambda: False

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, TargetParts
 from drafters.network.model import SpecBlock
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from tests.drafters.network.parts import DRAFT_VOCAB, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
@@ -71,7 +71,7 @@ def test_what_is_saved_comes_back_rounded_to_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_a_file_says_its_kind_unless_it_is_the_first_one(tmp_path: Path, kind: str) -> None:
     """Of a SpecBlock's description digests were taken before there were others."""
-    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape)
+    model = tiny_drafter(kind=kind, **trained_kind(kind).shape)
     checkpoint.save(tmp_path, model, target_identity="abc", facts={}, own_head=True)
     back = load(tmp_path)
     assert back.config.as_json == model.config.as_json

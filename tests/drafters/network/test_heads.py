@@ -12,7 +12,7 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import trained_kind
 from drafters.tree import ROOT
 from kernels import ops
 from kernels.decoder_layer import FUSED_FAMILIES
@@ -158,7 +158,7 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
 @pytest.mark.parametrize("kind", ["specblock", "treeflash"])
 def test_other_weights_serve_once_they_are_written(family: str, kind: str, in_place: bool) -> None:
-    models = [tiny_drafter(family, seed, kind=kind, **TRAINED_KINDS[kind].shape) for seed in (0, 1)]
+    models = [tiny_drafter(family, seed, kind=kind, **trained_kind(kind).shape) for seed in (0, 1)]
     first, second = map(weights_of, models)
     network = ServingNetwork(models[0].config, first, in_place=in_place)
     assert serves(network, first)

@@ -9,9 +9,9 @@ from torch import Tensor
 from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.serving import Live, forward_of
-from drafters.network.structure import InputLayer
 from drafters.protocol import DraftingSizes
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained.specblock import FusedInput
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of as training_forward_of
 from kernels.decoder_layer import FUSED_FAMILIES
@@ -78,13 +78,13 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
     {"prefix_entries": "all", "continues_from": "raw", "restarts": True, "rank_biases": False},
-    *({"kind": kind, **TRAINED_KINDS[kind].shape} for kind in TRAINED_KINDS if kind != "specblock"),
+    *({"kind": kind, **trained_kind(kind).shape} for kind in TRAINED_KINDS if kind != "specblock"),
     {"joined_norm": True},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normalise_features": True, "continues_from": "normed"},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "normed_residual": True},
-    {"kind": "eagle3", **TRAINED_KINDS["eagle3"].shape, "num_layers": 2, "continues_from": "normed"},
-    {"kind": "jetspec", **TRAINED_KINDS["treeflash"].shape, "block_size": 3},  # of an older release
-    {"kind": "dflash", **TRAINED_KINDS["dflash"].shape, "silent_first": False, "mask_token": 5},
+    {"kind": "eagle3", **trained_kind("eagle3").shape, "normalise_features": True, "continues_from": "normed"},
+    {"kind": "eagle3", **trained_kind("eagle3").shape, "normed_residual": True},
+    {"kind": "eagle3", **trained_kind("eagle3").shape, "num_layers": 2, "continues_from": "normed"},
+    {"kind": "jetspec", **trained_kind("treeflash").shape, "block_size": 3},  # of an older release
+    {"kind": "dflash", **trained_kind("dflash").shape, "silent_first": False, "mask_token": 5},
 ]
 DEPTH = 4
 
@@ -157,7 +157,7 @@ def test_who_sees_later_entries_of_a_block(kind: str, sees: bool) -> None:
     """With fewer mask tokens behind it an entry's state is another where attention is two-way, and only there."""
     outcomes = []
     for size in (8, 5):
-        model = tiny_drafter(kind=kind, **{**TRAINED_KINDS[kind].shape, "block_size": size})
+        model = tiny_drafter(kind=kind, **{**trained_kind(kind).shape, "block_size": size})
         feed = Serving(model, Text(model))
         feed.commit([6, 4])
         outcomes.append(feed.first()[0][:, :, :5])
@@ -165,13 +165,13 @@ def test_who_sees_later_entries_of_a_block(kind: str, sees: bool) -> None:
 
 
 def test_queries_behind_an_entry_do_not_change_it_where_attention_is_causal() -> None:
-    model = tiny_drafter(kind="treeflash", **TRAINED_KINDS["treeflash"].shape)
+    model = tiny_drafter(kind="treeflash", **trained_kind("treeflash").shape)
     outcomes = []
     for _ in range(2):
         feed = Serving(model, Text(model))
         feed.commit([6, 4])
         outcomes.append(feed.first()[0][:, :, 0])
-        assert isinstance(model.input_layer, InputLayer)
+        assert isinstance(model.input_layer, FusedInput)
         model.input_layer.position_queries[1:] += torch.randn(7, model.config.hidden_size)
     assert torch.equal(*outcomes)
 

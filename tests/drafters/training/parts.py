@@ -3,7 +3,7 @@
 import torch
 
 from drafters.network.model import SpecBlock
-from drafters.network.structure import InputLayer
+from drafters.trained.specblock import FusedInput
 from drafters.training.corpus import TOP, Example, Shard
 from tests.drafters.network.parts import tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
@@ -52,7 +52,7 @@ def trainable_drafter(seed: int = 0) -> SpecBlock:
 def always_says(model: SpecBlock, token: int) -> SpecBlock:
     """The same drafter, made to propose one token everywhere and to be sure of it. `token` is a target id."""
     layer, hidden = model.input_layer, model.config.hidden_size
-    assert isinstance(layer, InputLayer)
+    assert isinstance(layer, FusedInput)
     with torch.no_grad():
         # All entries begin as the same query, which every layer passes through.
         layer.position_queries.copy_(layer.position_queries[:1].expand_as(layer.position_queries))

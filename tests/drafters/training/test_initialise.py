@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drafters.network.mask_tokens import MaskTokens
 from drafters.network.model import SpecBlock, SpecBlockConfig
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained.dflash import MaskTokens
+from drafters.trained_kinds import trained_kind
 from drafters.training.corpus import TOP, Example, TrainingError
 from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for
 from tests.tiny_models import VOCAB_SIZE, randomise
@@ -101,7 +101,7 @@ def test_layers_norm_and_head_are_the_targets_own() -> None:
 
 
 def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_injected() -> None:
-    shape, examples = TRAINED_KINDS["treeflash"].shape, read_examples((2, 4, 5))
+    shape, examples = trained_kind("treeflash").shape, read_examples((2, 4, 5))
     model = drafter((2, 4, 5), kind="treeflash", **shape)
     made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     assert made["exact"]
@@ -117,7 +117,7 @@ def test_copied_layers_find_the_targets_own_keys_and_values_where_these_are_inje
 def test_mask_tokens_begin_with_the_targets_embedding_and_head() -> None:
     """In layers that the target does not have."""
     layers = {**target().config.to_dict(), "model_type": "qwen3", "head_dim": HIDDEN // 2}
-    model = drafter((2, 4, 5), target=layers, kind="dflash", **TRAINED_KINDS["dflash"].shape)
+    model = drafter((2, 4, 5), target=layers, kind="dflash", **trained_kind("dflash").shape)
     assert initialise(model, end(), embed, [], positions=1, generator=drawn()) == {}
     assert isinstance(model.input_layer, MaskTokens)
     assert torch.equal(model.input_layer.mask_embedding, table()[7])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.coupling import TreeNoise
 from drafters.network.model import SpecBlock
-from drafters.trained_kinds import TRAINED_KINDS
+from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.objective import Objective, ObjectiveSettings, cross_entropy, total_variation
 from drafters.training.output_layers import head_loss
@@ -67,7 +67,7 @@ def test_the_rank_head_learns_from_the_scores_that_it_serves_with(
 
 @pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_every_kind_learns(text: Example, kind: str) -> None:
-    model = tiny_drafter(kind=kind, **TRAINED_KINDS[kind].shape).requires_grad_(True)
+    model = tiny_drafter(kind=kind, **trained_kind(kind).shape).requires_grad_(True)
     objective = Objective(model, EMBED, ObjectiveSettings(rank_rows=8, valid_prefix=False))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batch, found = Batch.of([text], model.config.reach, "cpu"), list[float]()

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafters import folders as published
 from drafters.network import checkpoint
 from drafters.network.checkpoint import CARD_FILE, WEIGHTS_FILE
-from drafters.published import folders as published
 from drafters.training.corpus import TOP, Example
 from drafters.training.fit import FitLoop, FitReport, Length
 from drafters.training.replay import replay_blocks

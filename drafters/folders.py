@@ -1,5 +1,5 @@
-"""Loads drafter folders in our own form and in those that others publish, and writes the latter. A published drafter
-without a rank head gets one that repeats the rank classes of the draft distribution until it has been trained."""
+"""Loads drafter folders in our own form and in those that others publish. A published drafter without a rank head gets
+one that repeats the rank classes of the draft distribution until it has been trained."""
 
 import json
 import pickle
@@ -14,17 +14,10 @@ from torch import Tensor
 
 from drafters.network import checkpoint
 from drafters.network.checkpoint import CONFIG_FILE, DrafterError, TargetParts
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
+from drafters.network.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
 from drafters.network.model import SpecBlock
-from drafters.published.dflash import DFLASH, SPECULATORS_DFLASH
-from drafters.published.eagle3 import EAGLE3, SPECULATORS_EAGLE3
-from drafters.published.form import Described, PublishedForm, Tensors, layers_of, named, taps_of
-from drafters.published.mtp import MTP
-from drafters.published.specblock import SPECBLOCK
-from drafters.trained_kinds import why_unknown
-
-FORMS = (MTP, EAGLE3, SPECULATORS_EAGLE3, SPECBLOCK, DFLASH, SPECULATORS_DFLASH)
-"""All forms; a config is read by the first that recognises it."""
+from drafters.trained_kinds import published_forms, why_unknown
 
 _RANK_HEAD = ("rank_head.", "rank_norm.")
 _LAST_OF_RANKS = "rank_head.2."
@@ -36,7 +29,7 @@ def form_of(folder: Path) -> PublishedForm | None:
         described = _described(folder)
     except (OSError, ValueError):
         return None  # loading it reports the reason
-    return next((form for form in FORMS if form.recognises(described)), None)
+    return next((form for form in published_forms() if form.recognises(described)), None)
 
 
 def kind_of(folder: Path) -> str:
@@ -67,13 +60,13 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 
 def _converted(
     folder: Path, form: PublishedForm, tensors: Tensors, target: TargetParts
-) -> tuple[SpecBlockConfig, dict[str, Tensor]]:
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
     with checkpoint.refusing(folder, f"is no {form.name} drafter for this target", KeyError, ValueError):
         config = form.config(_described(folder), tensors, target)
         return config, form.weights(dict(tensors), config, target)
 
 
-def config_of(folder: Path, target: TargetParts) -> SpecBlockConfig:
+def config_of(folder: Path, target: TargetParts) -> DrafterConfig:
     """Return the config of a folder's drafter, checked against the target's sizes; of the target only `config` and
     `completed` are read. Raises DrafterError."""
     form = form_of(folder)
@@ -174,18 +167,8 @@ def _refuse_unknown(folder: Path) -> None:
         if is_moved:
             raise DrafterError(f"drafter {folder}: kind {kind!r} {why_unknown(kind)}")
     if names and "format" not in described:
-        read = ", ".join(sorted({form.name for form in FORMS}))
+        read = ", ".join(sorted({form.name for form in published_forms()}))
         raise DrafterError(f"drafter {folder}: {CONFIG_FILE} names {', '.join(names)}, which is none of {read}")
-
-
-def write(folder: Path, form: PublishedForm, config: SpecBlockConfig, weights: Tensors, target: str) -> None:
-    """Write a drafter in a published form, in bf16. `weights` by the names of `checkpoint.weights_of`, [...] each;
-    `target`: its name. Raises ValueError for a drafter that the form cannot hold, OSError, and writes nothing else."""
-    assert form.write is not None, f"nothing is written as {form.name}"
-    described, tensors = form.write(config, weights, target)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save(folder, {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()})
-    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
 def _save(folder: Path, tensors: Tensors) -> None:

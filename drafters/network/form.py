@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.network.checkpoint import VOCABULARY, TargetParts, names_tokens
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -28,18 +28,13 @@ class PublishedForm(NamedTuple):
     """One published form. `config` and `weights` raise KeyError for what is missing and ValueError for what cannot
     be."""
 
-    name: str  # as `adaptree drafter export --format` takes it
+    name: str
     recognises: Callable[[Described], bool]
-    kind: Callable[[Described], str]  # of `TRAINED_KINDS`
-    config: Callable[[Described, Tensors, TargetParts], SpecBlockConfig]
-    weights: Callable[[dict[str, Tensor], SpecBlockConfig, TargetParts], dict[str, Tensor]]
+    kind: Callable[[Described], str]  # name of the drafter's kind
+    config: Callable[[Described, Tensors, TargetParts], DrafterConfig]
+    weights: Callable[[dict[str, Tensor], DrafterConfig, TargetParts], dict[str, Tensor]]
     """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
     reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
-    write: Callable[[SpecBlockConfig, Tensors, str], tuple[dict[str, Any], dict[str, Tensor]]] | None = None
-    """From config, weights by the names of `checkpoint.weights_of` (without a head if it is the target's) and the
-    target's name to the content of `config.json` and the file's tensors. Raises ValueError for what the form cannot
-    hold."""
-    writes: tuple[str, ...] = ()  # the kinds that `write` takes
 
 
 def named(described: Described) -> tuple[str, ...]:
@@ -73,54 +68,6 @@ TRAINED_LENGTH = "trained_length"
 """Our key for the longest context seen in training, which files of others do not state."""
 
 
-def written_rope(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how layers turn, as all versions of transformers read it: `rope_theta` and `rope_scaling` instead of
-    `rope_parameters`."""
-    rope = dict(layers.get("rope_scaling") or layers.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", layers.get("rope_theta", 10_000.0))
-    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    return {"rope_theta": theta, "rope_scaling": None if is_plain else rope}
-
-
-def written_layers(config: SpecBlockConfig) -> dict[str, Any]:
-    """Return the config of a drafter's layers as all versions of transformers read it."""
-    own = config.target
-    return {
-        **{key: own[key] for key in _LAYER_KEYS if own.get(key) is not None and key != "rope_parameters"},
-        "head_dim": own.get("head_dim") or config.hidden_size // own["num_attention_heads"],
-        "num_hidden_layers": config.num_layers,
-        **written_rope(own),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def speculators_config(algorithm: str, config: SpecBlockConfig, target: str) -> dict[str, Any]:
-    """Return what speculators' files of all algorithms say: the target, the drafted tokens, and the layers."""
-    method = {"proposal_type": "greedy", "speculative_tokens": config.reach}
-    return {
-        "speculators_model_type": algorithm,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": target, "architectures": []},
-        },
-        "transformer_layer_config": written_layers(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "torch_dtype": "bfloat16",
-        TRAINED_LENGTH: config.trained_length,
-    }
-
-
-def written_vocabulary(weights: Tensors, config: SpecBlockConfig) -> dict[str, Tensor]:
-    """Return the draft vocabulary as files have it: target ids minus draft ids, and whether a target token is drafted.
-    # -> [draft_vocab] int64, [target_vocab] bool"""
-    d2t = weights[VOCABULARY].cpu()  # planned transfer: on a command
-    t2d = torch.isin(torch.arange(config.target_vocab_size), d2t)
-    return {"d2t": d2t - torch.arange(len(d2t)), "t2d": t2d}
-
-
 def refuse_set(described: Described, keys: Sequence[str], hidden_size: int | None = None) -> None:
     """Raise ValueError for the first of these keys whose value is not false, missing or the target's hidden size."""
     for key in keys:
@@ -138,7 +85,7 @@ def taps_of(counted: Sequence[int], target: TargetParts, *, first: int) -> tuple
     return taps
 
 
-def vocabulary(tensors: dict[str, Tensor], config: SpecBlockConfig) -> dict[str, Tensor]:
+def vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
     """Take the draft vocabulary out of a file's tensors: target ids as `d2t` has them, minus draft ids; without `d2t`
     every token can be drafted. Raises ValueError."""
     tensors.pop("t2d", None)

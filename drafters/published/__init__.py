@@ -1,1 +1,0 @@
-"""Drafters in the forms in which others publish them."""

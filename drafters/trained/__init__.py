@@ -1,0 +1,1 @@
+"""The kinds of trained drafters, each in a module of its own."""

@@ -1,0 +1,219 @@
+"""DFlash (arXiv 2602.06036), and JetSpec (arXiv 2606.18394), which is DFlash with causal attention inside a block.
+
+All positions of a block in one forward. A block's rows are embeddings alone: the newest token's, which predicts
+nothing, and a mask token's, each of which predicts the token at its own position. Committed positions run no layer:
+each layer makes its keys and values of their condition, behind one norm for all layers. At each position the likeliest
+paths go on, and a tree has one block.
+Legend: hidden."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafters.network import form
+from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.form import Described, PublishedForm, Tensors
+from drafters.network.kind import TrainedKind
+from drafters.network.layers import Embed, Input, LayerShape, Norm
+from drafters.network.serving import InjectedForward
+from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner
+from drafters.training.forward import InjectedTraining
+from kernels.decoder_layer import DecoderLayer
+
+_FIXED: Fields = {"normalise_features": False, "shift": False, "broadcast": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(DrafterConfig):
+    """A DFlash drafter."""
+
+    kind: ClassVar[str] = "dflash"
+    trained_blocks: ClassVar[int] = 1
+    family: ClassVar[str | None] = "qwen3"
+    injected: ClassVar[bool] = True
+
+    mask_token: int  # of the target; entries read its embedding
+    silent_first: bool = True  # the row before a block's entries, the newest token's, predicts nothing
+    ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        if not 0 <= self.mask_token < self.target_vocab_size:
+            raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
+
+    def structure(self) -> Structure:
+        return MaskTokenStructure(self)
+
+    @property
+    def options(self) -> Fields:
+        own = {name: getattr(self, name) for name in ("mask_token", "silent_first", "ranks_from_draft")}
+        return {**_FIXED, **own}
+
+    @classmethod
+    def options_of(cls, fields: Fields) -> Fields:
+        if fields["mask_token"] is None:
+            raise ValueError(f"drafter config: one of kind {cls.kind} needs a mask_token")
+        return {name: fields[name] for name in ("mask_token", "silent_first", "ranks_from_draft")}
+
+    @property
+    def normed_parts(self) -> int:
+        return 0
+
+    @property
+    def rank_head(self) -> RankHeadShape:
+        return RankHeadShape(from_draft=self.ranks_from_draft)
+
+    @property
+    def silent(self) -> int:
+        return int(self.silent_first)
+
+    @property
+    def two_way(self) -> bool:
+        return True
+
+    @property
+    def paths(self) -> int:
+        return 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JetSpecConfig(DFlashConfig):
+    """A JetSpec drafter: entries of a block attend to those before."""
+
+    kind: ClassVar[str] = "jetspec"
+
+    @property
+    def two_way(self) -> bool:
+        return False
+
+
+class MaskTokens(Input):
+    """Begins blocks with the newest token's embedding and the mask token's."""
+
+    is_solved = False
+
+    def __init__(self, config: DFlashConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
+        self.condition_norm = Norm(shape.hidden, shape.epsilon)
+        self.mask_embedding = nn.Parameter(torch.randn(shape.hidden))  # the target's, of the mask token
+        self.feature_norms = nn.ModuleList()
+        self._mask_token, self._masked = config.mask_token, config.forward_size - 1
+
+    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        token = embedded.to(self.mask_embedding.dtype)[..., None, :]
+        masks = self.mask_embedding.detach().expand(*token.shape[:-2], self._masked, -1)  # the target's: not trained
+        return torch.cat([token, masks], dim=-2)[..., entries, :]
+
+    @torch.no_grad()
+    def start(self, embed: Embed) -> None:
+        """Set the mask token's embedding."""
+        self.mask_embedding.copy_(embed(torch.tensor(self._mask_token, device=self.mask_embedding.device)))
+
+
+class MaskTokenStructure(Structure):
+    """DFlash's network."""
+
+    serving = InjectedForward
+    training = InjectedTraining
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        self._own = config
+
+    def input_layer(self) -> Input:
+        return MaskTokens(self._own, self.shape)
+
+    def served_input(self, planner: WeightPlanner) -> ServedInput:
+        mask, masked = planner.tensor(planner.weights["input_layer.mask_embedding"]), self.config.forward_size - 1
+
+        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
+            return torch.cat([embedded.to(mask.dtype)[:, None], mask.expand(len(embedded), masked, -1)], dim=1)
+
+        return blocks
+
+    def injection_norm(self, layer: Input) -> nn.Module | None:
+        return layer.get_submodule("condition_norm")
+
+    def injected_into(self, layers: Sequence[ServedLayer], planner: WeightPlanner) -> Sequence[ServedLayer]:
+        norm = planner.tensor(planner.weights["input_layer.condition_norm.weight"])
+        known = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+        return [replace(layer, norms=layer.norms._replace(attention_input=norm)) for layer in known]
+
+
+# The forms in which others publish it: z-lab and SpecForge (`dflash_config`, the target's head and whole vocabulary),
+# and speculators (nested layer config, head and vocabulary of its own).
+
+_NAMES = {
+    "fc.": "input_layer.condition_proj.",
+    "hidden_norm.": "input_layer.condition_norm.",
+    "layers.": "decoder.layers.",
+    "norm.": "decoder.norm.",
+    HEAD: HEAD,
+}
+_NESTED = "transformer_layer_config"
+_READ = {"mask_token_id", "target_layer_ids", "causal", "block_size"}
+"""Keys of `dflash_config`. Those of later designs stand beside them, and change the result."""
+_UNREAD = ("target_hidden_size", "is_causal", "add_swa_attention_sink_bias")
+
+
+def _kind(described: Described) -> str:
+    return "jetspec" if (described.get("dflash_config") or {}).get("causal") else "dflash"
+
+
+def _config(described: Described, tensors: Tensors, target: TargetParts) -> DrafterConfig:
+    """Number i of a DFlash file's taps is the output of layer i; number k of speculators' is that of layer k - 1."""
+    nested = _NESTED in described
+    own = described if nested else described["dflash_config"]
+    layers = form.layers_of({"model_type": "qwen3", **described.get(_NESTED, described)}, target)
+    form.refuse_set(described, _UNREAD, layers["hidden_size"])
+    form.refuse_set(own, () if nested else sorted(own.keys() - _READ))
+    if own.get("mask_token_id") is None:
+        raise ValueError("its config has no mask_token_id")
+    if "gemma" in target.config["model_type"]:
+        raise ValueError("its target multiplies embeddings by a number, which is not done here")
+    silent = not described.get("sample_from_anchor")
+    make = JetSpecConfig if _kind(described) == "jetspec" else DFlashConfig
+    return make(
+        target={**layers, "model_type": "qwen3", "num_hidden_layers": target.config["num_hidden_layers"]},
+        tap_layers=form.taps_of(
+            own["aux_hidden_state_layer_ids" if nested else "target_layer_ids"], target, first=int(nested)
+        ),
+        draft_vocab_size=described.get("draft_vocab_size") or layers["vocab_size"],
+        num_layers=layers["num_hidden_layers"],
+        block_size=(described.get("block_size") or own["block_size"]) - silent,
+        trained_length=described.get(form.TRAINED_LENGTH) or layers["max_position_embeddings"],
+        mask_token=own["mask_token_id"],
+        silent_first=silent,
+        ranks_from_draft=True,
+    )
+
+
+def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
+    assert isinstance(config, DFlashConfig), "it was read by this form"
+    form.drop_embedding(tensors, target)
+    found = form.vocabulary(tensors, config)
+    if HEAD not in tensors:
+        if target.head is None:
+            raise ValueError("it has no head of its own, and the target's is not held unpacked")
+        tensors[HEAD] = target.head[found[VOCABULARY].to(target.head.device)].cpu()  # planned transfer: at the start
+    mask = target.embedding[config.mask_token].cpu()  # planned transfer: at the start
+    return {**form.renamed(tensors, _NAMES), **found, "input_layer.mask_embedding": mask}
+
+
+FORM = PublishedForm(
+    "dflash",
+    lambda described: not {"DFlashDraftModel", "dflash"}.isdisjoint(form.named(described)),
+    _kind,
+    _config,
+    _weights,
+)
+
+_SHAPE = {"block_size": 8, "num_layers": 2, "silent_first": True, **_FIXED}
+
+DFLASH = TrainedKind(DFlashConfig, _SHAPE, (FORM,))
+JETSPEC = TrainedKind(JetSpecConfig, _SHAPE)

@@ -1,0 +1,268 @@
+"""EAGLE-3 (arXiv 2503.01840) in its authors' shape: one position per forward, each on the drafter's own state before.
+
+The first layer's attention reads the token's embedding beside the state, and blocks continue from the state before the
+output norm. EAGLE-3.1 norms each tapped feature and continues from the normed state; files of speculators may have
+several layers.
+Legend: rows, hidden; pair = [token or normed state; state], [rows, 2 * hidden]."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from drafters.network import form
+from drafters.network.checkpoint import TargetParts
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.form import Described, PublishedForm, Tensors
+from drafters.network.kind import TrainedKind
+from drafters.network.layers import DrafterDecoder, Input, LayerShape
+from drafters.network.serving import BlockForward
+from drafters.network.structure import ServedInput, ServedLayer, Structure, WeightPlanner, feature_norms
+from drafters.training.forward import TrainingForward
+from drafters.training.initialise import InputSums
+from kernels.decoder_layer import DecoderLayer, RowPlaces
+from kernels.layers import RunLayers, plan_layers
+from kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(DrafterConfig):
+    """An EAGLE-3 drafter. Defaults are those of the authors' network; the others are EAGLE-3.1's and speculators'."""
+
+    kind: ClassVar[str] = "eagle3"
+    trained_blocks: ClassVar[int] = 6
+    family: ClassVar[str | None] = "llama"
+
+    feature_norms: Literal["none", "each", "joined"] = "none"  # of tapped features; joined: one norm of all together
+    normed_residual: bool = False  # the first layer adds to the normed state
+    continues_normed: bool = False  # further blocks start at states after the output norm
+    ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        if self.block_size != 1:
+            raise ValueError("drafter config: block_size must be 1 in one of kind eagle3")
+
+    def structure(self) -> Structure:
+        return Eagle3(self)
+
+    @property
+    def options(self) -> Fields:
+        return {
+            "token_beside": True,
+            "shift": False,
+            "normalise_features": self.feature_norms != "none",
+            "joined_norm": self.feature_norms == "joined",
+            "normed_residual": self.normed_residual,
+            "continues_from": "normed" if self.continues_normed else None,
+            "ranks_from_draft": self.ranks_from_draft,
+        }
+
+    @classmethod
+    def options_of(cls, fields: Fields) -> Fields:
+        norms = "none" if not fields["normalise_features"] else "joined" if fields["joined_norm"] else "each"
+        same = {name: fields[name] for name in ("normed_residual", "ranks_from_draft")}
+        return {"feature_norms": norms, "continues_normed": fields["continues_from"] == "normed", **same}
+
+    @property
+    def normed_parts(self) -> int:
+        return {"none": 0, "each": len(self.tap_layers), "joined": 1}[self.feature_norms]
+
+    @property
+    def rank_head(self) -> RankHeadShape:
+        return RankHeadShape(from_draft=self.ranks_from_draft)
+
+    @property
+    def continues_raw(self) -> bool:
+        return not self.continues_normed
+
+
+class TokenAndState(Input):
+    """Puts the condition and the normed token side by side: [state; token]."""
+
+    def __init__(self, config: DrafterConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
+        self.token_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.feature_norms = feature_norms(config, shape.epsilon)
+
+    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        """Return [state; token] of each entry. # context, embedded [..., hidden] -> [..., entries, 2 * hidden]"""
+        token = self.token_norm(embedded.to(self.token_norm.weight.dtype))
+        return torch.cat([context.to(token.dtype), token], dim=-1)[..., None, :][..., entries, :]
+
+    @torch.no_grad()
+    def solve(self, sums: InputSums, generator: torch.Generator) -> None:
+        """Set the projection to the best linear guess of the next top tap; what the token adds is left to the first
+        layer to learn."""
+        self.condition_proj.weight.copy_(sums.linear_guess().T)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAndStateLayer:
+    """The first layer, whose attention reads the token before the state."""
+
+    layer: DecoderLayer
+    normed_residual: bool
+
+    def __call__(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Run the layer; the result holds the state, not only what is added to it.
+        # pair [rows, 2 * hidden] -> [rows, hidden]"""
+        normed, state = self._normed(pair), _state(pair)
+        residual = normed.clone() if self.normed_residual else state
+        query = self._keep(pair, normed, places, pool)
+        return residual + self.layer.rest(query, residual, places, pool)
+
+    def store(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Write keys and values to the pool and return the queries. # pair [rows, 2 * hidden] -> [rows, heads, dim]"""
+        return self._keep(pair, self._normed(pair), places, pool)
+
+    def _normed(self, pair: Tensor) -> Tensor:
+        """# pair [rows, 2 * hidden] -> [rows, hidden]"""
+        return self.layer.add_norm(_state(pair), None, self.layer.norms.attention_input)
+
+    def _keep(self, pair: Tensor, normed: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
+        """# pair [rows, 2 * hidden], normed [rows, hidden] -> queries [rows, heads, dim]"""
+        return self.layer.keep(torch.cat([pair[:, normed.shape[1] :], normed], dim=-1), places, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A further layer; what it gets beside the pair is the whole state, and so is what it returns."""
+
+    layer: DecoderLayer
+
+    def __call__(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Run the layer. # state [rows, hidden] -> like state"""
+        assert state is not None, "a layer comes before"
+        return state + self.layer(state, None, places, pool)
+
+    def store(self, pair: Tensor, state: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
+        """Write keys and values to the pool and return the queries. # state [rows, hidden] -> [rows, heads, dim]"""
+        assert state is not None, "a layer comes before"
+        return self.layer.store(state, None, places, pool)
+
+
+class Eagle3(Structure):
+    """EAGLE-3's network."""
+
+    serving = BlockForward
+    training = TrainingForward
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self._normed_residual = config.normed_residual
+
+    def input_layer(self) -> Input:
+        return TokenAndState(self.config, self.shape)
+
+    def decoder(self) -> DrafterDecoder:
+        hidden, layers = self.config.hidden_size, self.config.num_layers
+        return DrafterDecoder(self.shape, layers, hidden, normed_residual=self._normed_residual)
+
+    def served_input(self, planner: WeightPlanner) -> ServedInput:
+        token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
+
+        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
+            state = context[:, -embedded.shape[1] :]  # of a wider context its end is the state to continue from
+            return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
+
+        return blocks
+
+    def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
+        first, *others = [layer for layer in super().served_layers(planner) if isinstance(layer, DecoderLayer)]
+        return [TokenAndStateLayer(first, self._normed_residual), *map(StateLayer, others)]
+
+    def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
+        """Return the plan of layers one by one, on pools [2, places, kv_heads, dim]."""
+        return plan_layers
+
+    def served_output(self, planner: WeightPlanner) -> Callable[[Tensor, Tensor | None], Tensor]:
+        end = super().served_output(planner)
+
+        def of_state(pair: Tensor, state: Tensor | None) -> Tensor:
+            assert state is not None, "there is a layer"
+            return end(state, None)
+
+        return of_state
+
+
+def _state(pair: Tensor) -> Tensor:
+    """# pair [rows, 2 * hidden] -> [rows, hidden]"""
+    return pair[:, : pair.shape[1] // 2].contiguous()
+
+
+# The forms in which others publish it: EAGLE and SpecForge (`midlayer`, EAGLE-3.1's norms), and speculators
+# (`layers.N`, nested layer config).
+
+_NESTED = "transformer_layer_config"
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_LAYER = "decoder.layers.0."
+_NAMES = {
+    "fc.": "input_layer.condition_proj.",
+    "fc_norm.": "input_layer.feature_norms.",
+    "input_norm.": "input_layer.feature_norms.0.",
+    "layers.": "decoder.layers.",
+    **{
+        f"{prefix}{theirs}": ours
+        for prefix in ("midlayer.", "layers.0.")
+        for theirs, ours in (
+            ("", _LAYER),
+            ("input_layernorm.", "input_layer.token_norm."),
+            ("hidden_norm.", f"{_LAYER}input_layernorm."),
+        )
+    },
+    "norm.": "decoder.norm.",
+}
+_UNREAD = ("target_hidden_size", "parallel_drafting", "sliding_window_non_causal")
+"""Keys that would change the result."""
+
+
+def _is_eagle3(described: Described) -> bool:
+    """By name; the oldest files have only the name of a language model, and a draft vocabulary."""
+    names = form.named(described)
+    eagle = any("eagle3" in name.lower() for name in names)
+    return eagle or (set(names) <= {"LlamaForCausalLM"} and "draft_vocab_size" in described)
+
+
+def _config(described: Described, tensors: Tensors, target: TargetParts) -> Eagle3Config:
+    """With `norm_output` (EAGLE-3.1) blocks continue from the normed state, as in vLLM and speculators."""
+    layers = form.layers_of(described.get(_NESTED, described), target)
+    own = described.get("eagle_config") or {}
+    form.refuse_set(described, _UNREAD, layers["hidden_size"])
+    return Eagle3Config(
+        {**layers, "num_hidden_layers": target.config["num_hidden_layers"]},
+        tap_layers=_taps(described.get(_TAPS) or [layer + 1 for layer in own.get(_TAPS) or ()], target),
+        draft_vocab_size=described.get("draft_vocab_size") or layers["vocab_size"],
+        num_layers=layers["num_hidden_layers"],
+        block_size=1,
+        trained_length=described.get(form.TRAINED_LENGTH) or layers["max_position_embeddings"],
+        feature_norms="joined" if described.get("norm_before_fc") else "each" if described.get("fc_norm") else "none",
+        normed_residual=bool(described.get("norm_before_residual")),
+        continues_normed=bool(described.get("norm_output")),
+        ranks_from_draft=True,
+    )
+
+
+def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]:
+    """Return the tapped layers; number k is the output of layer k - 1 (in an `eagle_config`, of layer k). Unset: 2,
+    L / 2 and L - 3."""
+    depth = target.config["num_hidden_layers"]
+    if not counted and depth < 4:
+        raise ValueError(f"it taps the fourth layer from the end, and the target has {depth}")
+    return form.taps_of(counted or (2, depth // 2, depth - 3), target, first=1)
+
+
+def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
+    form.drop_embedding(tensors, target)
+    d2t = form.vocabulary(tensors, config)
+    return {**form.renamed(tensors, _NAMES), **d2t}
+
+
+FORM = PublishedForm("eagle3", _is_eagle3, lambda _: "eagle3", _config, _weights)
+
+_SHAPE = {"block_size": 1, "num_layers": 1, "shift": False, "token_beside": True, "normalise_features": False}
+
+KIND = TrainedKind(Eagle3Config, _SHAPE, (FORM,))

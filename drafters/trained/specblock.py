@@ -1,0 +1,259 @@
+"""SpecBlock (arXiv 2605.07243): one forward drafts a block of K dependent positions; further blocks start at its nodes.
+
+An anchor t is a position whose target features are known together with the next token. Its block has entries k = 1..K;
+entry k stands at position t + k and predicts the token at t + k + 1.
+
+- Section 3.1, what goes in: `FusedInput` makes h0_k of the anchor's condition, the next token and a position query.
+- Section 3.2, how K dependent positions come out: the layers run on all entries at once, with causal attention inside
+  the block, and between two layers entry k is mixed with the entry before it (`BlockConfig.num_shifts`):
+  h_k <- W_shift [h_k; h_{k-1}], h_0 := h_1. Output norm and head turn each h_k into a distribution, and the rank head
+  (`SpecBlock.rank_logits` in network/model.py) says from h_k and 15 features of it how likely the target's token is
+  among ranks 1, 2-4, 5-10 or beyond. network/heads.py spreads these classes over ten candidates for each position;
+  network/blocks.py grows the tree and starts the next blocks at its likeliest nodes, on the drafter's own states.
+- Section 3.3, training: network and forwards are those of serving (training/forward.py); entries after a token that
+  could not have been drafted do not teach (training/objective.py). `FusedInput.solve` is where training starts, which
+  the paper leaves to chance.
+- Section 3.4, learning while serving: adaptation/.
+
+Legend: rows, hidden, block = K, taps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from drafters.network import form
+from drafters.network.checkpoint import TargetParts
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.form import Described, PublishedForm, Tensors
+from drafters.network.kind import TrainedKind
+from drafters.network.layers import Input, LayerShape
+from drafters.network.model import RANK_CLASSES
+from drafters.network.serving import BlockForward
+from drafters.network.structure import ServedInput, Structure, WeightPlanner, feature_norms
+from drafters.training.forward import TrainingForward
+from drafters.training.initialise import InputSums
+from kernels.lattice import TOP
+
+_AUTHORS: Fields = {
+    "prefix_entries": "all",
+    "normalise_features": False,
+    "normalise_rank_inputs": False,
+    "coupled": False,
+    "continues_from": "raw",
+    "restarts": True,
+    "rank_scores": 20,
+    "rank_biases": False,
+}
+"""The options of the authors' own network, as `config.json` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecBlockConfig(DrafterConfig):
+    """A SpecBlock drafter, of this project's training or, with `as_published`, of the authors'."""
+
+    kind: ClassVar[str] = "specblock"
+    trained_blocks: ClassVar[int] = 2
+
+    # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
+    prefix_entries: Literal["first", "all"] = "first"  # which of a committed position's K entries later ones attend to
+    shift: bool = True  # False: ablation without the layer-wise shift
+    broadcast: bool = True  # False: only a block's first entry sees condition and token
+    as_published: bool = False
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        if self.prefix_entries not in ("first", "all"):
+            raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
+        if self.draft_vocab_size < max(TOP, self.rank_head.scores):
+            raise ValueError(f"drafter config: draft_vocab_size must be at least {max(TOP, self.rank_head.scores)}")
+
+    def structure(self) -> Structure:
+        return BlockStructure(self)
+
+    @property
+    def options(self) -> Fields:
+        authors = _AUTHORS if self.as_published else {}
+        return {"prefix_entries": self.prefix_entries, "shift": self.shift, "broadcast": self.broadcast, **authors}
+
+    @classmethod
+    def options_of(cls, fields: Fields) -> Fields:
+        own = ("prefix_entries", "shift", "broadcast")
+        return {**{name: fields[name] for name in own}, "as_published": fields["restarts"]}
+
+    @property
+    def entries(self) -> int:
+        return self.block_size if self.prefix_entries == "all" else 1
+
+    @property
+    def num_shifts(self) -> int:
+        return self.num_layers - 1 if self.shift else 0
+
+    @property
+    def normed_parts(self) -> int:
+        return 0 if self.as_published else len(self.tap_layers)
+
+    @property
+    def rank_head(self) -> RankHeadShape:
+        return RankHeadShape(normalised=False, biases=False, scores=20) if self.as_published else RankHeadShape()
+
+    @property
+    def continues_raw(self) -> bool:
+        return self.as_published
+
+    @property
+    def restarts(self) -> bool:
+        return self.as_published
+
+
+class FusedInput(Input):
+    """h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],  c_t = W_cond [h_low; h_mid; h_top]   (section 3.1)"""
+
+    def __init__(self, config: DrafterConfig, shape: LayerShape, *, broadcast: bool) -> None:
+        """`broadcast`: all entries of a block see condition and token, not only the first."""
+        super().__init__()
+        hidden, epsilon = config.hidden_size, shape.epsilon
+        self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
+        self.condition_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.token_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.position_queries = nn.Parameter(torch.randn(config.forward_size, hidden) * 0.02)
+        self.query_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
+        self.feature_norms = feature_norms(config, epsilon)
+        self._broadcast = broadcast
+
+    def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
+        queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
+        dtype = self.token_norm.weight.dtype  # not autocast's: a norm of mixed dtypes is slow
+        known = torch.cat([self.condition_norm(context.to(dtype)), self.token_norm(embedded.to(dtype))], dim=-1)
+        seen = known[..., None, :].expand(*known.shape[:-1], queries.shape[0], -1)
+        if not self._broadcast:
+            is_first = torch.arange(self.position_queries.shape[0], device=known.device)[entries] == 0
+            seen = seen * is_first[:, None]
+        fused: Tensor = self.fuse(torch.cat([seen, queries.expand(*seen.shape[:-1], -1)], dim=-1))
+        return fused
+
+    @torch.no_grad()
+    def solve(self, sums: InputSums, generator: torch.Generator) -> None:
+        """Set all weights by the regression. The norm between condition and fusion divides by a magnitude that hardly
+        varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
+        together."""
+        hidden, solved = sums.hidden, sums.fused()
+        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # or there is no norm
+            norm.get_parameter("weight").copy_(1.0 / own)
+        self.condition_proj.weight.copy_(solved.condition.T)
+        self.condition_norm.weight.fill_(1.0)
+        self.token_norm.weight.fill_(1.0)
+        self.query_norm.weight.fill_(1.0)
+        queries = 1.0 + _QUERY_SPREAD * torch.randn(self.position_queries.shape, generator=generator)
+        queries[0] = 1.0
+        self.position_queries.copy_(queries)
+        self.fuse.weight[:, :hidden].copy_(solved.back.T)
+        self.fuse.weight[:, hidden : 2 * hidden].copy_(solved.token.T)
+        self.fuse.weight[:, 2 * hidden :].copy_((solved.constant / hidden)[:, None].expand(-1, hidden))
+
+
+_QUERY_SPREAD = 0.3
+
+
+class FusedStructure(Structure):
+    """A network that begins with `FusedInput`."""
+
+    broadcast = True
+
+    def input_layer(self) -> Input:
+        return FusedInput(self.config, self.shape, broadcast=self.broadcast)
+
+    def served_input(self, planner: WeightPlanner) -> ServedInput:
+        hidden, epsilon, broadcast = self.shape.hidden, self.shape.epsilon, self.broadcast
+        condition_norm = planner.norm("input_layer.condition_norm.weight", epsilon)
+        token_norm = planner.norm("input_layer.token_norm.weight", epsilon)
+        fuse = planner.weights["input_layer.fuse.weight"]
+        known = planner.product(fuse[:, : 2 * hidden].contiguous())
+        queries = torch.rms_norm(planner.weights["input_layer.position_queries"], (hidden,), None, epsilon)
+        queries = queries * planner.weights["input_layer.query_norm.weight"]
+        # What the position queries add to an entry is the same in every block.
+        added = linear(queries.float(), fuse[:, 2 * hidden :].float())
+        added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
+
+        def blocks(context: Tensor, embedded: Tensor) -> Tensor:
+            state = context[:, -hidden:]  # of a wider context its end is the state to continue from
+            normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
+            seen = known(torch.cat(normed, dim=-1))[:, None]
+            if broadcast:
+                return seen + added
+            fused = added.expand(len(seen), -1, -1).clone()
+            fused[:, :1] += seen
+            return fused
+
+        return blocks
+
+
+class BlockStructure(FusedStructure):
+    """SpecBlock's network."""
+
+    serving = BlockForward
+    training = TrainingForward
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__(config)
+        self.broadcast = config.broadcast
+
+
+# The form in which the authors publish it.
+
+_ARCHITECTURES = ("LlamaForCausalLMSpecBlock",), ("LlamaForCausalLMSpecBlockShift",)
+"""Names of one network, the first in their training, the second in their fork of SGLang."""
+_NAMES = {
+    "input_layer.position_queries.weight": "input_layer.position_queries",
+    "layers.": "decoder.layers.",
+    "norm.": "decoder.norm.",
+}
+
+
+def _config(described: Described, tensors: Tensors, target: TargetParts) -> SpecBlockConfig:
+    layers, depth = form.layers_of(described, target), target.config["num_hidden_layers"]
+    form.refuse_set(described, ("target_hidden_size", "eagle_config"), layers["hidden_size"])
+    if described["rank_classes"] != RANK_CLASSES:
+        raise ValueError(f"its rank_classes is {described['rank_classes']}, and {RANK_CLASSES} are read")
+    _refuse_scaling(layers)
+    return SpecBlockConfig(
+        # Their code divides, whatever head_dim a config has.
+        {**layers, "head_dim": layers["hidden_size"] // layers["num_attention_heads"], "num_hidden_layers": depth},
+        form.taps_of((1, depth // 2 - 1, depth - 4), target, first=0),  # the layers that their code reads
+        described["draft_vocab_size"],
+        num_layers=layers["num_hidden_layers"],
+        block_size=described["diffspec_draft_token_num"],
+        trained_length=layers["max_position_embeddings"],
+        coupled=False,
+        prefix_entries="all",
+        as_published=True,
+    )
+
+
+def _refuse_scaling(layers: Mapping[str, Any]) -> None:
+    """Raise ValueError for a scaling of rotary positions that their code does not compute."""
+    scaling = layers.get("rope_scaling") or layers.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"its rope_scaling is {kind!r}, and only 'llama3' is in this form")
+
+
+def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
+    form.drop_embedding(tensors, target, "input_layer.embed_tokens.weight")
+    ranks = {name: tensors[name] for name in ("rank_head.0.weight", "rank_head.2.weight")}  # other forms may lack them
+    return {**form.vocabulary(tensors, config), **form.renamed(tensors, _NAMES), **ranks}
+
+
+AUTHORS_FORM = PublishedForm(
+    "specblock",
+    lambda described: form.named(described) in _ARCHITECTURES,
+    lambda _: "specblock",
+    _config,
+    _weights,
+)
+
+KIND = TrainedKind(SpecBlockConfig, {"block_size": 4, "num_layers": 2}, (AUTHORS_FORM,))
