@@ -20,7 +20,8 @@ from adaptation.weights import ServedDrafter, in_place
 from drafters.feedback import QueryFeedback
 from drafters.network import checkpoint
 from drafters.network.checkpoint import weights_of
-from drafters.network.model import SpecBlock, SpecBlockConfig
+from drafters.network.config import config_from
+from drafters.network.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.drafter import load_network
@@ -118,7 +119,8 @@ def _save_first(folder: Path, assembly: Assembly, frequent: list[int]) -> SpecBl
     torch.manual_seed(0)
     loaded = assembly.loaded
     described = loaded.model.config.get_text_config().to_dict()
-    model = SpecBlock(SpecBlockConfig(described, _TAPS, DRAFT_VOCAB, rank_hidden=16))
+    sizes = {"target": described, "tap_layers": _TAPS, "draft_vocab_size": DRAFT_VOCAB, "rank_hidden": 16}
+    model = SpecBlock(config_from(sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -36,9 +36,8 @@ from drafters.network.serving import BlockForward
 from drafters.network.structure import ServedInput, Structure, WeightPlanner, feature_norms
 from drafters.training.forward import TrainingForward
 from drafters.training.initialise import InputSums
-from kernels.lattice import TOP
 
-_AUTHORS: Fields = {
+AUTHORS: Fields = {
     "prefix_entries": "all",
     "normalise_features": False,
     "normalise_rank_inputs": False,
@@ -68,15 +67,15 @@ class SpecBlockConfig(DrafterConfig):
         DrafterConfig.__post_init__(self)
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
-        if self.draft_vocab_size < max(TOP, self.rank_head.scores):
-            raise ValueError(f"drafter config: draft_vocab_size must be at least {max(TOP, self.rank_head.scores)}")
+        if self.draft_vocab_size < self.rank_head.scores:
+            raise ValueError(f"drafter config: draft_vocab_size must be at least {self.rank_head.scores}")
 
     def structure(self) -> Structure:
         return BlockStructure(self)
 
     @property
     def options(self) -> Fields:
-        authors = _AUTHORS if self.as_published else {}
+        authors = AUTHORS if self.as_published else {}
         return {"prefix_entries": self.prefix_entries, "shift": self.shift, "broadcast": self.broadcast, **authors}
 
     @classmethod

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from drafters import folders as published
 from drafters.calibration import class_logits
-from drafters.network.checkpoint import DrafterError, TargetParts, weights_of
-from drafters.network.config import SpecBlockConfig
+from drafters.network.checkpoint import DrafterError, weights_of
 from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.served import ServingNetwork
@@ -24,7 +23,6 @@ from service.engine.weights import LoadedModel
 from tests.published_forms import (
     DFLASH_BLOCK,
     DFLASH_TAPS,
-    DRAFT_VOCAB,
     MASK_TOKEN,
     VOCAB,
     deep_target,
@@ -131,38 +129,6 @@ def test_an_eagle3_drafter_says_what_its_authors_layers_say(tmp_path: Path, form
         assert (found - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("form", EAGLE3_FORMS)
-def test_what_is_written_is_what_was_read(tmp_path: Path, form: str) -> None:
-    """Config and weights, but for a rank head, which these forms do not have."""
-    flags = EAGLE3_FORMS[form]
-    parts = load(deep_target(tmp_path / "target")).parts
-    folder = eagle3(tmp_path / "drafter", **flags)
-    model = published.load(folder, parts, dtype=torch.bfloat16, device="cpu")
-    for writer in (form for form in published.FORMS if model.config.kind in form.writes):
-        if model.config.num_layers > 1 and writer.name == "eagle3":
-            with pytest.raises(ValueError, match="write the speculators form"):
-                published.write(tmp_path / "one", writer, model.config, weights_of(model), "ORG/target")
-            continue
-        copy = tmp_path / writer.name
-        published.write(copy, writer, model.config, weights_of(model), "ORG/target")
-        again = published.load(copy, parts, dtype=torch.bfloat16, device="cpu")
-        assert published.form_of(copy) is writer
-        kept = {name: value for name, value in weights_of(again).items() if not name.startswith("rank")}
-        assert all(torch.equal(value, weights_of(model)[name]) for name, value in kept.items())
-        assert replace(again.config, continues_from=model.config.continues_from) == model.config
-        assert again.config.continues_raw == model.config.continues_raw
-
-
-def test_what_a_form_cannot_hold_is_not_written(tmp_path: Path) -> None:
-    parts = load(deep_target(tmp_path / "target")).parts
-    model = SpecBlock(SpecBlockConfig(parts.config, (1, 3, 4), draft_vocab_size=40, kind="eagle3", block_size=1))
-    for writer in (form for form in published.FORMS if "eagle3" in form.writes):
-        with pytest.raises(ValueError, match="reads a fused input"):
-            published.write(tmp_path / "out", writer, model.config, weights_of(model), "ORG/target")
-    assert not (tmp_path / "out").exists()
-
-
-DFLASH_NAMES = ("dflash", "speculators")
 DFLASH_FORMS: dict[str, dict[str, Any]] = {
     "DFlash": {},
     "JetSpec": {"causal": True, "layers": 3},
@@ -190,57 +156,6 @@ def test_a_dflash_drafter_says_what_its_authors_layers_say(tmp_path: Path, form:
         expected = dflash_says(folder, features[:count], rows, head, causal=causal)[silent:]
         found = spoken(model, loaded, features, TEXT, count)
         assert (found - expected).abs().max() < 1e-4
-
-
-def rewritten(model: SpecBlock, place: Path, parts: TargetParts, *, form: str, own: bool) -> SpecBlock:
-    """The drafter after it was written in a form and read again."""
-    write = next(one.write for one in published.FORMS if one.name == form and "dflash" in one.writes)
-    assert write is not None
-    kept = {name: value for name, value in weights_of(model).items() if own or name != "lm_head.weight"}
-    described, tensors = write(model.config, kept, "somewhere/target")
-    place.mkdir()
-    save_file({name: value.contiguous() for name, value in tensors.items()}, place / "model.safetensors")
-    (place / "config.json").write_text(json.dumps(described))
-    return published.load(place, parts, dtype=torch.float32, device="cpu")
-
-
-@pytest.mark.parametrize("form", DFLASH_FORMS)
-def test_what_is_written_as_dflash_is_read_again(tmp_path: Path, form: str) -> None:
-    flags = DFLASH_FORMS[form]
-    parts, folder = load(dflash_target(tmp_path / "target")).parts, dflash(tmp_path / "drafter", **flags)
-    model = published.load(folder, parts, dtype=torch.float32, device="cpu")
-    forms = ("speculators",) if flags.get("own") else ("dflash",) if flags.get("causal") else DFLASH_NAMES
-    for written in forms:
-        again = rewritten(model, tmp_path / written, parts, form=written, own=flags.get("own", False))
-        assert again.config == model.config
-        expected, found = weights_of(model), weights_of(again)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(value, found[name]) for name, value in expected.items())
-        theirs = load_file(folder / "model.safetensors")
-        stored = load_file(tmp_path / written / "model.safetensors")
-        assert theirs.keys() == stored.keys()
-        assert all(torch.equal(value, stored[name]) for name, value in theirs.items())
-
-
-def test_what_a_form_of_dflash_cannot_hold_is_not_written(tmp_path: Path) -> None:
-    parts = load(dflash_target(tmp_path / "target")).parts
-
-    def refused(form: str, message: str, *, size: int = VOCAB, **flags: Any) -> None:
-        folder = dflash(tmp_path / "drafter", **flags)
-        model = published.load(folder, parts, dtype=torch.float32, device="cpu")
-        model.config = replace(model.config, draft_vocab_size=size)
-        with pytest.raises(ValueError, match=message):
-            rewritten(model, tmp_path / "none", parts, form=form, own=False)
-
-    refused("dflash", "its lm_head is some rows of the target's", nested=True, size=DRAFT_VOCAB)
-    refused("dflash", "its silent_first is not this form's: write speculators", nested=True, sample_from_anchor=True)
-    refused("speculators", "its kind is jetspec.*: write dflash", causal=True)
-    refused("speculators", "its lm_head is some rows", nested=True, own=True, size=DRAFT_VOCAB)
-    other = SpecBlockConfig(parts.config, (1,), 64)
-    for form in published.FORMS:
-        if form.write is not None and "dflash" in form.writes:
-            with pytest.raises(ValueError, match="kind specblock"):
-                form.write(other, {}, "somewhere/target")
 
 
 def test_what_changes_dflash_is_refused_by_name(tmp_path: Path) -> None:

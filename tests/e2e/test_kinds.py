@@ -2,18 +2,14 @@
 memory and alone, never changes a token, and goes on learning."""
 
 import json
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drafters.published.dflash import SPECULATORS_DFLASH
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from drafters import folders as published
 from drafters.network import checkpoint
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from service.assembly import Assembly, assemble
@@ -118,25 +114,14 @@ def test_it_learns_while_it_serves(target: Path, trained: Any, kind: str, tmp_pa
     assert_learns(assembly, tmp_path, asked)
 
 
-def test_what_is_trained_as_dflash_leaves_in_its_form(target: Path, trained: Any, tmp_path: Path) -> None:
-    """With layers of Qwen3, although the target is a Llama, and a mask token that no text holds."""
+def test_dflash_begins_with_layers_of_qwen3_and_a_rare_mask_token(target: Path, trained: Any) -> None:
+    """Although the target is a Llama; no text holds the mask token."""
     parts = load(target).parts
     model = checkpoint.load(trained("dflash"), parts, dtype=torch.float32, device="cpu")
     assert model.config.target["model_type"] == "qwen3"
-    assert model.config.mask_token == VOCAB_SIZE - 1
+    assert model.config.described["mask_token"] == VOCAB_SIZE - 1
     mask = model.get_parameter("input_layer.mask_embedding")
     assert torch.equal(mask, parts.embedding[VOCAB_SIZE - 1].bfloat16().float())
-    assert SPECULATORS_DFLASH.write is not None
-    described, tensors = SPECULATORS_DFLASH.write(model.config, checkpoint.weights_of(model), str(target))
-    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    again = published.load(tmp_path, parts, dtype=torch.float32, device="cpu")
-    changed = {"target": {}, "ranks_from_draft": True, "rank_hidden": 1}
-    assert asdict(again.config) | changed == asdict(model.config) | changed
-    found = checkpoint.weights_of(again)
-    for name, value in checkpoint.weights_of(model).items():
-        if not name.startswith("rank_"):  # which the form has no place for
-            torch.testing.assert_close(found[name], value, atol=1e-2 if "mask" in name else 0.0, rtol=0.0)
 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
@@ -160,7 +145,10 @@ def test_what_a_kind_cannot_be_is_refused(features: Path, target: Path, tmp_path
     ]
     for options, spoken in (
         (["--kind", "medusas"], "--kind medusas: choose one of specblock"),
-        (["--kind", "dflash", "--prefix-entries", "all"], "prefix_entries must be 'first' in one of kind dflash"),
+        (
+            ["--kind", "dflash", "--prefix-entries", "all"],
+            "prefix_entries must be 'first', not 'all'",
+        ),
     ):
         result = CliRunner().invoke(app, [*common, *FIT, *options])
         assert isinstance(result.exception, StartupError)

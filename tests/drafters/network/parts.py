@@ -10,8 +10,9 @@ from torch.nn.functional import embedding
 
 from drafters.network.blocks import TrainedWeights
 from drafters.network.checkpoint import weights_of
+from drafters.network.config import config_from
 from drafters.network.drafter import SpecBlockDrafter
-from drafters.network.model import SpecBlock, SpecBlockConfig
+from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.served import ServingNetwork
 from drafters.network.serving import forward_of
@@ -34,9 +35,11 @@ def target_config(family: str) -> Mapping[str, Any]:
 
 
 def tiny_drafter(family: str = "llama", seed: int = 0, **changes: Any) -> SpecBlock:
-    """Random weights, spread wide enough that a wrong key or position changes every state."""
+    """Random weights, spread wide enough that a wrong key or position changes every state; `changes` are fields of
+    `config.json`."""
     mask: dict[str, Any] = {"mask_token": MASK_TOKEN} if changes.get("silent_first") else {}
-    config = SpecBlockConfig(target_config(family), TAPS, DRAFT_VOCAB, rank_hidden=16, **mask, **changes)
+    sizes = {"target": target_config(family), "tap_layers": TAPS, "draft_vocab_size": DRAFT_VOCAB, "rank_hidden": 16}
+    config = config_from({**sizes, **mask, **changes})
     torch.manual_seed(seed)  # behind what draws random numbers in its first call only
     model = SpecBlock(config)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from drafters.network.checkpoint import weights_of
 from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
+from drafters.trained.specblock import AUTHORS
 from drafters.trained_kinds import trained_kind
 from drafters.tree import ROOT
 from kernels import ops
@@ -52,20 +53,18 @@ def test_features_are_what_the_paper_lists(likeliest: int) -> None:
 
 
 def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft() -> None:
+    """The authors' rank head reads 20 of them."""
     states, depths = torch.randn(2, 1, 4, 48), torch.arange(1, 5).expand(2, 1, 4)
-    every, few = (serving(tiny_drafter(rank_scores=scores)) for scores in (0, TOP))
-    silent = TreeNoise.of(noise(0.0), 4, every.d2t)
-    whole, part = propose(every, states, depths, silent), propose(few, states, depths, silent)
-    assert torch.equal(whole.chances.features, part.chances.features)
-    features, _ = rank_features(whole.logits, TOP)
-    assert torch.equal(part.chances.classes, every.rank_logits(states, features))
-    assert (part.chances.classes - whole.chances.classes).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("scores", [1, TOP - 1, DRAFT_VOCAB + 1])
-def test_a_rank_head_reads_ten_ranks_at_least(scores: int) -> None:
-    with pytest.raises(ValueError, match="rank_scores must be 0, or from 10 to the draft vocabulary's size"):
-        tiny_drafter(rank_scores=scores)
+    network = serving(tiny_drafter(**AUTHORS))
+    found = propose(network, states, depths, TreeNoise.of(noise(0.0), 4, network.d2t))
+    whole, few = (rank_features(found.logits, scores)[0] for scores in (0, 20))
+    assert torch.equal(found.chances.features, whole)
+    assert torch.equal(found.chances.classes, network.rank_logits(states, few))
+    assert (found.chances.classes - network.rank_logits(states, whole)).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="rank_scores must be 20, not 12, in one of kind specblock"):
+        tiny_drafter(**{**AUTHORS, "rank_scores": 12})
+    with pytest.raises(ValueError, match="draft_vocab_size must be at least 20"):
+        tiny_drafter(**AUTHORS, draft_vocab_size=19)
 
 
 def test_classes_of_ranks() -> None:

@@ -10,7 +10,7 @@ from drafters.network.model import SpecBlock
 from drafters.network.pool import EntryPool, EntryState
 from drafters.network.serving import Live, forward_of
 from drafters.protocol import DraftingSizes
-from drafters.trained.specblock import FusedInput
+from drafters.trained.specblock import AUTHORS, FusedInput
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch
 from drafters.training.forward import forward_of as training_forward_of
@@ -74,16 +74,14 @@ VARIANTS: list[dict[str, Any]] = [
     {"prefix_entries": "all"},
     {"shift": False},
     {"broadcast": False},
-    {"normalise_features": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
-    {"prefix_entries": "all", "continues_from": "raw", "restarts": True, "rank_biases": False},
+    AUTHORS,
     *({"kind": kind, **trained_kind(kind).shape} for kind in TRAINED_KINDS if kind != "specblock"),
-    {"joined_norm": True},
     {"kind": "eagle3", **trained_kind("eagle3").shape, "normalise_features": True, "continues_from": "normed"},
     {"kind": "eagle3", **trained_kind("eagle3").shape, "normed_residual": True},
+    {"kind": "eagle3", **trained_kind("eagle3").shape, "normalise_features": True, "joined_norm": True},
     {"kind": "eagle3", **trained_kind("eagle3").shape, "num_layers": 2, "continues_from": "normed"},
-    {"kind": "jetspec", **trained_kind("treeflash").shape, "block_size": 3},  # of an older release
     {"kind": "dflash", **trained_kind("dflash").shape, "silent_first": False, "mask_token": 5},
 ]
 DEPTH = 4
@@ -109,7 +107,7 @@ def test_first_and_later_blocks(family: str, changes: dict[str, Any]) -> None:
         assert_near(own, other)
 
     depths = torch.zeros(2, 1, dtype=torch.int64)
-    for further in range(1, min(DEPTH, TRAINED_KINDS[model.config.kind].blocks(DEPTH))):
+    for further in range(1, min(DEPTH, model.config.blocks(DEPTH))):
         cuts = torch.tensor([[2 * further], [4]]).clamp(max=model.config.block_size)
         depths = depths + cuts
         picked = Picked(

@@ -10,7 +10,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafters.network import checkpoint
-from drafters.network.model import SpecBlock, SpecBlockConfig
+from drafters.network.config import config_from
+from drafters.network.model import SpecBlock
 from service.assembly import Assembly, assemble
 from service.cli import app
 from service.config import ServiceConfig
@@ -79,7 +80,8 @@ def save_drafter(folder: Path, assembly: Assembly, *, seed: int = 0, **changes: 
     loaded = assembly.loaded
     described = layers_for(loaded.model.config.get_text_config())
     mask: dict[str, Any] = {"mask_token": 3} if changes.get("silent_first") else {}
-    model = SpecBlock(SpecBlockConfig(described, (0, 1), DRAFT_VOCAB, rank_hidden=16, **mask, **changes))
+    sizes = {"target": described, "tap_layers": (0, 1), "draft_vocab_size": DRAFT_VOCAB, "rank_hidden": 16}
+    model = SpecBlock(config_from({**sizes, **mask, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
