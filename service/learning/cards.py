@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drafters.network import checkpoint
-from drafters.network.config import SpecBlockConfig
+from drafters.network.config import DrafterConfig
 from drafters.training.fit import CURVE_FILE, CurvePoint, Position
 from drafters.training.replay import TREE_NODES
 from service import __version__
@@ -89,7 +89,7 @@ def _table(name: str, values: Mapping[str, object], title: str) -> str:
     return f"| {name} | {title} |\n|---|---|\n{rows}"
 
 
-def exported_card(config: SpecBlockConfig, target: str, facts: Mapping[str, object]) -> str:
+def exported_card(config: DrafterConfig, target: str, facts: Mapping[str, object]) -> str:
     """The model card of an exported drafter."""
     return f"""---
 base_model: {target}
