@@ -180,7 +180,7 @@ class Runtime:
     def grammars(self) -> GrammarPool:
         """The compiler of grammars for the loaded model, with threads of its own."""
         compiler = GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
-        return GrammarPool(compiler, self.off_loop)
+        return GrammarPool(compiler)
 
     def check_ready(self) -> None:
         """Raise NotReady or EngineFailure if new requests are not admitted."""

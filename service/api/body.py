@@ -2,7 +2,6 @@
 
 import re
 import zlib
-from functools import partial
 from typing import TypeVar
 
 import pydantic_core
@@ -25,13 +24,16 @@ _GZIP = 16  # added to zlib's window bits: expect gzip's header and trailer
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
     """Read and validate the body. Raises RequestError."""
     _check_content_type(request)
-    was_packed, in_turn = is_packed(request.headers), partial(server.runtime.in_turn, server.account_of(request))
+    was_packed, max_bytes = is_packed(request.headers), server.settings.max_request_bytes
     body = await request.body()
-    if was_packed:  # a few bytes may unpack to millions
-        body = await in_turn(partial(unpack, body, server.settings.max_request_bytes))
-    parse = partial(parse_body, body, schema)
-    # A large body takes milliseconds, which would delay every running stream.
-    return parse() if len(body) < LARGE_BODY_BYTES else await in_turn(parse)
+    if len(body) < LARGE_BODY_BYTES and not was_packed:
+        return parse_body(body, schema)
+
+    # It takes milliseconds, which would delay every running stream; a few packed bytes may unpack to millions.
+    def parse() -> Schema:
+        return parse_body(unpack(body, max_bytes) if was_packed else body, schema)
+
+    return await server.runtime.in_turn(server.account_of(request), parse)
 
 
 def is_packed(headers: Headers) -> bool:

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from adaptation.records import AdaptationError, AdaptationStatus
 from service import __version__
 from service.api.body import read_body
-from service.api.raw_prompts import check_token_ids
-from service.api.request_builder import check_model, render
+from service.api.prompts import check_token_ids, render
+from service.api.request_builder import check_model
 from service.api.schemas import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest
 from service.api.settings import Server
 from service.api.sse import json_response

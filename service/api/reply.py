@@ -46,11 +46,11 @@ class Totals:
         if output.timings is not None:
             self._timings.append(output.timings)
         number = self._job.choice_of(output)
-        if self._job.thinking is not None:
+        if self._job.form.thinking is not None:
             if number not in self._thoughts:
                 skips, prompt = self._job.sampling.skip_special_tokens, self._job.prompt_of(number)
                 detokenizer = self._tokenizer.detokenizer(skips, prompt)
-                self._thoughts[number] = ThoughtTokens(self._job.thinking, detokenizer.push)
+                self._thoughts[number] = ThoughtTokens(self._job.form.thinking, detokenizer.push)
             self._thoughts[number].read(output.token_ids)
         return number
 

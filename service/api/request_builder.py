@@ -1,10 +1,14 @@
-"""From a request body to engine requests: defaults, and the checks that need the model or several fields."""
+"""From a request body to engine requests, in one line: check the fields, encode the texts, compile the grammar.
+
+`build` is that line. What may take long leaves the event loop twice: once to encode, in the account's turn, and once to
+compile, unless the grammar is known.
+"""
 
 import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -13,30 +17,20 @@ from urllib.parse import quote
 from pydantic import JsonValue
 from starlette.requests import Request
 
-from service.api.raw_prompts import check_token_ids, encode_begun, encode_prompts, gap_ends
-from service.api.schemas import (
-    ChatCompletionRequest,
-    ChatMessage,
-    ChatTemplateFields,
-    CompletionFields,
-    CompletionRequest,
-    ToolCall,
-    ToolDefinition,
-    text_of,
-)
+from service.api.prompts import check_token_ids, encode_begun, encode_prompts, gap_ends, render
+from service.api.schemas import ChatCompletionRequest, CompletionFields, CompletionRequest
 from service.api.settings import Server
 from service.api.sse import Release, release_of
-from service.api.structured import calling_of, grammar_of
+from service.api.structured import AnswerForm, compiled, form_of_answer
 from service.api.tenants import AdmittedRequest
 from service.door import OutputStream
 from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.sampling_params import SamplingParams, sampling_params
-from service.text.chat_template import Traits, past_arguments, short_id
-from service.text.grammar_pool import Compilations
-from service.text.thinking import BEGIN, END, Thinking, thinks
-from service.text.tokenizer import ChatTokenizer
-from service.text.tools import AnswerReader, Calling, CallReader
+from service.text.chat_template import short_id
+from service.text.grammar_pool import Source
+from service.text.thinking import Thinking, thinks
+from service.text.tools import AnswerReader, CallReader
 
 _SEED_RANGE = 2**63  # of seeds drawn at random
 RELAXED_HEADER = "x-adaptree-relaxed"
@@ -69,7 +63,7 @@ Completion = ChatCompletionRequest | CompletionRequest
 
 
 class AnswerIdentity(NamedTuple):
-    """What is drawn at random when an answer begins. A resumed answer has the same identity."""
+    """Random values drawn when an answer begins. A resumed answer has the same identity."""
 
     uid: str  # 32 hexadecimal digits
     created: int  # seconds since the epoch
@@ -86,13 +80,17 @@ class AnswerIdentity(NamedTuple):
 class Job:
     """A request ready to run: one engine request per prompt, all with the same number of choices."""
 
-    id: str
     origin: AnswerIdentity
     body: Completion
     requests: tuple[GenerationRequest, ...]
     release: Release
-    calling: Calling | None = None  # the functions that the answer may call
-    thinking: Thinking | None = None  # for models that think
+    form: AnswerForm
+    relaxed: tuple[str, ...] = ()  # paths of the request that its grammar does not enforce
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        return f"{'chatcmpl' if isinstance(self.body, ChatCompletionRequest) else 'cmpl'}-{self.origin.uid}"
 
     @property
     def sampling(self) -> SamplingParams:
@@ -125,8 +123,7 @@ class Job:
     @property
     def headers(self) -> dict[str, str]:
         """Response headers: the parts of function schemas that are not enforced, as many as a header holds."""
-        relaxed = () if self.calling is None else self.calling.relaxed
-        return {RELAXED_HEADER: ", ".join(map(quote, relaxed[:_MAX_RELAXED_PATHS]))} if relaxed else {}
+        return {RELAXED_HEADER: ", ".join(map(quote, self.relaxed[:_MAX_RELAXED_PATHS]))} if self.relaxed else {}
 
     def id_of(self, prefix: str, *part: object) -> str:
         """The id of a part of the answer; the same one when the answer is generated again."""
@@ -135,15 +132,16 @@ class Job:
 
     def call_id(self, choice: int, call: int) -> str:
         """The id of a call, in the form that the chat template takes."""
-        made = self.id_of("call", choice, call)
-        return short_id(made) if self.calling is not None and self.calling.short_ids else made
+        made, calling = self.id_of("call", choice, call), self.form.calling
+        return short_id(made) if calling is not None and calling.short_ids else made
 
     def reader(self) -> AnswerReader:
         """A reader of one choice."""
-        if self.calling is None:
-            return AnswerReader(self.thinking, None)
+        thinking, calling = self.form.thinking, self.form.calling
+        if calling is None:
+            return AnswerReader(thinking, None)
         stops = bool(self.sampling.stop or self.sampling.stop_token_ids)
-        return AnswerReader(self.thinking, CallReader(self.calling.form, must=self.calling.must, holds_calls=stops))
+        return AnswerReader(thinking, CallReader(calling.form, must=calling.must, holds_calls=stops))
 
 
 async def build(
@@ -152,72 +150,87 @@ async def build(
     *,
     scope: Scope,
     origin: AnswerIdentity | None = None,
-    compilations: Compilations | None = None,
+    described: Mapping[str, str] | None = None,
 ) -> Job:
-    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed; `compilations`: of
-    this request, if it has compiled something already. Raises RequestError."""
-    runtime, n = server.runtime, body.n or 1
+    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed; `described`: Lark
+    grammars by path that are checked and not enforced. Raises RequestError."""
+    runtime, origin = server.runtime, origin or AnswerIdentity.drawn(body.seed)
     runtime.check_room(scope.account)
-    compilations = compilations or runtime.grammars.of_request(scope.account, scope.cache_namespace)
     _check_fields(body, server)
-    calling, thinking, most = None, None, runtime.card.max_model_len
+    encode = partial(_encoded, body, server, scope, origin, described or {})
+    form, source, requests = await runtime.in_turn(scope.account, encode)
+    grammar, relaxed = None, tuple[str, ...]()
+    if not form.is_free:
+        steps = partial(compiled, form, special_ids=runtime.tokenizer.special_ids)
+        grammar, relaxed = await runtime.grammars.result(scope.account, scope.cache_namespace, source, steps)
+    for path in relaxed:
+        server.note_relaxed(path)
+    num_choices = len(requests) * (body.n or 1)
+    release = release_of(body, choices=num_choices, server_seconds=server.settings.release_seconds)
+    whole = tuple(release.apply(replace(request, grammar=grammar)) for request in requests)
+    return Job(origin, body, whole, release, form, relaxed)
+
+
+class _Encoded(NamedTuple):
+    """A body as far as its text goes."""
+
+    form: AnswerForm
+    source: Source  # of the grammar
+    requests: tuple[GenerationRequest, ...]  # without grammar
+
+
+def _encoded(
+    body: Completion, server: Server, scope: Scope, origin: AnswerIdentity, described: Mapping[str, str]
+) -> _Encoded:
+    """Encode the texts of a body, and read what its answer must match. Raises InvalidRequest."""
+    tokenizer, most = server.runtime.tokenizer, server.runtime.card.max_model_len
+    form = form_of_answer(body, tokenizer, described)
     if isinstance(body, ChatCompletionRequest):
-        kind, source, num_logprobs = "chatcmpl", "messages", (body.top_logprobs or 0) if body.logprobs else None
-        calling = await calling_of(body, runtime.tokenizer, compilations)
-        tools = [] if calling is None else body.tools or []
-        for path in () if calling is None else calling.relaxed:
-            server.note_relaxed(path)
-        prompts = [
-            await runtime.in_turn(scope.account, partial(render, body.messages, body, runtime.tokenizer, tools, most))
-        ]
-        if thinks(runtime.tokenizer.chat_template):
-            thinking = Thinking.after(runtime.tokenizer.decode(prompts[0][-_TAG_TOKENS:]))
+        prompts = [render(body.messages, body, tokenizer, body.callable_tools, most)]
+        if thinks(tokenizer.chat_template):
+            form = form._replace(thinking=Thinking.after(tokenizer.decode(prompts[0][-_TAG_TOKENS:])))
     else:
-        kind, source, num_logprobs = "cmpl", "prompt", body.logprobs
-        control = server.settings.control_in_prompts
-        encode = partial(encode_prompts, body, runtime.tokenizer, most, control=control)
-        prompts = await runtime.in_turn(scope.account, encode)
-    run, origin = secrets.token_hex(8), origin or AnswerIdentity.drawn(body.seed)
-    job_id = f"{kind}-{origin.uid}"
-    release = release_of(body, choices=len(prompts) * n, server_seconds=server.settings.release_seconds)
-    shared = GenerationRequest(
-        request_id=f"{job_id}-{run}",  # the interrupted run of a resumed answer may still be going on
-        prompt=(),
-        sampling=sampling_params(
-            body,
-            seed=origin.seed,
-            max_tokens=0,
-            num_logprobs=num_logprobs,
-            keep_special_tokens=any(tag in runtime.tokenizer.special_ids for tag in _tags(calling, thinking)),
-        ),
-        n=n,
-        grammar=await grammar_of(body, calling, thinking, runtime.tokenizer, compilations),
-        prediction=await _encode_prediction(body, prompts, server, source=source),
-        scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
-        speculation=_speculation(body),
-        store=body.store is not False,
-        scope=scope,
-        priority=body.priority or 0,
-    )
-    requests = [_of_prompt(shared, index, prompt, body, server, source) for index, prompt in enumerate(prompts)]
-    return Job(job_id, origin, body, tuple(map(release.apply, requests)), release, calling, thinking)
+        prompts = encode_prompts(body, tokenizer, most, control=server.settings.control_in_prompts)
+    return _Encoded(form, Source.of(form), tuple(_requests(body, prompts, form, server, scope, origin)))
 
 
-def _of_prompt(
-    shared: GenerationRequest, index: int, prompt: Sequence[int], body: Completion, server: Server, source: str
-) -> GenerationRequest:
-    """The engine request of one prompt."""
-    check_token_ids(prompt, server.runtime.card, param=source)
-    max_tokens = _max_tokens(body, len(prompt), server, source=source)
-    seed = shared.sampling.seed
-    if body.seed is None:  # a given seed is the same for each prompt; a drawn one differs, within what can be sent back
-        seed = (seed + index * shared.n) % _SEED_RANGE
-    min_tokens = min(body.min_tokens or 0, max_tokens)
-    stops = shared.sampling.stop_token_ids
-    if ends := gap_ends(body, server.runtime.tokenizer):  # else all prompts have the same set
-        stops |= ends
-    sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stops)
-    return replace(shared, request_id=f"{shared.request_id}-{index}", prompt=tuple(prompt), sampling=sampling)
+def _requests(
+    body: Completion,
+    prompts: Sequence[Sequence[int]],
+    form: AnswerForm,
+    server: Server,
+    scope: Scope,
+    origin: AnswerIdentity,
+) -> Iterator[GenerationRequest]:
+    """The engine request of each prompt, without grammar. Raises InvalidRequest."""
+    tokenizer, card = server.runtime.tokenizer, server.runtime.card
+    n, run = body.n or 1, secrets.token_hex(8)  # the interrupted run of a resumed answer may still be going on
+    kind, source = ("chatcmpl", "messages") if isinstance(body, ChatCompletionRequest) else ("cmpl", "prompt")
+    lengths = [_max_tokens(body, len(prompt), server, source=source) for prompt in prompts]
+    prediction: tuple[int, ...] = ()
+    if body.prediction is not None and card.reads_predictions:
+        prediction = tuple(encode_begun(body.prediction, tokenizer, max(lengths)))
+    keep_tags = any(tag in tokenizer.special_ids for tag in form.tags)
+    ends, num_logprobs = gap_ends(body, tokenizer), _num_logprobs(body)
+    for index, (prompt, max_tokens) in enumerate(zip(prompts, lengths, strict=True)):
+        check_token_ids(prompt, card, param=source)
+        # A given seed is the same for each prompt; a drawn one differs, within what can be sent back.
+        seed = origin.seed if body.seed is not None else (origin.seed + index * n) % _SEED_RANGE
+        sampling = sampling_params(
+            body, seed=seed, max_tokens=max_tokens, num_logprobs=num_logprobs, keep_special_tokens=keep_tags
+        )
+        yield GenerationRequest(
+            request_id=f"{kind}-{origin.uid}-{run}-{index}",
+            prompt=tuple(prompt),
+            sampling=replace(sampling, stop_token_ids=sampling.stop_token_ids | ends) if ends else sampling,
+            n=n,
+            prediction=prediction,
+            scores_prompt=isinstance(body, CompletionRequest) and body.echo is True and num_logprobs is not None,
+            speculation=_speculation(body),
+            store=body.store is not False,
+            scope=scope,
+            priority=body.priority or 0,
+        )
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:
@@ -244,71 +257,10 @@ def _length_field(body: CompletionFields) -> str:
     return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def _tags(calling: Calling | None, thinking: Thinking | None) -> list[str]:
-    """The strings that separate the parts of an answer."""
-    return [*([] if calling is None else [calling.form.trigger]), *([] if thinking is None else [BEGIN, END])]
-
-
 def check_model(model: str | None, server: Server) -> None:
     """Raise NotFound for a model that is not served."""
     if model is not None and model not in server.settings.served_model_names:
         raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
-
-
-def render(
-    messages: list[ChatMessage],
-    body: ChatTemplateFields,
-    tokenizer: ChatTokenizer,
-    tools: Sequence[ToolDefinition] = (),
-    most_tokens: int | None = None,
-) -> list[int]:
-    """The tokens of a conversation by the model's chat template, refused early beyond `most_tokens`. Raises
-    InvalidRequest."""
-    if body.continue_final_message and body.add_generation_prompt:
-        reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
-        raise InvalidRequest(reason, param="continue_final_message")
-    traits = tokenizer.traits(with_tools=bool(tools))
-    return tokenizer.render_chat(
-        [_for_template(message, f"messages.{index}", traits) for index, message in enumerate(messages)],
-        tools=[tool.model_dump(exclude_none=True, mode="json") for tool in tools],
-        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
-        continue_final_message=body.continue_final_message is True,
-        chat_template_kwargs=body.chat_template_kwargs,
-        most_tokens=most_tokens,
-    )
-
-
-def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str, JsonValue]:
-    """A message in the form of chat templates. Raises InvalidRequest."""
-    content = message.content if message.content is not None else message.refusal
-    thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if content is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
-        param = f"{param}.content"
-        raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
-    if message.tool_calls and message.role != "assistant":
-        param = f"{param}.tool_calls"
-        raise InvalidRequest(f"Invalid value for '{param}': only an assistant calls.", param=param)
-    if message.role == "tool" and message.tool_call_id is None:
-        param = f"{param}.tool_call_id"
-        raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
-    # 'developer' is OpenAI's newer name of 'system'; templates know the older one.
-    plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
-    plain["content"] = "" if content is None else text_of(content)
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
-    plain |= {name: value for name, value in optional.items() if value is not None}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            _past_call(call, f"{param}.tool_calls.{n}.function.arguments", traits)
-            for n, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
-    """A call of an earlier turn, with its arguments in the form that the template takes. Raises InvalidRequest."""
-    text, parsed = past_arguments(call.function.arguments, param)
-    arguments = parsed if traits.arguments == "object" else text
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _check_fields(body: Completion, server: Server) -> None:
@@ -349,15 +301,11 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
         raise InvalidRequest(f"This server does not support '{path}'{other}.", param=path)
 
 
-async def _encode_prediction(
-    body: CompletionFields, prompts: Sequence[Sequence[int]], server: Server, *, source: str
-) -> tuple[int, ...]:
-    """The predicted tokens, as many as an answer may have; none where nothing drafts from them. Raises
-    InvalidRequest."""
-    if body.prediction is None or not server.runtime.card.reads_predictions:
-        return ()
-    most = max(_max_tokens(body, len(prompt), server, source=source) for prompt in prompts)
-    return tuple(await server.runtime.off_loop(partial(encode_begun, body.prediction, server.runtime.tokenizer, most)))
+def _num_logprobs(body: Completion) -> int | None:
+    """Alternatives reported per token; None: no log-probabilities."""
+    if isinstance(body, ChatCompletionRequest):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs
 
 
 def _speculation(body: CompletionFields) -> SpeculationParams:

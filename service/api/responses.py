@@ -37,7 +37,6 @@ from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
 from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response, unless_client_gone
-from service.api.structured import Constraint, compiled
 from service.errors import InvalidRequest, RequestTooLarge
 from service.sampling_params import SamplingFields
 from service.text.chat_template import past_arguments
@@ -86,11 +85,8 @@ def responses_router(server: Server) -> APIRouter:
             return await runtime.off_loop(call) if is_large else call()
 
         async def built() -> Job:
-            compilations = runtime.grammars.of_request(scope.account, scope.cache_namespace)
-            for path, definition in tools.grammars.items():
-                await compiled(Constraint(path, "lark", definition), compilations)
             origin = None if resumed is None else resumed.origin
-            job = await build(prepared.chat, server, scope=scope, origin=origin, compilations=compilations)
+            job = await build(prepared.chat, server, scope=scope, origin=origin, described=tools.grammars)
             return _with_relaxed(tools, job, server)
 
         tools = await away(partial(ClientTools, body.tools or ()))
@@ -275,12 +271,11 @@ def _past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
 
 def _with_relaxed(tools: ClientTools, job: Job, server: Server) -> Job:
     """The job with the paths of unenforced constraints as this route names them."""
-    if job.calling is None:
+    if job.form.calling is None:
         return job
     for path in tools.grammars:
         server.note_relaxed(path)
-    relaxed = (*map(tools.renamed, job.calling.relaxed), *tools.grammars)
-    return replace(job, calling=replace(job.calling, relaxed=relaxed))
+    return replace(job, relaxed=(*map(tools.renamed, job.relaxed), *tools.grammars))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from service.api.raw_prompts import check_token_ids
+from service.api.prompts import check_token_ids
 from service.api.reply import merged
 from service.api.request_builder import AnswerIdentity, Completion, Job
 from service.api.sse import Chunk, Event, EventIds, StreamForm

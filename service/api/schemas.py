@@ -226,6 +226,11 @@ class ChatCompletionRequest(CompletionFields, ChatTemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 
+    @property
+    def callable_tools(self) -> list[ToolDefinition]:
+        """The tools that the answer may call, and that the model sees."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
 
 class CompletionRequest(CompletionFields):
     """`POST /v1/completions`."""

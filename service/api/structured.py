@@ -1,18 +1,32 @@
 """The constraints of a request on its answer: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
 `guided_*`, and `json_schema`, `regex`, `ebnf` and `grammar` of SGLang and llama.cpp."""
 
-from collections.abc import Awaitable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from service.api.schemas import ChatCompletionRequest, CompletionFields, ResponseFormat, StructuredOutputs, ToolChoice
+from service.api.schemas import (
+    ChatCompletionRequest,
+    CompletionFields,
+    Function,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+)
 from service.errors import InvalidRequest, parsed_json
 from service.text.chat_template import HERMES
-from service.text.grammar_pool import Compilations
-from service.text.grammars import Grammar, GrammarError, GrammarKind, Result, Steps, as_lark
-from service.text.thinking import Thinking
+from service.text.grammars import (
+    Grammar,
+    GrammarBudgetError,
+    GrammarCompiler,
+    GrammarError,
+    GrammarKind,
+    Steps,
+    as_lark,
+)
+from service.text.thinking import BEGIN, END, Thinking
 from service.text.tokenizer import ChatTokenizer
 from service.text.tools import Calling
 
@@ -26,114 +40,135 @@ class Constraint(NamedTuple):
 
     param: str
     kind: GrammarKind
-    source: JsonValue
+    source: Any  # a schema, an expression, a list of choices or a grammar
 
 
-async def grammar_of(
-    body: CompletionFields,
-    calling: Calling | None,
-    thinking: Thinking | None,
-    tokenizer: ChatTokenizer,
-    compilations: Compilations,
-) -> Grammar | None:
-    """The grammar of an answer; None: it is free. Raises InvalidRequest for several constraints, or an impossible
-    one."""
-    constraints = [await _parsed(constraint, compilations) for constraint in _constraints(body)]
-    if calling is not None:
-        constraints = [await _with_calls(constraints, calling, tokenizer, compilations)]
-    if not constraints:
-        return None
+class AnswerForm(NamedTuple):
+    """What an answer consists of: a thought, calls, and a text that matches a constraint. None: there is none."""
+
+    calling: Calling | None
+    functions: Sequence[Function]  # of the request, all of which are checked
+    chosen: str | None  # the only one that the answer may call
+    constraint: Constraint | None
+    described: Mapping[str, str]  # by path, Lark grammars that are checked and not enforced
+    thinking: Thinking | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is nothing to compile."""
+        return self.calling is None and self.constraint is None and not self.described
+
+    @property
+    def tags(self) -> list[str]:
+        """The strings that separate the parts of an answer."""
+        calls = [] if self.calling is None else [self.calling.form.trigger]
+        return calls if self.thinking is None else [*calls, BEGIN, END]
+
+
+class CompiledForm(NamedTuple):
+    """The grammar of an answer, None: it is free; and the paths of the request that it does not enforce."""
+
+    grammar: Grammar | None
+    relaxed: tuple[str, ...]
+
+
+def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: Mapping[str, str]) -> AnswerForm:
+    """Read the form of an answer, without its thought, from the request. Raises InvalidRequest for constraints that
+    exclude each other."""
+    functions, chosen, calling = list[Function](), None, None
+    if isinstance(body, ChatCompletionRequest):
+        functions, chosen = _functions(body), _chosen(body)
+        calling = _calling(body, tokenizer) if functions else None
+    constraints = list(_constraints(body))
+    for constraint in constraints if calling is not None else ():
+        if constraint.kind != "json_schema" or not isinstance(constraint.source, dict):
+            raise InvalidRequest(f"'{constraint.param}' cannot be honoured beside 'tools'.", param=constraint.param)
     if len(constraints) > 1:
         names = " and ".join(f"'{constraint.param}'" for constraint in constraints)
         raise InvalidRequest(f"Only one of {names} can be honoured.", param=constraints[1].param)
     for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
-        if given:
-            raise InvalidRequest(f"'{name}' cannot be honoured beside '{constraints[0].param}'.", param=name)
-    grammar = await compiled(constraints[0], compilations)
-    if thinking is None:
-        return grammar
-
-    def after_a_thought() -> Steps[str]:
-        yield
-        return thinking.grammar(as_lark(constraints[0].kind, constraints[0].source), tokenizer.special_ids)
-
-    param = constraints[0].param
-    written = await _refused_at(param, compilations.taken(after_a_thought()))
-    return await compiled(Constraint(param, "lark", written), compilations)
+        if given and (constraints or calling is not None):
+            param = "tools" if calling is not None else constraints[0].param
+            raise InvalidRequest(f"'{name}' cannot be honoured beside '{param}'.", param=name)
+    return AnswerForm(calling, functions, chosen, constraints[0] if constraints else None, described)
 
 
-async def compiled(constraint: Constraint, compilations: Compilations) -> Grammar:
-    """Compile a constraint. Raises InvalidRequest naming the path in a schema."""
-    param, kind, source = constraint
-    steps = partial(compilations.compiler.compiling, kind, source)
-    return await _refused_at(param, compilations.result(kind, source, steps))
+def compiled(form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[str, int]) -> Steps[CompiledForm]:
+    """Compile the grammar of an answer in steps. `special_ids`: token ids of strings that are special tokens. Raises
+    InvalidRequest naming the field, and the path in its schema."""
+    for path, definition in form.described.items():
+        with _named_errors(path):
+            yield from compiler.compiling("lark", definition)
+    schemas, relaxed = dict[str, dict[str, Any]](), list[str]()
+    for position, function in enumerate(form.functions):
+        param, schema = f"tools.{position}.function.parameters", function.parameters or _NO_ARGUMENTS
+        with _named_errors(param):
+            schemas[function.name], dropped = yield from compiler.fitting(schema, strict=function.strict is True)
+        relaxed += [".".join((param, *path)) for path in dropped]
+    grammar, last = None, form.constraint
+    if last is not None:
+        with _named_errors(last.param):
+            grammar = yield from compiler.compiling(last.kind, last.source)
+    if form.calling is not None:
+        callable_ = schemas if form.chosen is None else {form.chosen: schemas[form.chosen]}
+        with _named_errors("tools"):
+            answer = None if last is None else last.source
+            last = Constraint("tools", "lark", (yield from form.calling.grammar(callable_, answer, special_ids)))
+            grammar = yield from compiler.compiling(last.kind, last.source)
+    if last is not None and form.thinking is not None:
+        with _named_errors(last.param):
+            written = form.thinking.grammar(as_lark(last.kind, last.source), special_ids)
+            grammar = yield from compiler.compiling("lark", written)
+    return CompiledForm(grammar, tuple(relaxed))
 
 
-async def _refused_at(param: str, work: Awaitable[Result]) -> Result:
-    """What the work for a field makes. Raises InvalidRequest naming the path in it."""
+@contextmanager
+def _named_errors(param: str) -> Iterator[None]:
+    """Raise errors of the block as InvalidRequest naming the path in a field."""
     try:
-        return await work
-    except GrammarError as error:
+        yield
+    except (GrammarError, GrammarBudgetError) as error:
         path = ".".join((param, *error.path))
         raise InvalidRequest(f"Invalid value for '{path}': {error}.", param=path) from error
 
 
-async def calling_of(
-    body: ChatCompletionRequest, tokenizer: ChatTokenizer, compilations: Compilations
-) -> Calling | None:
+def _functions(body: ChatCompletionRequest) -> list[Function]:
     """The functions that the answer may call. Raises InvalidRequest."""
-    tools, choice = body.tools, body.tool_choice
-    if tools is None and choice not in (None, "none"):
+    if body.tools is None and body.tool_choice not in (None, "none"):
         raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
-    if tools is None or choice == "none":
-        return None
-    schemas: dict[str, Mapping[str, JsonValue]] = {}
-    relaxed: list[str] = []
-    for position, tool in enumerate(tools):
-        name, schema = tool.function.name, tool.function.parameters or _NO_ARGUMENTS
-        if name in schemas:
+    functions = [tool.function for tool in body.callable_tools]
+    names = [function.name for function in functions]
+    for position, name in enumerate(names):
+        if name in names[:position]:
             param = f"tools.{position}.function.name"
             raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
-        param, strict = f"tools.{position}.function.parameters", tool.function.strict is True
-        steps = partial(compilations.compiler.fitting, schema, strict=strict)
-        fitting = compilations.result("strict" if strict else "fitting", schema, steps)
-        schemas[name], dropped = await _refused_at(param, fitting)
-        relaxed += [".".join((param, *path)) for path in dropped]
-    traits = tokenizer.traits(with_tools=True)
+    return functions
+
+
+def _chosen(body: ChatCompletionRequest) -> str | None:
+    """The function that `tool_choice` names. Raises InvalidRequest."""
+    if not isinstance(body.tool_choice, ToolChoice):
+        return None
+    name = body.tool_choice.function.name
+    if all(tool.function.name != name for tool in body.tools or ()):
+        raise InvalidRequest(f"Invalid value for 'tool_choice': 'tools' has no function {name!r}.", param="tool_choice")
+    return name
+
+
+def _calling(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Calling:
+    """How the answer calls functions."""
+    traits, choice = tokenizer.traits(with_tools=True), body.tool_choice
     parallel = traits.calls != "one" if body.parallel_tool_calls is None else body.parallel_tool_calls
-    if isinstance(choice, ToolChoice):
-        if choice.function.name not in schemas:
-            raise InvalidRequest(
-                f"Invalid value for 'tool_choice': 'tools' has no function {choice.function.name!r}.",
-                param="tool_choice",
-            )
-        schemas, parallel = {choice.function.name: schemas[choice.function.name]}, False
     return Calling(
         traits.form or HERMES,
-        schemas,
         must=choice not in (None, "auto"),
-        parallel=parallel,
+        parallel=parallel and not isinstance(choice, ToolChoice),
         short_ids=traits.short_ids,
-        relaxed=tuple(relaxed),
     )
 
 
-async def _with_calls(
-    constraints: list[Constraint], calling: Calling, tokenizer: ChatTokenizer, compilations: Compilations
-) -> Constraint:
-    """One constraint for answers that call functions, and for those that do not."""
-    schema: dict[str, JsonValue] | None = None
-    for constraint in constraints:
-        if constraint.kind != "json_schema" or not isinstance(constraint.source, dict):
-            raise InvalidRequest(f"'{constraint.param}' cannot be honoured beside 'tools'.", param=constraint.param)
-        await compiled(constraint, compilations)
-        schema = constraint.source
-    written = await _refused_at("tools", compilations.taken(calling.grammar(schema, tokenizer.special_ids)))
-    return Constraint("tools", "lark", written)
-
-
-def _constraints(body: CompletionFields) -> list[Constraint]:
-    """All constraints that a request sets, by any field."""
+def _constraints(body: CompletionFields) -> Iterator[Constraint]:
+    """All constraints that a request sets, by any field. Raises InvalidRequest for a schema whose text is no JSON."""
     structured = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
         message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
@@ -154,15 +189,10 @@ def _constraints(body: CompletionFields) -> list[Constraint]:
         ("regex", "regex", body.regex),
         ("ebnf", "grammar", body.ebnf),
     ]
-    return [Constraint(*field) for field in fields if field[-1] is not None]
-
-
-async def _parsed(constraint: Constraint, compilations: Compilations) -> Constraint:
-    """The constraint with a schema, which may be sent as text."""
-    param, kind, source = constraint
-    if kind != "json_schema" or not isinstance(source, str):
-        return constraint
-    return Constraint(param, kind, await compilations.off_loop(partial(parsed_json, source, param)))
+    for param, kind, source in fields:
+        if source is not None:
+            is_text = kind == "json_schema" and isinstance(source, str)
+            yield Constraint(param, kind, parsed_json(source, param) if is_text else source)
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:

@@ -23,7 +23,7 @@ from drafters.network.config import DrafterConfig
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
-from service.api.request_builder import render
+from service.api.prompts import render
 from service.api.schemas import ChatMessage, ChatTemplateFields, text_of
 from service.assembly import device_of, load_target
 from service.config import ServiceConfig

@@ -3,20 +3,16 @@ each request a budget, and no sender learns from the time it takes what others c
 
 import asyncio
 import hashlib
-import json
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from pydantic import JsonValue
-
-from service.text.grammars import STACK_BYTES, GrammarCompiler, GrammarError, Result, Steps
+from service.text.grammars import STACK_BYTES, GrammarBudgetError, GrammarCompiler, Result, Steps
 
 _THREADS = 2  # so that one sender's longest compilation, which nothing interrupts, does not stop all others
 _SLICE_SECONDS = 0.05
@@ -30,17 +26,17 @@ _MAX_CACHED = 256  # grammars
 _MAX_CACHED_CHARACTERS = 2**20  # of their sources; compiled, a character takes about 100 bytes
 
 
-class OffLoop(Protocol):
-    """Calls a function in another thread, which does not wait for those of the pool."""
-
-    async def __call__(self, call: Callable[[], Result]) -> Result: ...
-
-
-class _Source(NamedTuple):
-    """What is compiled, short."""
+class Source(NamedTuple):
+    """Digest and length of what is compiled."""
 
     digest: str
     size: int  # characters
+
+    @staticmethod
+    def of(value: object) -> "Source":
+        """The source of a value, by its `repr`."""
+        written = repr(value)
+        return Source(hashlib.blake2b(written.encode(), digest_size=16).hexdigest(), len(written))
 
 
 class Turns:
@@ -57,36 +53,61 @@ class Turns:
 class GrammarPool:
     """The threads, the turns of senders, and what was compiled, by scope. Used on the event loop only."""
 
-    def __init__(self, compiler: GrammarCompiler, off_loop: OffLoop) -> None:
-        self.compiler = compiler
-        self.off_loop = off_loop
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self.turns = Turns()  # of compiling
+        self._turns = Turns()
         self._cached: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()  # by scope and digest
 
-    def of_request(self, account: str, scope: str) -> "Compilations":
-        """The compilations of one request. `account`: whose turn it takes; `scope`: who shares what is compiled."""
-        return Compilations(self, account, scope)
+    async def result(
+        self, account: str, scope: str, source: Source, steps: Callable[[GrammarCompiler], Steps[Result]]
+    ) -> Result:
+        """Compile a source in steps, or find what this scope compiled of it. `account`: whose turn it takes; `scope`:
+        who shares the result. Raises what the steps raise; a cancelled call takes no further steps."""
+        key = scope, source.digest
+        if (found := self._find(key)) is None:
+            async with self._turns.of(account):
+                if (found := self._find(key)) is None:  # made meanwhile
+                    found = await self._taken(steps(self._compiler))
+                    self._keep(key, source.size, found)
+        result: Result = found
+        return result
 
-    def find(self, scope: str, digest: str) -> Any:
-        """What the scope compiled; None: nothing of this digest."""
-        found, _ = self._cached.get((scope, digest), (None, 0))
+    def _find(self, key: tuple[str, str]) -> Any:
+        found, _ = self._cached.get(key, (None, 0))
         if found is not None:
-            self._cached.move_to_end((scope, digest))
+            self._cached.move_to_end(key)
         return found
 
-    def keep(self, scope: str, source: _Source, compiled: object) -> None:
+    def _keep(self, key: tuple[str, str], size: int, compiled: object) -> None:
         """Keep what a scope compiled; where there is too much, the scope with the most loses its oldest."""
-        self._cached[scope, source.digest] = compiled, max(source.size, _MAX_CACHED_CHARACTERS // _MAX_CACHED)
+        self._cached[key] = compiled, max(size, _MAX_CACHED_CHARACTERS // _MAX_CACHED)
         held = Counter[str]()
-        for (owner, _), (_, size) in self._cached.items():
-            held[owner] += size
+        for (owner, _), (_, each) in self._cached.items():
+            held[owner] += each
         while held.total() > _MAX_CACHED_CHARACTERS:
             [(most, _)] = held.most_common(1)
             oldest = next(key for key in self._cached if key[0] == most)
             held[most] -= self._cached.pop(oldest)[1]
 
-    async def advance(self, steps: Steps[Result]) -> tuple[bool, float, Any]:
+    async def _taken(self, steps: Steps[Result]) -> Result:
+        """Take all steps within the budget of a request. Raises GrammarBudgetError, through the steps, beyond it."""
+        left_seconds = _REQUEST_SECONDS
+        with closing(steps):
+            while left_seconds > 0:
+                is_complete, seconds, result = await self._advance(steps)
+                left_seconds -= seconds
+                if is_complete:
+                    taken: Result = result
+                    return taken
+                await asyncio.sleep(PAUSE_SHARE * seconds)
+            error = GrammarBudgetError(
+                f"the grammars of a request may take {_REQUEST_SECONDS:.0f} seconds, and these take more"
+            )
+            steps.throw(error)  # they name the field
+            raise error
+
+    async def _advance(self, steps: Steps[Result]) -> tuple[bool, float, Any]:
         """Take steps for a slice of time. Returns whether they are complete, the seconds of a core, and the result."""
         before = threading.stack_size(STACK_BYTES)  # of a thread that the pool may start
         try:
@@ -100,46 +121,6 @@ class GrammarPool:
             raise
 
 
-class Compilations:
-    """What one request compiles, within its budget. A request that is cancelled takes no further steps."""
-
-    def __init__(self, pool: GrammarPool, account: str, scope: str) -> None:
-        self.compiler = pool.compiler
-        self.off_loop = pool.off_loop
-        self._pool = pool
-        self._account = account
-        self._scope = scope
-        self._left_seconds = _REQUEST_SECONDS
-
-    async def result(self, named: str, source: JsonValue, steps: Callable[[], Steps[Result]]) -> Result:
-        """Take the steps that make something of a source, or find what its scope made of it. `named`: what is made.
-        Raises GrammarError, also where the budget is used up."""
-        key = await self.off_loop(partial(_source, named, source))
-        if (found := self._pool.find(self._scope, key.digest)) is None:
-            async with self._pool.turns.of(self._account):
-                if (found := self._pool.find(self._scope, key.digest)) is None:  # made meanwhile
-                    found = await self._taken(steps())
-                    self._pool.keep(self._scope, key, found)
-        result: Result = found
-        return result
-
-    async def taken(self, steps: Steps[Result]) -> Result:
-        """Take all steps, in the account's turn. Raises GrammarError where the budget is used up."""
-        async with self._pool.turns.of(self._account):
-            return await self._taken(steps)
-
-    async def _taken(self, steps: Steps[Result]) -> Result:
-        with closing(steps):
-            while self._left_seconds > 0:
-                is_complete, seconds, result = await self._pool.advance(steps)
-                self._left_seconds -= seconds
-                if is_complete:
-                    taken: Result = result
-                    return taken
-                await asyncio.sleep(PAUSE_SHARE * seconds)
-        raise GrammarError(f"the grammars of a request may take {_REQUEST_SECONDS:.0f} seconds, and these take more")
-
-
 def _advanced(steps: Steps[Result]) -> tuple[bool, float, Result | None]:
     began = time.thread_time()
     try:
@@ -148,8 +129,3 @@ def _advanced(steps: Steps[Result]) -> tuple[bool, float, Result | None]:
     except StopIteration as end:
         return True, time.thread_time() - began, end.value
     return False, seconds, None
-
-
-def _source(named: str, source: JsonValue) -> _Source:
-    written = f"{named} {json.dumps(source)}"
-    return _Source(hashlib.blake2b(written.encode(), digest_size=16).hexdigest(), len(written))

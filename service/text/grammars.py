@@ -112,6 +112,12 @@ class GrammarError(ValueError):
         self.path = path
 
 
+class GrammarBudgetError(Exception):
+    """A request has used up its time to compile. It is no GrammarError, for which parts of a schema are left out."""
+
+    path: tuple[str, ...] = ()
+
+
 def finished(steps: Steps[Result]) -> Result:
     """Take all steps at once."""
     while True:

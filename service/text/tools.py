@@ -17,24 +17,28 @@ _TEXT = "TEXT: /(.|\\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """The functions that an answer may, or must, call."""
+    """How an answer may, or must, call functions."""
 
     form: ToolForm
-    schemas: Mapping[str, Mapping[str, JsonValue]]  # of arguments, by function
     must: bool = False
     parallel: bool = True
     short_ids: bool = False  # whether the ids of calls must have nine letters and digits
-    relaxed: tuple[str, ...] = ()  # paths of the request that the grammar does not enforce
 
-    def grammar(self, answer: Mapping[str, JsonValue] | None, special_ids: Mapping[str, int]) -> Steps[str]:
-        """Write the answer's grammar in Lark, a function in each step. `answer`: the schema of an answer without calls;
-        None: any text. `special_ids`: token ids of strings that are special tokens."""
+    def grammar(
+        self,
+        schemas: Mapping[str, Mapping[str, JsonValue]],
+        answer: Mapping[str, JsonValue] | None,
+        special_ids: Mapping[str, int],
+    ) -> Steps[str]:
+        """Write the answer's grammar in Lark, a function in each step. `schemas`: of arguments, by function; `answer`:
+        the schema of an answer without calls, None: any text; `special_ids`: token ids of strings that are special
+        tokens."""
         form = self.form
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
         trigger = f"<[{special_ids[form.trigger]}]>" if form.trigger in special_ids else _literal(form.trigger)
         objects = []
-        for name, schema in self.schemas.items():
+        for name, schema in schemas.items():
             yield
             objects.append(json_rule(self._call_of(name, schema)))
         lines = [f"call: {' | '.join(objects)}", f"calls: {rest}", _TEXT]

@@ -2,15 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from service.text.grammars import GrammarCompiler
 from tests.service.api.client import ASK, CHAT, RESPONSES, Body, Message, app_of, call_raw, client_of, error_of
-from tests.service.scripted import ScriptedEngine, runtime_of, say
+from tests.service.scripted import CARD, ScriptedEngine, runtime_of, say
 
 DEPTH = 100
+
+
+@pytest.fixture(autouse=True)
+def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the functions that are sent: a prompt that is too long is refused before anything is compiled."""
+    monkeypatch.setattr("tests.service.scripted.CARD", replace(CARD, max_model_len=2**15))
 
 
 def hostile(name: str) -> Body:

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from service.api.raw_prompts import encode_prompts
+from service.api.prompts import encode_prompts
 from service.api.schemas import CompletionRequest
 from service.engine.requests import GenerationRequest, TokenLogprob
 from service.text.tokenizer import ChatTokenizer

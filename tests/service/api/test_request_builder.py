@@ -244,7 +244,8 @@ async def test_harmless_values_are_accepted() -> None:
         ({"messages": [CALLED]}, "messages.0.tool_calls.0.function.arguments"),
     ],
 )
-async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
+async def test_refusals_name_the_field(fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.service.scripted.CARD", replace(CARD, max_model_len=1024))  # room for functions
     engine = ScriptedEngine(say("x"))
     response = await post(engine, **fields)
     error = error_of(response)

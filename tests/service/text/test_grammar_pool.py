@@ -1,33 +1,30 @@
 """Senders take turns in compiling, within a budget for each request; what is compiled is kept for its scope alone."""
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from service.text import grammar_pool
-from service.text.grammar_pool import Compilations, GrammarPool
-from service.text.grammars import Grammar, GrammarError, Steps
+from service.text.grammar_pool import GrammarPool, Source
+from service.text.grammars import Grammar, GrammarBudgetError, GrammarCompiler, GrammarError, Steps
 from tests.service.text.grammar_parts import COMPILER
-
-
-async def off_loop(call: Any) -> Any:
-    return await asyncio.to_thread(call)
 
 
 @pytest.fixture
 async def pool() -> GrammarPool:
-    return GrammarPool(COMPILER, off_loop)
+    return GrammarPool(COMPILER)
 
 
 class Work:
-    """Work without an end until it is asked to stop, which counts its steps and who does it at once."""
+    """Work without an end until `ends` is set, which counts its steps and how many do it at once."""
 
     def __init__(self) -> None:
         self.at_once, self.most_at_once, self.num_steps, self.num_begun, self.ends = 0, 0, 0, 0, False
 
-    def steps(self) -> Steps[str]:
+    def steps(self, compiler: GrammarCompiler) -> Steps[str]:
         self.num_begun += 1
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -44,19 +41,21 @@ class Work:
             await asyncio.sleep(0.001)
 
 
-def begun(compilations: Compilations, work: Work, source: str = "x") -> "asyncio.Task[str]":
-    return asyncio.create_task(compilations.result("regex", source, work.steps))
+def begun(pool: GrammarPool, account: str, work: Work, source: str = "x", scope: str = "") -> "asyncio.Task[str]":
+    return asyncio.create_task(pool.result(account, scope or account, Source.of(source), work.steps))
+
+
+async def compiled(pool: GrammarPool, kind: Any, source: Any) -> Grammar:
+    steps = partial(GrammarCompiler.compiling, kind=kind, source=source)
+    return await pool.result("d", "d", Source.of(source), steps)
 
 
 async def test_a_sender_of_many_has_one_turn_and_others_compile_meanwhile(pool: GrammarPool) -> None:
     hostile = {name: Work() for name in "abc"}
-    tasks = [
-        begun(pool.of_request(name, name), work, source) for name, work in hostile.items() for source in "stuvwxyz"
-    ]
+    tasks = [begun(pool, name, work, source) for name, work in hostile.items() for source in "stuvwxyz"]
     for work in hostile.values():
         await work.has_begun()
-    other = pool.of_request("d", "d")
-    await other.result("regex", "[a-c]", lambda: COMPILER.compiling("regex", "[a-c]"))
+    await compiled(pool, "regex", "[a-c]")
     assert not any(task.done() for task in tasks)
     assert [work.most_at_once for work in hostile.values()] == [1, 1, 1]
     for work in hostile.values():
@@ -67,18 +66,18 @@ async def test_a_sender_of_many_has_one_turn_and_others_compile_meanwhile(pool: 
 
 async def test_equal_ones_that_arrive_together_are_compiled_once_in_each_scope(pool: GrammarPool) -> None:
     own, others = Work(), Work()
-    tasks = [begun(pool.of_request("a", "a"), own) for _ in range(8)] + [begun(pool.of_request("b", "b"), others)]
+    tasks = [begun(pool, "a", own) for _ in range(8)] + [begun(pool, "b", others)]
     await own.has_begun()
     await others.has_begun()
     own.ends = others.ends = True
     await asyncio.gather(*tasks)
-    await begun(pool.of_request("c", "a"), own)  # another sender of the scope
+    await begun(pool, "c", own, scope="a")
     assert (own.num_begun, others.num_begun) == (1, 1)
 
 
-async def test_who_leaves_ends_the_work_and_takes_it_from_no_one(pool: GrammarPool) -> None:
+async def test_a_sender_that_leaves_ends_its_work_and_no_other(pool: GrammarPool) -> None:
     work = Work()
-    leaves, stays = (begun(pool.of_request("a", "a"), work) for _ in range(2))
+    leaves, stays = (begun(pool, "a", work) for _ in range(2))
     await work.has_begun()
     leaves.cancel()
     await asyncio.wait([leaves])
@@ -87,28 +86,25 @@ async def test_who_leaves_ends_the_work_and_takes_it_from_no_one(pool: GrammarPo
     work.ends = True
     assert await stays == "made"
     steps = work.num_steps
-    await begun(pool.of_request("b", "b"), work)
+    await begun(pool, "b", work)
     assert (leaves.cancelled(), work.at_once, work.num_steps) == (True, 0, steps)
 
 
-async def test_the_budget_is_one_for_all_that_a_request_compiles(
-    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_has_a_budget(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_pool, "_REQUEST_SECONDS", 0.01)
-    request = pool.of_request("a", "a")
-    for _ in range(2):
-        with pytest.raises(GrammarError, match="seconds"):
-            await begun(request, Work())
     work = Work()
+    with pytest.raises(GrammarBudgetError, match="seconds"):
+        await begun(pool, "a", work)
+    assert work.at_once == 0
     work.ends = True
-    assert await begun(pool.of_request("a", "a"), work) == "made"
+    assert await begun(pool, "a", work) == "made"
 
 
 async def test_what_is_kept_is_bounded_and_the_scope_with_the_most_loses_first(pool: GrammarPool) -> None:
     async def made(scope: str, source: str) -> int:
         work = Work()
         work.ends = True
-        await begun(pool.of_request(scope, scope), work, source)
+        await begun(pool, scope, work, source)
         return work.num_begun
 
     assert await made("b", "x") == 1
@@ -123,19 +119,15 @@ async def test_what_is_kept_is_bounded_and_the_scope_with_the_most_loses_first(p
 
 def test_a_chain_of_references_does_not_fill_the_stack() -> None:
     async def compile_all() -> None:
-        request = GrammarPool(COMPILER, off_loop).of_request("a", "a")
+        pool = GrammarPool(COMPILER)
         rules = "\n".join(f'r{n}: "a" r{n + 1} | "b"' for n in range(7000))
         names = [f"r{n}" for n in range(1900)]
         chain = {one: {"properties": {"a": {"$ref": f"#/$defs/{other}"}}} for one, other in pairwise(names)}
         schema: Any = {"$ref": "#/$defs/r0", "$defs": {**chain, names[-1]: {"type": "null"}}}
-        await _compiled(request, "lark", f'start: r0\n{rules}\nr7000: "c"')
-        await _compiled(request, "json_schema", schema)
+        await compiled(pool, "lark", f'start: r0\n{rules}\nr7000: "c"')
+        await compiled(pool, "json_schema", schema)
 
     asyncio.run(compile_all())
-
-
-async def _compiled(request: Compilations, kind: Any, source: Any) -> Grammar:
-    return await request.result(kind, source, lambda: COMPILER.compiling(kind, source))
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,20 @@ def test_the_form_is_what_the_template_teaches() -> None:
     assert form_of('{% if tools %}{"name": ..., "parameters": ...}') is LLAMA_3
 
 
-def accepts(calling: Calling, text: str, answer: dict[str, JsonValue] | None = None) -> bool:
-    return matches(COMPILER.compile("lark", finished(calling.grammar(answer, TOKENIZER.special_ids))), text)
+def accepts(
+    calling: Calling,
+    text: str,
+    answer: dict[str, JsonValue] | None = None,
+    schemas: dict[str, dict[str, JsonValue]] = SCHEMAS,
+) -> bool:
+    written = finished(calling.grammar(schemas, answer, TOKENIZER.special_ids))
+    return matches(COMPILER.compile("lark", written), text)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_may_be_called_and_how(form: ToolForm) -> None:
     one, two = form.written([NOW]), form.written([Call("weather", '{"city": "Rome"}'), NOW])
-    may = Calling(form, SCHEMAS)
+    may = Calling(form)
     must, single = replace(may, must=True), replace(may, parallel=False)
     for calling in (may, must):
         assert accepts(calling, one)
@@ -108,7 +114,7 @@ def test_what_may_be_called_and_how(form: ToolForm) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_beside_a_schema_an_answer_calls_or_is_of_that_form(form: ToolForm) -> None:
     schema: dict[str, JsonValue] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    calling = Calling(form, SCHEMAS)
+    calling = Calling(form)
     assert accepts(calling, '{"a": 3}', schema)
     assert accepts(calling, form.written([NOW]), schema)
     assert not accepts(calling, "Hello.", schema)
@@ -127,10 +133,11 @@ def test_schemas_may_refer_to_their_definitions(form: ToolForm) -> None:
         }
         for name in ("go", "count")
     }
-    calling = Calling(form, schemas)
-    assert accepts(calling, form.written([Call("go", '{"to": "there"}'), Call("count", '{"to": 3}')]))
-    assert not accepts(calling, form.written([Call("go", '{"to": 3}')]))
-    assert not accepts(calling, form.written([Call("count", '{"to": "there"}')]))
+    calling = Calling(form)
+    both = form.written([Call("go", '{"to": "there"}'), Call("count", '{"to": 3}')])
+    assert accepts(calling, both, schemas=schemas)
+    for call in (Call("go", '{"to": 3}'), Call("count", '{"to": "there"}')):
+        assert not accepts(calling, form.written([call]), schemas=schemas)
 
 
 def test_a_template_without_tools_gets_them_in_words() -> None:

@@ -1,12 +1,24 @@
-"""The prompts of `/v1/completions`: the client's own, or with `suffix` a text with a gap, written as the model was
-trained to fill it (fill in the middle)."""
+"""The texts of a body as token ids: conversations by the model's chat template, and the prompts of `/v1/completions`,
+which with `suffix` are texts with a gap, written as the model was trained to fill it (fill in the middle)."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from service.api.schemas import CompletionFields, CompletionRequest, Prediction, text_of
+from pydantic import JsonValue
+
+from service.api.schemas import (
+    ChatMessage,
+    ChatTemplateFields,
+    CompletionFields,
+    CompletionRequest,
+    Prediction,
+    ToolCall,
+    ToolDefinition,
+    text_of,
+)
 from service.errors import InvalidRequest
 from service.runtime import ModelCard
+from service.text.chat_template import Traits, past_arguments
 from service.text.tokenizer import ChatTokenizer
 
 _LAYOUTS = (
@@ -26,6 +38,62 @@ _ENDS = frozenset(
 """Control tokens that models write where a filled gap ends: of fill in the middle, of the text's end, of the next
 file."""
 _ANCHOR = "\u263a"  # a character that joins with no other one to a token
+
+
+def render(
+    messages: list[ChatMessage],
+    body: ChatTemplateFields,
+    tokenizer: ChatTokenizer,
+    tools: Sequence[ToolDefinition] = (),
+    most_tokens: int | None = None,
+) -> list[int]:
+    """The tokens of a conversation by the model's chat template, refused early beyond `most_tokens`. Raises
+    InvalidRequest."""
+    if body.continue_final_message and body.add_generation_prompt:
+        reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
+        raise InvalidRequest(reason, param="continue_final_message")
+    traits = tokenizer.traits(with_tools=bool(tools))
+    return tokenizer.render_chat(
+        [_for_template(message, f"messages.{index}", traits) for index, message in enumerate(messages)],
+        tools=[tool.model_dump(exclude_none=True, mode="json") for tool in tools],
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+        chat_template_kwargs=body.chat_template_kwargs,
+        most_tokens=most_tokens,
+    )
+
+
+def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str, JsonValue]:
+    """A message in the form of chat templates. Raises InvalidRequest."""
+    content = message.content if message.content is not None else message.refusal
+    thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if content is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
+        param = f"{param}.content"
+        raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
+    if message.tool_calls and message.role != "assistant":
+        param = f"{param}.tool_calls"
+        raise InvalidRequest(f"Invalid value for '{param}': only an assistant calls.", param=param)
+    if message.role == "tool" and message.tool_call_id is None:
+        param = f"{param}.tool_call_id"
+        raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
+    # 'developer' is OpenAI's newer name of 'system'; templates know the older one.
+    plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
+    plain["content"] = "" if content is None else text_of(content)
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
+    plain |= {name: value for name, value in optional.items() if value is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _past_call(call, f"{param}.tool_calls.{n}.function.arguments", traits)
+            for n, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
+    """A call of an earlier turn, with its arguments in the form that the template takes. Raises InvalidRequest."""
+    text, parsed = past_arguments(call.function.arguments, param)
+    arguments = parsed if traits.arguments == "object" else text
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def encode_prompts(
