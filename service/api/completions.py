@@ -19,8 +19,8 @@ from service.api.settings import Server
 from service.api.sse import EventStream, collect, events, json_response, unless_client_gone
 from service.engine.requests import FinishReason, SequenceOutput, TokenLogprob
 from service.runtime import ModelCard
+from service.text.answers import AnswerReader, Piece
 from service.text.tokenizer import ChatTokenizer, IncrementalDetokenizer
-from service.text.tools import AnswerReader, Piece
 
 # JSON has no infinity; OpenAI's servers send this number instead.
 _LOWEST_LOGPROB = -9999.0

@@ -15,7 +15,7 @@ from service.api.schemas import StreamOptions
 from service.engine.requests import SequenceOutput, SpeculationRecord, Timings
 from service.errors import RequestError
 from service.runtime import ModelCard
-from service.text.thinking import ThoughtTokens
+from service.text.answers import ThoughtTokens
 from service.text.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 Json = dict[str, JsonValue]
@@ -205,7 +205,7 @@ class Reply(ABC):
             self._traced[number] = self._detokenizer(number)
         texts = [self._traced[number].push(token) for token in output.token_ids]
         if output.finish_reason is not None and texts:
-            texts[-1] += self._traced[number].flush()
+            texts[-1] += self._traced[number].held
         return texts
 
     def _head(self, object_name: str) -> Json:

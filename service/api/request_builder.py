@@ -27,10 +27,9 @@ from service.door import OutputStream
 from service.engine.requests import GenerationRequest, Scope, SequenceOutput, SpeculationParams
 from service.errors import InvalidRequest, NotFound
 from service.sampling_params import SamplingParams, sampling_params
+from service.text.answers import AnswerReader, CallReader, Thinking, thinks
 from service.text.chat_template import short_id
 from service.text.grammar_pool import Source
-from service.text.thinking import Thinking, thinks
-from service.text.tools import AnswerReader, CallReader
 
 _SEED_RANGE = 2**63  # of seeds drawn at random
 RELAXED_HEADER = "x-adaptree-relaxed"

@@ -13,8 +13,8 @@ from service.api.responses_schemas import INPUT, ClientTools, ResponsesRequest
 from service.engine.requests import FinishReason, SequenceOutput
 from service.errors import RequestError
 from service.runtime import ModelCard
+from service.text.answers import Piece
 from service.text.tokenizer import ChatTokenizer
-from service.text.tools import Piece
 
 
 class _ItemType(NamedTuple):

@@ -16,6 +16,7 @@ from service.api.schemas import (
     ToolChoice,
 )
 from service.errors import InvalidRequest, parsed_json
+from service.text.answers import BEGIN, END, Calling, Thinking
 from service.text.chat_template import HERMES
 from service.text.grammars import (
     Grammar,
@@ -26,9 +27,7 @@ from service.text.grammars import (
     Steps,
     as_lark,
 )
-from service.text.thinking import BEGIN, END, Thinking
 from service.text.tokenizer import ChatTokenizer
-from service.text.tools import Calling
 
 _ANY_OBJECT: JsonValue = {"type": "object"}
 _NO_ARGUMENTS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}

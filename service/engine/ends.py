@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jinja2
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from service.errors import StartupError
-from service.text.special_tokens import control_tokens
+from service.text.tokenizer import TEMPLATE_ERRORS, control_tokens
 
 _GGUF_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_NAMES = frozenset(
@@ -26,14 +25,10 @@ _TURNS = [
 
 
 def end_token_ids(
-    config: PreTrainedConfig,
-    generation: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    gguf_ids: Iterable[int] = (),
+    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Ids that end an answer: all that are named. `gguf_ids`: those of a GGUF file. Raises StartupError where there is
-    none."""
-    ids = set(gguf_ids)
+    """Ids that end an answer: all that are named. Raises StartupError where there is none."""
+    ids = set[int]()
     for source in (config, config.get_text_config(), generation):
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
@@ -70,7 +65,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, control: Mapping[str, int])
         return None
     try:
         whole, ended = (str(tokenizer.apply_chat_template(_TURNS[:count], tokenize=False)) for count in (3, 2))
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+    except TEMPLATE_ERRORS:
         return None  # a template of another kind of conversation; the files' own ends hold
     opening, _, rest = whole.partition(_FIRST)
     between = rest.partition(_ANSWER)[2].partition(_SECOND)[0]

@@ -6,8 +6,7 @@ the start, as a model that passes over it would compute something else.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -83,19 +82,15 @@ class Metadata:
             )
 
 
-def _nothing_more(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How the files of one architecture differ from Llama's."""
 
     model_type: str  # in transformers
-    tensors: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    tensors: Mapping[str, str] | None = None
     """Modules of a layer by the names of their tensors, where they differ from `_LAYER`."""
-    more: Callable[[Values, Metadata, GGUFFile], Values] = _nothing_more
-    """Further fields, from those that all have."""
+    more: Callable[[Values, Metadata, GGUFFile], Values] | None = None
+    """Further fields, from those that all architectures have."""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     rotary_part: bool = False  # whether a part of each head may be rotated
     pairs_adjacent: bool = False  # the file has the two numbers that are rotated together side by side
@@ -103,7 +98,7 @@ class Architecture:
 
     def names(self, num_layers: int) -> dict[str, str]:
         """Names in transformers by names in the file, both without `.weight` and `.bias`."""
-        layer = _LAYER | dict(self.tensors)
+        layer = {**_LAYER, **(self.tensors or {})}
         names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
         for index in range(num_layers):
             names |= {f"blk.{index}.{theirs}": f"model.layers.{index}.{ours}" for theirs, ours in layer.items()}
@@ -132,10 +127,8 @@ _GEMMA_NORMS = {
 def config_of(file: GGUFFile) -> PreTrainedConfig:
     """The transformers config of a file. Raises StartupError for an architecture, a key or a value that adaptree does
     not run as llama.cpp does."""
-    architecture, keys = architecture_of(file), Metadata(file)
-    _refuse_longrope(file)
     try:
-        return _config(architecture, keys, file)
+        return _config(architecture_of(file), Metadata(file), file)
     except (TypeError, ArithmeticError, StrictDataclassError) as error:
         raise StartupError(
             f"{file.path.name}: a key has a value of another kind than its name says: {error}"
@@ -143,22 +136,19 @@ def config_of(file: GGUFFile) -> PreTrainedConfig:
 
 
 def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTrainedConfig:
+    for name in (name for name in file.tensors if name.startswith("rope_factors_")):
+        raise StartupError(
+            f"{file.path.name}: tensor {name!r}: rotary positions are scaled by the length of the text (longrope), "
+            "which makes one request's text depend on another's length; use a file for a shorter context"
+        )
     values = _common(architecture, keys, file)
-    values |= architecture.more(values, keys, file)
+    if architecture.more is not None:
+        values |= architecture.more(values, keys, file)
     keys.expect("attention.causal", True)
     keys.expect("expert_count", 0)
     keys.refuse_unread()
     config: PreTrainedConfig = CONFIG_MAPPING[values.pop("model_type", architecture.model_type)](**values)
     return config
-
-
-def _refuse_longrope(file: GGUFFile) -> None:
-    long = [name for name in file.tensors if name.startswith("rope_factors_")]
-    if long:
-        raise StartupError(
-            f"{file.path.name}: tensor {long[0]!r}: rotary positions are scaled by the length of the text (longrope), "
-            "which makes one request's text depend on another's length; use a file for a shorter context"
-        )
 
 
 def architecture_of(file: GGUFFile) -> Architecture:

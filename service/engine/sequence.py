@@ -51,7 +51,7 @@ class TextStream:
         """Remove and return the rest; to be called once, after the last token."""
         self._read()
         if not self._stopped:
-            self._pending += self._detokenizer.flush()
+            self._pending += self._detokenizer.held
             self._search(self._pending)
         return self._cut(len(self._pending))
 

@@ -6,15 +6,17 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import jinja2
 from pydantic import JsonValue
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,8 +24,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from service.errors import InvalidRequest, StartupError
 from service.text.chat_template import Traits, Turn, probe
-from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
 
+_CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>|<(?:start|end)_of_turn>")
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 _CONTEXT = 4  # tokens whose text shows how the next one is decoded
@@ -39,8 +41,7 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.
     "messages",
     "conversations",
 }
-# The errors of operations that templates apply to a client's values: slicing, arithmetic, look-ups.
-_TEMPLATE_ERRORS = (
+TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -49,9 +50,72 @@ _TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-
+"""Raised by operations that templates apply to a client's values: slicing, arithmetic, look-ups."""
 
 _NO_TEMPLATE = Traits(calls="text", results="user", arguments="text")
+
+
+def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
+    """Ids, by name, of the added tokens that are never text: special ones, and those with the form of a control token,
+    which some families do not mark as special."""
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or _CONTROL_NAME.fullmatch(token.content)
+    }
+
+
+class SpecialNames:
+    """The names of special tokens, by number, and an expression that finds the longest of them in a text."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.find = re.compile(_pattern(sorted(self.names))) if self.names else None
+
+
+def _pattern(names: list[str]) -> str:
+    """An expression of sorted names that tries only those that agree with the text so far: some have thousands."""
+    by_first = [
+        re.escape(first) + _pattern([name[1:] for name in some]) if first else ""
+        for first, some in groupby(names, key=lambda name: name[:1])
+    ]
+    if len(by_first) == 1:
+        return by_first[0]
+    return f"(?:{'|'.join(sorted(by_first, key=bool, reverse=True))})"
+
+
+class SpecialTokenGuard:
+    """Replaces names of special tokens in a client's strings by random words, so that the rendered prompt does not
+    contain them as control tokens. A template sees the rest of the strings unchanged."""
+
+    def __init__(self, special: SpecialNames) -> None:
+        self._nonce = secrets.token_hex(12)
+        self._special = special
+        self._find_word = re.compile(self._nonce + r"x(\d+)x")
+        self.hid_something = False
+
+    def hide(self, value: JsonValue) -> JsonValue:
+        """The value with the names in all of its strings replaced."""
+        find = self._special.find
+        if isinstance(value, list):
+            return [self.hide(item) for item in value]
+        if isinstance(value, dict):
+            return {str(self.hide(name)): self.hide(item) for name, item in value.items()}
+        if not isinstance(value, str) or find is None or find.search(value) is None:
+            return value
+        self.hid_something = True
+        return find.sub(lambda match: f"{self._nonce}x{self._special.numbers[match[0]]}x", value)
+
+    def reveal(self, text: str) -> str:
+        """The text with the names in place of their words. Raises InvalidRequest where the template changed a word."""
+        revealed = self._find_word.sub(lambda match: self._special.names[int(match[1])], text)
+        if self._nonce in revealed.lower():
+            raise InvalidRequest(
+                "The messages contain special tokens that this model's chat template cannot keep as text.",
+                param="messages",
+            )
+        return revealed
 
 
 class IncrementalDetokenizer:
@@ -84,7 +148,7 @@ class IncrementalDetokenizer:
 
     @property
     def held(self) -> str:
-        """The text that is held back, as it is if nothing follows."""
+        """The text that is held back, as it is at the end: with U+FFFD for bytes of incomplete characters."""
         return _without(self._shown, self._decode(self._window)) if self._is_open else ""
 
     def num_held_before(self, token_id: int) -> int:
@@ -99,10 +163,6 @@ class IncrementalDetokenizer:
     def push(self, *token_ids: int) -> str:
         """Return the text that these tokens complete; empty while a character is incomplete."""
         return "".join(self._add(token_id) for token_id in token_ids if token_id not in self._hidden)
-
-    def flush(self) -> str:
-        """Return the text still held back, with U+FFFD for bytes of incomplete characters; to be called at the end."""
-        return self.held
 
     def _add(self, token_id: int) -> str:
         """Append a token, and return the text that it completes."""
@@ -337,7 +397,7 @@ class ChatTokenizer:
                 continue_final_message=continue_final_message,
                 **{name: guard.hide(value) for name, value in (chat_template_kwargs or {}).items()},
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             message = f"The chat template refused these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         self.refuse_longer(rendered, most_tokens, "messages")
@@ -359,7 +419,7 @@ class ChatTokenizer:
         """The text of a conversation; empty where the template refuses it."""
         try:
             return self._rendered(turns, tools, add_generation_prompt=turns[-1]["role"] != "assistant")
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return ""
 
     def _encode_guarded(self, rendered: str, guard: SpecialTokenGuard) -> list[int]:

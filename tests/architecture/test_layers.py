@@ -30,15 +30,13 @@ LEAVES = (
     "service.observability.learning_tables",
     "service.observability.metrics",
     "service.observability.metric_tables",
-    "service.text.grammars",
+    "service.text.answers",
+    "service.text.chat_template",
     "service.text.grammar_pool",
+    "service.text.grammars",
     "service.text.json_schemas",
     "service.text.schema_keywords",
     "service.text.tokenizer",
-    "service.text.thinking",
-    "service.text.tools",
-    "service.text.chat_template",
-    "service.text.special_tokens",
 )
 RECORDS = (
     "service.engine.requests",

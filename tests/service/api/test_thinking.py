@@ -7,11 +7,10 @@ import httpx2
 import pytest
 from pydantic import JsonValue
 
+from service.text.answers import AnswerReader, CallReader, Thinking, ThoughtTokens, thinks
 from service.text.chat_template import HERMES, Call
 from service.text.grammars import GrammarKind, as_lark
-from service.text.thinking import Thinking, ThoughtTokens, thinks
 from service.text.tokenizer import ChatTokenizer
-from service.text.tools import AnswerReader, CallReader
 from tests.service.api.client import ASK, client_of, events_of
 from tests.service.scripted import ScriptedEngine, say
 from tests.service.text.grammar_parts import COMPILER, TOKENIZER, matches

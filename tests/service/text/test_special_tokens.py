@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import AddedToken
 
-from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.tokenizer import SpecialNames, SpecialTokenGuard, control_tokens
 
 NAMES = [
     "<a>",

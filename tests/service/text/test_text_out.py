@@ -53,7 +53,7 @@ def check_any(tokenizer: ChatTokenizer, random: Random) -> None:
         assert expected.startswith(shown), (prompt, answer)
         held = detokenizer.held
         assert shown + held == defined(tokenizer, prompt, answer[:start], skip=skip) or "\ufffd" in shown + held
-    assert shown + detokenizer.flush() == expected, (prompt, answer)
+    assert shown + detokenizer.held == expected, (prompt, answer)
 
 
 def check_kind(kind: str, cases: int, seed: int) -> None:
@@ -97,7 +97,7 @@ def test_offsets_never_go_back(kind: str) -> None:
             before, last = last, sent + detokenizer.num_held_before(token)
             assert before <= last
             sent += len(detokenizer.push(token))
-        assert last <= sent + len(detokenizer.flush())
+        assert last <= sent + len(detokenizer.held)
 
 
 async def test_tokens_of_a_completion_join_to_the_text_that_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ async def test_tokens_of_a_completion_join_to_the_text_that_is_sent(monkeypatch:
             last = place == len(answer) - 1
             output = step(request, 0, "", "stop" if last else None)
             scored = (TokenLogprob(token, -1.0, 1, ()),)
-            text = detokenizer.push(token) + (detokenizer.flush() if last else "")
+            text = detokenizer.push(token) + (detokenizer.held if last else "")
             prompt_scores = () if place else scores
             yield [replace(output, token_ids=(token,), text=text, logprobs=scored, prompt_logprobs=prompt_scores)]
 
@@ -148,7 +148,7 @@ def test_bytes_become_characters_when_they_are_complete_or_no_character() -> Non
     detokenizer = PIECES.detokenizer(True, [letter])
     pieces = [detokenizer.push(token) for token in (*sun, letter, newline, letter, wrong, sun[0], letter)]
     assert pieces == ["", "", "", "日a", "", "\na", "", "", "\ufffd\ufffda"]
-    assert [detokenizer.push(sun[0]), detokenizer.flush()] == ["", "\ufffd"]
+    assert [detokenizer.push(sun[0]), detokenizer.held] == ["", "\ufffd"]
 
 
 def stream(tokenizer: ChatTokenizer, *stop: str, min_tokens: int = 0) -> TextStream:

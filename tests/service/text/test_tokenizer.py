@@ -139,13 +139,13 @@ def test_detokenizing_token_by_token_gives_the_same_text(text: str, skip: bool) 
     detokenizer = TOKENIZER.detokenizer(skip)
     pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text)]
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
-    assert "".join(pieces) + detokenizer.flush() == text
+    assert "".join(pieces) + detokenizer.held == text
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.booleans())
 def test_bytes_that_are_no_characters_come_out_as_in_one_piece(ids: list[int], skip: bool) -> None:
     detokenizer = TOKENIZER.detokenizer(skip)
-    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.held
     assert text == TOKENIZER.decode(ids, skip_special_tokens=skip)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
+from service.text.answers import AnswerReader, Calling, CallReader, Piece
 from service.text.chat_template import HERMES, LLAMA_3, MISTRAL, Call, ToolForm, Traits, form_of
 from service.text.grammars import finished
-from service.text.tools import AnswerReader, Calling, CallReader, Piece
 from tests.service.text.grammar_parts import COMPILER, TOKENIZER, matches
 
 ROME, NOW = Call("weather", '{"city": "Ro}\\"m{e", "days": [1, {"a": null}]}'), Call("now", "{}")
