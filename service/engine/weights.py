@@ -104,7 +104,7 @@ class Described:
 def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
     """Read and check a model's configuration and tokenizer. `unverified`: also take a family whose scores no test
     compares. Raises StartupError naming what is wrong and what to do."""
-    path, generation, gguf_ids = gguf_file(name), None, frozenset[int]()
+    path, generation = gguf_file(name), None
     options = {"revision": revision or "main", "trust_remote_code": False}
     with _naming(name):
         file = None if path is None else open_gguf(path)
@@ -113,12 +113,12 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
         refuse_unverified(config.get_text_config().model_type, allowed=unverified)
         if file is not None:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(file.fields)
-            gguf_ids = gguf_end_ids(file.fields, tokenizer)
+            config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
         else:
             tokenizer = AutoTokenizer.from_pretrained(resolve(name), config=config, **options)
             with suppress(OSError, TypeError):  # the file is optional
                 generation = GenerationConfig.from_pretrained(resolve(name), revision=options["revision"])
-        return Described(config, tokenizer, end_token_ids(config, generation, tokenizer, gguf_ids), file)
+        return Described(config, tokenizer, end_token_ids(config, generation, tokenizer), file)
 
 
 def load_model(
@@ -136,7 +136,6 @@ def load_model(
     described = describe(name, revision=revision, unverified=unverified)
     with _naming(name):
         if described.file is not None:
-            described.config.eos_token_id = sorted(described.eos_token_ids)
             model = load_gguf(described.file, described.config, dtype, ATTENTION_NAME, in_blocks=in_blocks)
         else:
             model = _from_folder(resolve(name), described.config, dtype, revision or "main")
