@@ -12,10 +12,10 @@ import time
 import torch
 from torch import Tensor
 
-from adaptation.losses import Rows
-from adaptation.monitor import TokenCounts
+from adaptation.feedback import TokenCounts
 from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import State
+from adaptation.trainer import Rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter
 from drafters.network.checkpoint import weights_of, write_weights
 from drafters.regret import SHARE

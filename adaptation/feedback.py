@@ -1,18 +1,24 @@
-"""Filters finished queries: each becomes a training sample, a validation text, or neither.
+"""Filters finished queries: each becomes a training sample, a validation text, or neither; and detects changed traffic.
 
 Requests with `store: false` leave no trace here. Recording costs the engine 1 to 2 % of a step, learnt from or not.
 """
 
 import hashlib
+import math
 import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter
+from torch import Tensor
 
 from adaptation.config import Tuning
-from adaptation.policy import Bandit, QueryReport
+from adaptation.policy import Arm, Bandit, QueryReport, State
 from adaptation.records import QuotaReason
 from adaptation.samples import (
     SampleBuffers,
@@ -34,6 +40,23 @@ _NEGLIGIBLE = 0.01  # queries or positions
 _KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries
 _IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
+_RESTING_SHARE = 1 / 32  # of queries that are recorded while no update promises a gain
+
+_RISE_SLACK = 0.5  # of an unusual score that is forgiven, in standard deviations (k)
+_RISE_THRESHOLD = 8.0  # sum of unusual scores after which traffic counts as changed, in standard deviations (h)
+_MIN_QUERIES = 24  # queries before a score can be called unusual
+_MIN_SCORE_SPREAD = 0.01
+_FARTHEST = 3.0  # clipped deviation: no single query decides
+
+_MOST_TOKENS = 512  # last tokens of an answer that are scored
+_RECENT = 512  # half-life of the recent counts, in tokens
+_MEMORY = 32  # queries in the running mean: tokens surprise less as their counts grow
+_UNSEEN = 0.1  # added to every count (Lidstone smoothing)
+_PRIOR = 1024  # weight of the long-term counts in the recent ones, in tokens (Dirichlet)
+
+_HALF_LIFE = 65_536  # tokens
+_MAX_PER_QUERY = 4  # times that one query may count for a token: no single text decides
+_MIN_STORED = 0.5  # smaller counts are not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +163,141 @@ class Quota:
         self._taken = sum(use.taken for use in uses.values())
 
 
+@dataclass
+class _StoredCounts:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    tokens: list[NonNegativeInt]
+    counts: list[NonNegativeFloat]
+
+
+_STORED_COUNTS = TypeAdapter(_StoredCounts)
+
+
+class TokenCounts:
+    """How often each token of the target occurred in recent answers, with exponential decay."""
+
+    def __init__(self, vocab: int, *, half_life: int = _HALF_LIFE) -> None:
+        """`half_life`: tokens after which an occurrence counts half."""
+        self._counts = torch.zeros(vocab)
+        self._half_life = half_life
+
+    @property
+    def total(self) -> float:
+        """Sum of all counts."""
+        return float(self._counts.sum())
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of one query."""
+        ids, times = torch.tensor(tokens, dtype=torch.int64).unique(return_counts=True)
+        self._counts *= 0.5 ** (len(tokens) / self._half_life)
+        self._counts[ids] += times.clamp(max=_MAX_PER_QUERY)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Counts of these tokens. # tokens [n] int64 -> [n]"""
+        return self._counts[tokens.cpu()]
+
+    def most_frequent(self, size: int) -> Tensor:
+        """The most frequent tokens; among equals the lowest ids, which tokenizers give to frequent tokens.
+        # -> [size] int64, ascending"""
+        return self._counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    def state(self) -> State:
+        """The counts as plain values."""
+        kept = (self._counts >= _MIN_STORED).nonzero()[:, 0]
+        return {"tokens": kept.tolist(), "counts": self._counts[kept].tolist()}
+
+    def restore(self, state: State) -> None:
+        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
+        stored, counts = _STORED_COUNTS.validate_python(state), torch.zeros_like(self._counts)
+        if len(stored.tokens) != len(stored.counts) or max(stored.tokens, default=0) >= counts.shape[0]:
+            raise ValueError("counts of tokens that do not fit this target")
+        counts[torch.tensor(stored.tokens, dtype=torch.int64)] = torch.tensor(stored.counts)
+        self._counts = counts
+
+
+class RisingScores:
+    """Detects that scores of queries rise, by a cumulative sum (Page, 1954). They may fall.
+
+        z = (x - mean) / sd;   S <- max(0, S + z - k);   changed when S > h
+
+    With k = 0.5 and h = 8 unchanged traffic is called changed once in some 20,000 queries, and a shift of one and a
+    half standard deviations is noticed after about eight. Mean and deviation are estimated anew after every change.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Estimate mean and deviation anew."""
+        self._count = 0
+        self._mean = self._variance = self._sum = 0.0
+
+    def observe(self, score: float) -> bool:
+        """Add a finite score. # -> whether the traffic has changed"""
+        if self._count >= _MIN_QUERIES:
+            unusual = (score - self._mean) / max(math.sqrt(self._variance), _MIN_SCORE_SPREAD)
+            self._sum = max(0.0, self._sum + min(max(unusual, -_FARTHEST), _FARTHEST) - _RISE_SLACK)
+        if self._sum > _RISE_THRESHOLD:
+            self.reset()
+            return True
+        self._remember(score)
+        return False
+
+    def _remember(self, score: float) -> None:
+        self._count += 1
+        rate = 1.0 / min(self._count, _MEMORY)
+        distance = score - self._mean
+        self._mean += rate * distance
+        self._variance = (1.0 - rate) * (self._variance + rate * distance * distance)
+
+
+class TrafficMonitor:
+    """Detects changed traffic from two scores of each answer, in nats per token: how surprising it is under the
+    long-term token counts (new tokens), and how much less so under the recent ones (repeated tokens)."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._long_term = TokenCounts(vocab)
+        self._recent = TokenCounts(vocab, half_life=_RECENT)
+        self._is_new, self._is_alike = RisingScores(), RisingScores()
+
+    def observe(self, answer: Sequence[int]) -> bool:
+        """Add an answer. # -> whether recent answers are newer, or more alike, than those before"""
+        tokens = answer[-_MOST_TOKENS:]
+        if not tokens:
+            return False
+        surprise, likeness = self._scores(torch.tensor(tokens))
+        for counts in (self._long_term, self._recent):
+            counts.observe(tokens)
+        is_new, is_alike = self._is_new.observe(surprise), self._is_alike.observe(likeness)
+        if is_new or is_alike:
+            self._is_new.reset()
+            self._is_alike.reset()
+        return is_new or is_alike
+
+    def _scores(self, tokens: Tensor) -> tuple[float, float]:
+        long_term = (self._long_term.of(tokens) + _UNSEEN) / (self._long_term.total + _UNSEEN * self._vocab)
+        recent = (self._recent.of(tokens) + _PRIOR * long_term) / (self._recent.total + _PRIOR)
+        return -float(long_term.log().mean()), float((recent / long_term).log().mean())
+
+
+class RecordingSampler:
+    """Chooses the queries that are recorded: a share of all. `draws` belongs to the engine's thread, `share` to the
+    learning thread."""
+
+    def __init__(self, usual: float, *, least: float = 0.0) -> None:
+        """`usual`: share once there are texts enough; `least`: share that is always recorded."""
+        self.share, self.usual = 1.0, usual
+        self._least = least
+        self._num_begun = 0
+
+    def draws(self) -> bool:
+        """Whether the sequence that begins now is recorded."""
+        self._num_begun += 1
+        return self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
+
+
 @dataclass(frozen=True, slots=True)
 class FilteredQuery:
     """The decision about one query."""
@@ -147,28 +305,44 @@ class FilteredQuery:
     admission: Admission
     text: ValidationText | None  # its text, if it may be scored
     validates: bool  # it is held for validation
+    changed: bool = False  # answers use other words from here on
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The samples of one update."""
+
+    arm: Arm
+    samples: list[TrainingSample]
+    signal: float | None  # mean of the queries; None: a rehearsal in idle time, by no arm's decision
 
 
 class FeedbackFilter:
     """Fills buffers and validation set as quota and policy decide. What is not admitted is neither kept nor scored."""
 
-    def __init__(self, policy: Bandit, quota: Quota, buffers: SampleBuffers, validation: ValidationSet) -> None:
+    def __init__(
+        self,
+        policy: Bandit,
+        quota: Quota,
+        buffers: SampleBuffers,
+        validation: ValidationSet,
+        *,
+        sampler: RecordingSampler,
+        traffic: TrafficMonitor,
+    ) -> None:
         self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
         self.refusals: Counter[str] = Counter()  # by reason of the quota
         self.buffers = buffers
         self.validation = validation
         self.policy = policy
+        self.sampler = sampler
         self._quota = quota
+        self._traffic = traffic
         self._undrafted = UndraftedSignal()
         self._num_without_text = 0
 
-    @property
-    def sees_no_text(self) -> bool:
-        """Whether many queries in a row had no text to score, so that no update can be validated."""
-        return self._num_without_text >= _MANY_WITHOUT_TEXT
-
     def take(self, feedback: QueryFeedback, *, learning: bool, updating: bool = True) -> FilteredQuery:
-        """Take in a finished query. `learning` False: it is only counted; `updating` False: no update will use it
+        """Filter a finished query. `learning` False: it is only counted; `updating` False: no update will use it
         yet."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
@@ -197,7 +371,43 @@ class FeedbackFilter:
         self.decisions[f"{decision.arm or 'skip'}:{decision.reason}"] += 1
         if not admission.admitted:
             self.refusals[admission.reason] += 1
-        return FilteredQuery(admission, text, validates)
+        changed = query.store and self._traffic.observe(query.answer)
+        if changed:
+            self.policy.traffic_changed()
+            self.validation.traffic_changed()
+            self.buffers.clear_replay()
+        return FilteredQuery(admission, text, validates, changed)
+
+    def due(self) -> Lesson | None:
+        """The lesson of the arm whose update is due, if any."""
+        signals = self.buffers.signals
+        arm = self.policy.due(signals)
+        return None if arm is None else Lesson(arm, self.buffers.take(arm), fmean(signals[arm]))
+
+    def rehearsal(self) -> Lesson | None:
+        """A full update on the replay buffer; None: that is empty."""
+        samples = self.buffers.rehearsal()
+        return Lesson("full", samples, None) if samples else None
+
+    def forget(self) -> None:
+        """Weights serve that no update computed: values of arms and buffered samples are about others."""
+        self.policy.traffic_changed()
+        self.buffers.clear()
+
+    def choose_share(self, *, learning: bool, collects: bool, watched: bool) -> None:
+        """Choose the share of queries to record: all to solve for a drafter, to judge with a full validation set and
+        to watch new weights, as far as the ledger covers it; few where nothing is learnt, no update promises a gain, or
+        no query has a text. `collects`: a drafter is solved from texts; `watched`: the served weights are new."""
+        sees_no_text = self._num_without_text >= _MANY_WITHOUT_TEXT
+        promises_nothing = self.policy.resting and self.validation.suffices
+        if collects and learning:
+            hurries = True
+        elif not watched and (not learning or sees_no_text or promises_nothing):
+            self.sampler.share = _RESTING_SHARE
+            return
+        else:
+            hurries = watched or not self.validation.is_full
+        self.sampler.share = 1.0 if hurries and self.policy.covers(0.0) else self.sampler.usual
 
     def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
         """A sample of the admitted positions: rejected ones first, then steps without a drafted block."""
@@ -210,24 +420,9 @@ class FeedbackFilter:
         return replace(sample, signal=sample.signal + missed)
 
 
-class RecordingSampler:
-    """Chooses the queries that are recorded: a share of all. `draws` belongs to the engine's thread, `share` to the
-    learning thread."""
-
-    def __init__(self, usual: float, *, least: float = 0.0) -> None:
-        """`usual`: share once there are texts enough; `least`: share that is always recorded."""
-        self.share, self.usual = 1.0, usual
-        self._least = least
-        self._num_begun = 0
-
-    def draws(self) -> bool:
-        """Whether the sequence that begins now is recorded."""
-        self._num_begun += 1
-        return self._num_begun % round(_IN_A_ROW / max(self.share, self._least)) < _IN_A_ROW
-
-
-def build_filter(tuning: Tuning, policy: Bandit) -> FeedbackFilter:
-    """Build the filter with its quota, buffers and validation set."""
+def build_filter(tuning: Tuning, policy: Bandit, *, vocab: int, least_recorded: float) -> FeedbackFilter:
+    """Build the filter and its parts. `vocab`: size of the target's; `least_recorded`: share of queries that is always
+    recorded."""
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries)
     buffers = SampleBuffers(
         {"head": tuning.head_queries, "full": tuning.full_queries},
@@ -241,4 +436,5 @@ def build_filter(tuning: Tuning, policy: Bandit) -> FeedbackFilter:
         max_texts=tuning.validation_texts,
         rng=random.Random(tuning.seed + 1),
     )
-    return FeedbackFilter(policy, quota, buffers, validation)
+    sampler = RecordingSampler(tuning.recorded_share, least=least_recorded)
+    return FeedbackFilter(policy, quota, buffers, validation, sampler=sampler, traffic=TrafficMonitor(vocab))

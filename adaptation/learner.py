@@ -1,35 +1,38 @@
-"""The loop of learning while serving: observe queries, update, evaluate, publish, roll back.
+"""The loop of learning while serving. One update, from finished queries to the served weights:
+
+    observe   FeedbackFilter.take     queries fill the buffer of the arm that may gain, and the validation set
+    work      FeedbackFilter.due      a full buffer that the ledger covers is a lesson
+              Training.update         the training copy learns from it, one optimizer step per piece
+              Publisher.judge         training copy, serving drafter and anchor are replayed on validation texts
+              Publisher.conclude      the better copy is published: staged for the engine's next step
+              Bandit.ended            gain and cost go into the value of the arm and the ledger
+    observe   Publisher.watch         later texts are scored; an alarm takes the weights back (Publisher.roll_back)
 
 Every decision is an event with its reason. All calls come from one thread, which calls `recover` after any exception.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 
 from pydantic import JsonValue
 from torch import Tensor
 
 from adaptation.bootstrap import Bootstrap
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.evaluator import AnchorDistance, Gate, OfflineEvaluator, memory_alone, replay_of
-from adaptation.feedback import FeedbackFilter, FilteredQuery, RecordingSampler, build_filter
-from adaptation.losses import TextDivergence, untrained_rows
-from adaptation.monitor import TrafficMonitor
+from adaptation.evaluator import AnchorDistance, OfflineEvaluator, memory_alone, replay_of
+from adaptation.feedback import FeedbackFilter, FilteredQuery, Lesson, build_filter
 from adaptation.persistence import LearnerCheckpoint, Part, Persistence
-from adaptation.policy import Arm, Bandit, policy_of
+from adaptation.policy import Bandit, policy_of
 from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
-from adaptation.samples import TrainingSample
 from adaptation.timing import IdleTime, Pieces, TrainingTime
-from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
+from adaptation.trainer import OnlineTrainer, TextDivergence, UpdateReport, rules_of, untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
 from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
 
-_RESTING_SHARE = 1 / 32  # while no update promises a gain
 _DISTANCE_ANCHORS = 8  # blocks per text on which the distance to the anchor is measured
 
 
@@ -38,57 +41,48 @@ class Learner:
 
     def __init__(
         self,
-        training: Training,
         feedback: FeedbackFilter,
+        training: Training,
         publisher: Publisher,
+        bootstrap: Bootstrap,
         persistence: Persistence,
         *,
-        sampler: RecordingSampler,
         idle: IdleTime,
     ) -> None:
         self.paused = False
         self.log = publisher.log
-        self.sampler = sampler
+        self.sampler = feedback.sampler
         self.training = training
-        self.weights = publisher.bootstrap.weights
+        self.weights = bootstrap.weights
+        self._bootstrap = bootstrap
         self._feedback = feedback
         self._idle = idle
         self._persistence = persistence
+        self._policy = feedback.policy
         self._publisher = publisher
-        self._traffic = TrafficMonitor(self.weights.anchor.config.target_vocab_size)
         self._job: Pieces[None] | None = None  # an update under way
 
-    @property
-    def _policy(self) -> Bandit:
-        return self._feedback.policy
-
-    @property
-    def _bootstrap(self) -> Bootstrap:
-        return self._publisher.bootstrap
-
     def observe(self, feedback: QueryFeedback) -> FilteredQuery:
-        """Take in one finished query: as a training sample, a validation text, or neither."""
+        """Observe one finished query: as a training sample, a validation text, or neither."""
         feedback = received(feedback, self.weights.train_device)
-        query, bootstrap = feedback.query, self._bootstrap
-        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not bootstrap.collects)
-        if filtered.validates and filtered.text is not None:
-            self._publisher.distance.add(filtered.text)
-        elif filtered.text is not None and bootstrap.collects and not self.paused:
+        collects = self._bootstrap.collects and not self.paused
+        filtered = self._feedback.take(feedback, learning=not self.paused, updating=not self._bootstrap.collects)
+        if collects and filtered.text is not None and not filtered.validates:
             with self.training.time.spent():
-                bootstrap.add(filtered.text.example)
-                if self.log.storing(bootstrap.keep):
+                self._bootstrap.add(filtered.text.example)
+                if self.log.storing(self._bootstrap.keep):
                     self.save(training=False)
-        if query.store and self._traffic.observe(query.answer):
-            self._policy.traffic_changed()
+        if filtered.changed:
             self._publisher.traffic_changed()
-            self._feedback.buffers.clear_replay()
             self.log.add("changed", "other_words")
-        alarm = self._publisher.watch(query, filtered)
+        alarm = self._publisher.watch(feedback.query, filtered)
         if alarm is not None:
             self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
         if self._job is None:  # else it is charged when that ends
             self._charge()
-        self.sampler.share = self._recorded_share()
+        self._feedback.choose_share(
+            learning=not self.paused, collects=self._bootstrap.collects, watched=self._publisher.watches_closely
+        )
         return filtered
 
     @property
@@ -109,6 +103,70 @@ class Learner:
             self._job = job
         return True
 
+    def _due(self) -> Pieces[None] | None:
+        """The work that is due: solving for a first drafter, an arm's update, or a rehearsal in idle time."""
+        if self.paused or self.weights.pending or not self._feedback.validation.suffices:
+            return None
+        if self._bootstrap.due:
+            return self._solve()
+        lesson = self._feedback.due()
+        may_rehearse = not self._bootstrap.collects and self.training.time.is_idle
+        if lesson is None and may_rehearse and self._idle.may_begin(self._feedback.buffers.num_remembered):
+            lesson = self._feedback.rehearsal()
+        return None if lesson is None else self._update(lesson)
+
+    def _solve(self) -> Pieces[None]:
+        yield from self._publisher.solve()
+        self._charge()
+        self.save(training=False)
+
+    def _update(self, lesson: Lesson) -> Pieces[None]:
+        """Train, judge, and publish what is better."""
+        self._charge()  # what is taken from here on is the arm's cost
+        began, published = self.training.time.seconds, False
+        try:
+            report = yield from self.training.update(lesson.arm, lesson.samples)
+            if report.applied:
+                published = yield from self._conclude(report, lesson.signal)
+            else:
+                self._charge()
+                if report.outcome != "nothing_to_learn":
+                    self._feedback.buffers.clear_replay()
+                self.log.add("discarded", report.outcome, {"seconds": report.seconds})
+        except GeneratorExit:
+            if lesson.signal is not None:
+                self._feedback.buffers.put_back()
+            self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
+            raise
+        if lesson.signal is None:
+            self._idle.ended(self.training.time.seconds - began, published=published)
+
+    def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
+        """Judge an update and publish it if it is better; its gain and cost are the arm's. # -> whether it was
+        published"""
+        began = self.training.time.seconds
+        decision = yield from self._publisher.judge()
+        verdict = self._publisher.conclude(report, decision, seconds=self.training.time.seconds - began)
+        if verdict.judgement is None or signal is None:
+            self._charge()
+        else:
+            seconds = self.training.time.taken()
+            self._policy.ended(report.arm, signal, verdict.judgement, seconds, published=verdict.published)
+        if verdict.published:
+            self.save(training=False)
+        return verdict.published
+
+    def _charge(self) -> None:
+        """Charge what was taken from serving since the last time, to no arm."""
+        self._policy.spent(self.training.time.taken())
+
+    def _roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
+        self.abandon()
+        restored = self._publisher.roll_back(reason, numbers)
+        self._feedback.forget()
+        self.save(training=False)
+        return restored
+
     def abandon(self) -> None:
         """Undo the update under way, if any; its samples wait again."""
         job, self._job = self._job, None
@@ -120,6 +178,16 @@ class Learner:
         except TrainingLost:  # with it what could be undone
             self._publisher.start_over()
         self._charge()
+
+    def recover(self, error: str) -> None:
+        """Forget the update under way and train on from what is served."""
+        if self.training.process is not None:
+            self.training.process.quiet()
+        self.abandon()
+        self.log.add("failed", error)
+        self._charge()
+        self._feedback.buffers.clear_replay()
+        self._publisher.start_over()
 
     def pause(self, reason: str = "operator") -> None:
         """Learn nothing until resumed, in later processes too; the alarms stay on."""
@@ -142,11 +210,8 @@ class Learner:
         """Serve these weights, shapes [...] as in `weights.layout`, without asking the gate. # -> their version; raises
         NotStored"""
         self.abandon()
-        version = self.weights.adopt(weights)
-        self.log.storing(lambda: self._bootstrap.adopted(dict(weights)))
-        self._publisher.anchor_changed()
-        self._forget_arms()
-        self.log.add("loaded", reason)
+        version = self._publisher.adopt(weights, reason)
+        self._feedback.forget()
         self.save(training=False)
         return version
 
@@ -155,7 +220,7 @@ class Learner:
         return {"policy": self._policy.state(), "paused": self.paused}
 
     def inherit(self, shared: Mapping[str, JsonValue]) -> None:
-        """Take up another replica's `shared` state; what cannot be used is an event."""
+        """Load another replica's `shared` state; an unusable one is an event."""
         policy = shared.get("policy")
         try:
             self._policy.restore(policy if isinstance(policy, dict) else {})
@@ -163,16 +228,6 @@ class Learner:
             self.log.add("restored", f"policy: {error}")
         if shared.get("paused") is True and not self.paused:  # the shared state may be older than a pause here
             self.pause("inherited")
-
-    def recover(self, error: str) -> None:
-        """Forget the update under way and train on from what is served."""
-        if self.training.process is not None:
-            self.training.process.quiet()
-        self.abandon()
-        self.log.add("failed", error)
-        self._charge()
-        self._feedback.buffers.clear_replay()
-        self._publisher.start_over()
 
     def save(self, *, training: bool) -> None:
         """Save what a later process needs; `training`: also the training copy, without the update under way. A failure
@@ -182,8 +237,7 @@ class Learner:
         self._persistence.save(paused=self.paused, training=training)
 
     def restore(self) -> None:
-        """Take up what an earlier process saved; called once, before the engine's first step."""
-        self._publisher.monitor.weights_changed()
+        """Load what an earlier process saved; called once, before the engine's first step."""
         self.paused = self._persistence.restore()
         self._bootstrap.restore_tensors()
         self._publisher.restored(self._persistence.training_copy())
@@ -191,8 +245,6 @@ class Learner:
     def status(self, worker: Worker) -> AdaptationStatus:
         """The status of learning; may measure the distance to the anchor."""
         weights, feedback, bootstrap, counts = self.weights, self._feedback, self._bootstrap, self.log.counts
-        with self.training.time.spent() if self._publisher.distance.is_due else nullcontext():
-            kl_to_anchor = self._publisher.distance.value()
         return AdaptationStatus(
             policy=self._policy.name,
             paused=self.paused,
@@ -220,103 +272,11 @@ class Learner:
             rollbacks=counts["rolled_back"],
             discards=counts["discarded"],
             training_seconds=self.training.time.seconds,
-            kl_to_anchor=kl_to_anchor,
+            kl_to_anchor=self._publisher.kl_to_anchor(),
             failures={stage: count for stage, count in worker.failures.items()},
             restarts=worker.num_restarts,
             events=tuple(self.log.latest),
         )
-
-    def _recorded_share(self) -> float:
-        """Share of queries to record: all to solve for a drafter, to judge with a full validation set and to watch new
-        weights, as far as the ledger covers it; few where nothing is learnt, no update promises a gain, or no query has
-        a text."""
-        bootstrap, validation, watches = self._bootstrap, self._feedback.validation, self._publisher.watches_closely
-        hurried = 1.0 if self._policy.covers(0.0) else self.sampler.usual
-        if bootstrap.collects and not self.paused:
-            return hurried
-        promises_nothing = self._policy.resting and validation.suffices
-        if (self.paused or self._feedback.sees_no_text or promises_nothing) and not watches:
-            return _RESTING_SHARE
-        return hurried if watches or not validation.is_full else self.sampler.usual
-
-    def _roll_back(self, reason: str, numbers: dict[str, float]) -> Version:
-        self.abandon()
-        condemned = self.weights.condemn()
-        restored = self.weights.restore_before(condemned)
-        self._bootstrap.rolled_back()
-        self._forget_arms()
-        self.log.add("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
-        self.save(training=False)
-        return restored
-
-    def _forget_arms(self) -> None:
-        """Weights serve that no update computed: values of arms and buffered samples are about others."""
-        self._policy.traffic_changed()
-        self._feedback.buffers.clear()
-        self._publisher.monitor.weights_changed()
-        self._publisher.start_over()
-
-    def _due(self) -> Pieces[None] | None:
-        """Return the work that is due: to solve for a first drafter, an arm's update, or in idle time a full update on
-        the replay buffer."""
-        buffers, time = self._feedback.buffers, self.training.time
-        if self.paused or self.weights.pending or not self._feedback.validation.suffices:
-            return None
-        if self._bootstrap.due:
-            return self._solve()
-        signals = buffers.signals
-        arm = self._policy.due(signals)
-        if arm is not None:
-            return self._update(arm, buffers.take(arm), fmean(signals[arm]))
-        if self._bootstrap.collects or not time.is_idle or not self._idle.may_begin(buffers.num_remembered):
-            return None
-        texts = buffers.rehearsal()
-        return self._update("full", texts, None) if texts else None
-
-    def _solve(self) -> Pieces[None]:
-        yield from self._publisher.solve()
-        self._charge()
-        self.save(training=False)
-
-    def _update(self, arm: Arm, samples: list[TrainingSample], signal: float | None) -> Pieces[None]:
-        """Train, judge, and publish what is better. `signal`: mean of the arm's queries; None in idle time."""
-        self._charge()  # what is taken from here on is the arm's cost
-        began, published = self.training.time.seconds, False
-        try:
-            report = yield from self.training.update(arm, samples, rate_share=self._publisher.pace.share(arm))
-            if report.applied:
-                published = yield from self._conclude(report, signal)
-            else:
-                self._charge()
-                if report.outcome != "nothing_to_learn":
-                    self._feedback.buffers.clear_replay()
-                self.log.add("discarded", report.outcome, {"seconds": report.seconds})
-        except GeneratorExit:
-            if signal is not None:
-                self._feedback.buffers.put_back()
-            self.log.add("discarded", "interrupted", {"seconds": self.training.time.seconds - began})
-            raise
-        if signal is None:
-            self._idle.ended(self.training.time.seconds - began, published=published)
-
-    def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
-        """Judge an update and publish it if it is better. # -> whether it was published"""
-        began = self.training.time.seconds
-        decision = yield from self._publisher.evaluate()
-        judgement = self._publisher.judgement(decision)
-        published = self._publisher.publish(decision)
-        if judgement is None or signal is None:
-            self._charge()
-        else:
-            self._policy.ended(report.arm, signal, judgement, self.training.time.taken(), published=published)
-        self._publisher.conclude(report, decision, seconds=self.training.time.seconds - began, published=published)
-        if published:
-            self.save(training=False)
-        return published
-
-    def _charge(self) -> None:
-        """Charge what was taken from serving since the last time, to no arm."""
-        self._policy.spent(self.training.time.taken())
 
 
 def build_learner(
@@ -341,7 +301,10 @@ def build_learner(
     timing = TrainingTime(weights.train_device, policy.covers)
     train_in = config.train_in if serves else "thread"
     training = Training(trainer, training_process(drafter, weights, trainer, timing, train_in), timing)
-    feedback = build_filter(tuning, policy)
+    # Replicas record every query: none of them knows what the others' queries promise.
+    least_recorded = 0.0 if config.redis_url is None else 1.0
+    vocab = weights.anchor.config.target_vocab_size
+    feedback = build_filter(tuning, policy, vocab=vocab, least_recorded=least_recorded)
     checkpoint, log = LearnerCheckpoint(folder), EventLog(emit, lambda: weights.newest)
     enabled = config.policy != "never"
     bootstrap = Bootstrap(weights, drafter, rows, checkpoint, enabled=enabled, seed=tuning.seed)
@@ -352,15 +315,9 @@ def build_learner(
     parts: dict[str, Part] = {"policy": policy, **publisher.monitor.alarms}
     if bootstrap.makes:
         parts |= {"bootstrap": bootstrap, "tokens": bootstrap.counts}
-    return Learner(
-        training,
-        feedback,
-        publisher,
-        Persistence(checkpoint, weights, trainer, parts, log),
-        # Replicas record every query: none of them knows what the others' queries promise.
-        sampler=RecordingSampler(tuning.recorded_share, least=0.0 if config.redis_url is None else 1.0),
-        idle=IdleTime(share=config.idle_share if serves else 0.0, max_failures=tuning.kept_refusals),
-    )
+    persistence = Persistence(checkpoint, weights, trainer, parts, log)
+    idle = IdleTime(share=config.idle_share if serves else 0.0, max_failures=tuning.kept_refusals)
+    return Learner(feedback, training, publisher, bootstrap, persistence, idle=idle)
 
 
 def worker_of(learner: Learner, tuning: Tuning) -> Worker:
@@ -376,8 +333,6 @@ def worker_of(learner: Learner, tuning: Tuning) -> Worker:
 def _evaluator_of(
     weights: DrafterWeights, drafter: ServedDrafter, training: Training, tuning: Tuning
 ) -> OfflineEvaluator:
-    judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
-    gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
     replay = training.process.replay if training.process else replay_of(drafter.embed, beside_memory=not drafter.made)
     baseline = None if drafter.made else memory_alone
-    return OfflineEvaluator(weights, gate, replay, max_scores=2 * tuning.validation_texts, baseline=baseline)
+    return OfflineEvaluator(weights, replay, max_scores=2 * tuning.validation_texts, baseline=baseline)

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adaptation.evaluator import replay_of
-from adaptation.losses import untrained_rows
 from adaptation.policy import Arm
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces, TrainingTime, completed
-from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
+from adaptation.trainer import OnlineTrainer, Pace, Rules, UpdateReport, untrained_rows
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.network.model import DrafterConfig, SpecBlock
 from drafters.training.corpus import Example
@@ -219,12 +218,13 @@ class Training:
         self.trainer = trainer
         self.process = process
         self.time = time
+        self.pace = Pace()
         time.disturbs = process is None
         self.num_updates: Counter[Arm] = Counter()
 
-    def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float) -> Pieces[UpdateReport]:
-        """As `OnlineTrainer.update`."""
-        report = yield from (self.process or self.trainer).update(arm, samples, rate_share=rate_share)
+    def update(self, arm: Arm, samples: Sequence[TrainingSample]) -> Pieces[UpdateReport]:
+        """As `OnlineTrainer.update`, at the pace of the arm."""
+        report = yield from (self.process or self.trainer).update(arm, samples, rate_share=self.pace.share(arm))
         self.num_updates[arm] += report.applied
         return report
 

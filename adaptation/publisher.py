@@ -1,57 +1,270 @@
-"""Decides which weights serve next: judges the training copy, publishes or refuses it, and watches what serves."""
+"""What makes an update be published, and what takes it back.
+
+The gate compares training copy, serving drafter and anchor by their scores (tokens per verify) on the same validation
+texts of today's traffic. Published weights are watched: two alarms compare them with the anchor and, while they are
+new, with the weights they replaced, on the texts that come later. An alarm, or an operator, rolls them back.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev, variance
 
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from torch import Tensor
 
 from adaptation.bootstrap import Bootstrap
 from adaptation.config import Tuning
-from adaptation.evaluator import AnchorDistance, GateDecision, OfflineEvaluator
+from adaptation.evaluator import AnchorDistance, OfflineEvaluator, TextScores
 from adaptation.feedback import FilteredQuery
-from adaptation.monitor import Alarm, RollbackMonitor
-from adaptation.policy import ARMS, Arm, Judgement
+from adaptation.policy import Judgement, State
 from adaptation.process import Training
-from adaptation.records import EventLog, NotStored
-from adaptation.samples import ValidationSet
+from adaptation.records import AlarmReason, EventLog, GateReason, NotStored
+from adaptation.samples import ValidationSet, ValidationText
 from adaptation.timing import Pieces, completed
 from adaptation.trainer import UpdateReport
-from adaptation.weights import ANCHOR, DrafterWeights
+from adaptation.weights import ANCHOR, DrafterWeights, Version
 from drafters.feedback import Query
 
-_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # of the share, after a publish and a clearly worse candidate
-_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
+_SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
+_THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
+_FORGET = 0.9  # weight of the past in the spread of the pairs, per window
+_GROUP = 4  # pairs
+_PROBATION = 4  # windows of pairs during which weights count as new
+_LEAST_SPREAD = 0.01  # tokens per verify; a smaller spread comes from replays of equal drafters
 _NO_GAIN = (0.0, 0.0)  # gain and standard error of a training copy that is what serves
 
 
-class Pace:
-    """Each arm's share of its learning rate, raised after a publish and cut after a clearly worse candidate.
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """The verdict on a candidate, and the numbers it rests on; means are nan where there was nothing to average."""
 
-    Far from the traffic large steps learn faster; close to it they make a trained drafter forget.
+    reason: GateReason
+    num_texts: int
+    candidate_mean: float
+    serving_mean: float
+    anchor_mean: float
+    standard_error: float  # of the mean difference candidate - serving
+    needed: float  # critical value of that difference
+
+    @property
+    def publish(self) -> bool:
+        """Whether the candidate may serve."""
+        return self.reason == "better"
+
+    @property
+    def gain(self) -> float:
+        """Mean difference candidate - serving, in tokens per verify."""
+        return self.candidate_mean - self.serving_mean
+
+
+class Gate:
+    """Decides whether a candidate may serve, by a paired t-test of tokens per verify on the same texts.
+
+    Committed tokens and sampling noise do not depend on the drafter, so a replay has no randomness of its own. What is
+    uncertain is whether the next texts resemble these: that is the standard error. `alpha` bounds false publishes per
+    training copy, which is judged up to `judgements` times (Bonferroni).
     """
 
-    def __init__(self) -> None:
-        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
+    def __init__(self, *, min_texts: int, alpha: float, judgements: int) -> None:
+        """`alpha`: false publishes per training copy, in (0, 1]; `judgements`: at most so many tests of one copy."""
+        assert min_texts >= 2, "one text has no standard error"
+        self.min_texts = min_texts
+        self._level = alpha / judgements
 
-    def share(self, arm: Arm) -> float:
-        """Share of the learning rate, above 0 and at most 1."""
-        return self._shares[arm]
+    def decide(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
+        """Judge by the scores of the three drafters, text by text."""
+        assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
+        standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
+        needed = t_quantile(1.0 - self._level, max(1, len(candidate) - 1)) * standard_error
+        reason = self._reason(candidate, serving, anchor, needed)
+        new, old, first = map(_mean, (candidate, serving, anchor))
+        return GateDecision(reason, len(candidate), new, old, first, standard_error, needed)
 
-    def published(self, arm: Arm) -> None:
-        """Raise the share."""
-        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
+    def _reason(
+        self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float], needed: float
+    ) -> GateReason:
+        if len(candidate) < self.min_texts:
+            return "too_little_evidence"
+        if not all(math.isfinite(score) for scores in (candidate, serving, anchor) for score in scores):
+            return "not_finite"
+        gain = fmean(new - old for new, old in zip(candidate, serving, strict=True))
+        if gain < 0:
+            return "worse_than_serving"
+        if fmean(candidate) < fmean(anchor):
+            return "worse_than_anchor"
+        return "better" if gain > needed else "within_noise"
 
-    def clearly_worse(self, arm: Arm) -> None:
-        """Cut the share."""
-        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
 
-    def traffic_changed(self) -> None:
-        """Use the whole rate: the drafter may be far from the new traffic."""
-        self._shares = dict.fromkeys(ARMS, 1.0)
+def t_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t, by its expansion around the normal one: Abramowitz and Stegun, Handbook of Mathematical
+    Functions (1964), 26.7.5. Within 0.1 % from 7 degrees of freedom and levels of 1 % on."""
+    x = NormalDist().inv_cdf(probability)
+    first, second = (x**3 + x) / 4, (5 * x**5 + 16 * x**3 + 3 * x) / 96
+    third = (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384
+    return float(x + first / freedom + second / freedom**2 + third / freedom**3)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return fmean(scores) if scores and all(map(math.isfinite, scores)) else math.nan
+
+
+def _standard_error(differences: Sequence[float]) -> float:
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return math.nan
+    return stdev(differences) / math.sqrt(len(differences))
+
+
+_HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
+"""Verdicts that the newest texts alone may give: a wrong one costs an update, not the serving drafter."""
+
+
+def judged(gate: Gate, evaluator: OfflineEvaluator, texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
+    """Judge the training copy on these texts; on the newest few alone if it fails there."""
+    evaluator.training_changed()
+    few = texts[-gate.min_texts :] if len(texts) >= gate.min_texts else texts[:0]
+    decision = yield from _compared(gate, evaluator, few)
+    if decision.reason not in _HOPELESS:
+        decision = yield from _compared(gate, evaluator, texts)
+    return decision
+
+
+def _compared(gate: Gate, evaluator: OfflineEvaluator, texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
+    candidate = yield from evaluator.candidate(texts)
+    serving = yield from evaluator.serving(texts)
+    anchor = yield from evaluator.anchor(texts)
+    return gate.decide(candidate, serving, anchor)
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Why the serving weights are not trusted any more: `statistic` exceeded `limit`, or a score was not finite."""
+
+    reason: AlarmReason
+    statistic: float
+    limit: float
+
+
+class _CusumState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    total: NonNegativeFloat = 0.0
+    squares: NonNegativeFloat = 0.0
+    freedom: NonNegativeFloat = 0.0
+
+
+class PairedCusum:
+    """Cumulative sum of how far the serving drafter falls below the anchor on the same sequences.
+
+        S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
+
+    One step per group of four pairs, in standard errors of its mean. With k = 0.5 equal drafters raise a false alarm
+    once in some 2,600 groups at h = 6 (single pairs: four times as often) and once in some 7,000 at h = 7, where a
+    drafter that is worse by one standard deviation of a pair is caught within 20 pairs.
+    """
+
+    def __init__(self, *, least_pairs: int, threshold: float = _THRESHOLD) -> None:
+        assert least_pairs >= 2, "one pair has no spread"
+        self._least_pairs = least_pairs
+        self._threshold = threshold
+        self._now = _CusumState()
+
+    def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Alarm | None:
+        """Add one window: scores of both drafters, text by text. # -> an alarm, if any"""
+        assert len(serving) == len(anchor), "scores do not come in pairs"
+        if not all(map(math.isfinite, serving)):
+            return Alarm("not_finite", self._now.total, self._threshold)
+        differences = [ours - theirs for ours, theirs in zip(serving, anchor, strict=True)]
+        if len(differences) < self._least_pairs or not all(map(math.isfinite, differences)):
+            return None
+        highest = self._add(differences)
+        return Alarm("worse_than_anchor", highest, self._threshold) if highest > self._threshold else None
+
+    def reset(self) -> None:
+        """Set the sum to 0: another drafter serves now. The spread of pairs is the traffic's, and stays."""
+        self._now = self._now.model_copy(update={"total": 0.0})
+
+    def state(self) -> State:
+        """The sum and the spread as plain values."""
+        return self._now.model_dump(mode="json")
+
+    def restore(self, state: State) -> None:
+        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
+        self._now = _CusumState.model_validate(state)
+
+    def _add(self, differences: Sequence[float]) -> float:
+        """The highest the sum came to in this window."""
+        freedom = _FORGET * self._now.freedom + len(differences) - 1
+        squares = _FORGET * self._now.squares + variance(differences) * (len(differences) - 1)
+        spread = max(math.sqrt(squares / freedom), _LEAST_SPREAD)
+        total = highest = self._now.total
+        for start in range(0, len(differences), _GROUP):
+            group = differences[start : start + _GROUP]
+            fall = -fmean(group) / (spread / math.sqrt(len(group)))
+            total = max(0.0, total + fall - _SLACK)
+            highest = max(highest, total)
+        self._now = _CusumState(total=total, squares=squares, freedom=freedom)
+        return highest
+
+
+class RollbackMonitor:
+    """Both alarms, and the scores that do not fill a window yet.
+
+    Besides the anchor, new weights are for a while compared with those they replaced: a drafter that has learnt a lot
+    can lose all of it and still be no worse than the anchor.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._num_pairs = tuning.alarm_texts
+        self.alarms = {name: PairedCusum(least_pairs=self._num_pairs) for name in ("cusum", "cusum_before")}
+        self.weights_changed()
+
+    @property
+    def on_probation(self) -> bool:
+        """Whether the serving weights are new."""
+        return self._probation > 0
+
+    def take_probation(self) -> bool:
+        """Count down the probation of new weights. # -> whether to score this text even if it is not for validation"""
+        on_probation = self.on_probation
+        self._probation -= on_probation
+        return on_probation
+
+    def observe(self, pair: TextScores) -> Alarm | None:
+        """Add the scores of one text. # -> an alarm, if any"""
+        self._pairs.append(pair)
+        if len(self._pairs) < self._num_pairs:
+            return None
+        window, self._pairs = self._pairs, []
+        alarm = self.alarms["cusum"].observe([one.serving for one in window], [one.anchor for one in window])
+        return alarm or self._compare_with_before(window)
+
+    def _compare_with_before(self, window: Sequence[TextScores]) -> Alarm | None:
+        known = [(one.serving, one.before) for one in window if one.before is not None]
+        alarm = self.alarms["cusum_before"].observe([ours for ours, _ in known], [theirs for _, theirs in known])
+        return None if alarm is None else replace(alarm, reason="worse_than_before")
+
+    def weights_changed(self) -> None:
+        """Start over, with a probation: other weights serve now."""
+        for alarm in self.alarms.values():
+            alarm.reset()
+        self._pairs: list[TextScores] = []
+        self._probation = _PROBATION * self._num_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Outcome of a judged update."""
+
+    published: bool
+    judgement: Judgement | None  # None: too little is known of the training copy, now or before the update
 
 
 class Publisher:
-    """Judges, publishes, refuses and watches. All calls come from the adaptation thread."""
+    """Judges the training copy, publishes or refuses it, watches what serves, and rolls it back.
+
+    All calls come from the adaptation thread.
+    """
 
     def __init__(
         self,
@@ -63,12 +276,13 @@ class Publisher:
         log: EventLog,
         tuning: Tuning,
     ) -> None:
-        self.bootstrap = bootstrap
-        self.distance = distance
-        self.evaluator = evaluator
-        self.log = log
+        judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
+        self.gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
         self.monitor = RollbackMonitor(tuning)
-        self.pace = Pace()
+        self.evaluator = evaluator
+        self.distance = distance
+        self._bootstrap = bootstrap
+        self.log = log
         self._weights: DrafterWeights = bootstrap.weights
         self._validation = validation
         self._training = training
@@ -76,100 +290,57 @@ class Publisher:
         self._num_refused = 0
         self._gained: tuple[float, float] | None = _NO_GAIN  # by the training copy, with its error; None: not known
 
-    def evaluate(self) -> Pieces[GateDecision]:
-        """Judge the training copy on texts of today's traffic."""
-        return self.evaluator.evaluate(self._validation.current)
+    def judge(self) -> Pieces[GateDecision]:
+        """Judge the training copy on the kept texts of today's traffic."""
+        return judged(self.gate, self.evaluator, self._validation.current)
 
-    def publish(self, decision: GateDecision) -> bool:
-        """Stage the training copy if the gate accepts it. # -> whether it is staged: the disk may be full"""
-        if not decision.publish:
-            return False
-        scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
-        try:
-            self._weights.publish({**scores, "anchor": decision.anchor_mean})
-        except NotStored:
-            return False
-        self.evaluator.published()
-        self._num_refused, self._gained = 0, _NO_GAIN
-        self.monitor.weights_changed()
-        return True
-
-    def judgement(self, decision: GateDecision) -> Judgement | None:
-        """What the last update gained; None: too little is known of the training copy, now or before the update."""
-        before, self._gained = self._gained, None
-        if not decision.serving_mean > 0:
-            return None
-        numbers = (decision.gain, decision.standard_error, decision.needed)
-        gain, error, needed = (number / decision.serving_mean for number in numbers)
-        if not all(map(math.isfinite, (gain, error, needed))):
-            return None
-        self._gained = gain, error
-        if before is None:
-            return None
-        return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
-
-    def conclude(self, report: UpdateReport, decision: GateDecision, *, seconds: float, published: bool) -> None:
-        """Report a judged update, and adapt the learning rate. A candidate that is not clearly worse is trained on for
-        a while, since small updates add up. `seconds`: of judging"""
+    def conclude(self, report: UpdateReport, decision: GateDecision, *, seconds: float) -> Verdict:
+        """Publish or refuse a judged update, and adapt the learning rate. A candidate that is not clearly worse is
+        trained on for a while, since small updates add up. `seconds`: of judging"""
+        judgement, published = self._judgement(decision), self._publish(decision)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if published:
-            self.pace.published(report.arm)
+            self._training.pace.published(report.arm)
             self.log.add("published", decision.reason, numbers)
-            return
+            return Verdict(published, judgement)
         reason = "not_stored" if decision.publish else decision.reason
         self.log.add("refused", reason, numbers)
-        if reason == "too_little_evidence":
-            return
-        self._num_refused += 1
-        is_clearly_worse = not decision.gain >= -decision.standard_error
-        if is_clearly_worse:
-            self.pace.clearly_worse(report.arm)
-        if is_clearly_worse or self._num_refused > self._max_refusals:
-            self.start_over()
+        if reason != "too_little_evidence":
+            self._num_refused += 1
+            is_clearly_worse = not decision.gain >= -decision.standard_error
+            if is_clearly_worse:
+                self._training.pace.clearly_worse(report.arm)
+            if is_clearly_worse or self._num_refused > self._max_refusals:
+                self.start_over()
+        return Verdict(published, judgement)
 
     def solve(self) -> Pieces[None]:
         """Solve for a drafter, and publish it if it is better than what serves: the memory drafter alone, or the one
         that was solved before."""
-        time = self._training.time
-        numbers, began = {"made": 1.0, "positions": float(self.bootstrap.positions)}, time.seconds
-        solution = self.bootstrap.solve()
+        time, bootstrap = self._training.time, self._bootstrap
+        numbers, began = {"made": 1.0, "positions": float(bootstrap.positions)}, time.seconds
+        solution = bootstrap.solve()
         self._training.trainer.load(solution)
         yield
         numbers["seconds"], began = time.seconds - began, time.seconds
         self.log.add("solved", "enough_positions", dict(numbers))
-        decision = yield from self.evaluate()
+        decision = yield from self.judge()
         numbers["judging_seconds"] = time.seconds - began
-        published = self.publish(decision)
-        self.log.storing(lambda: self.bootstrap.judged(solution, published=published))
-        self.pace.traffic_changed()  # a solution is as far from the texts as a drafter of other traffic
-        self.anchor_changed()
+        published = self._publish(decision)
+        self.log.storing(lambda: bootstrap.judged(solution, published=published))
+        self._training.pace.traffic_changed()  # a solution is as far from the texts as a drafter of other traffic
+        self._anchor_changed()
         reason = decision.reason if published or not decision.publish else "not_stored"
         self.log.add("published" if published else "refused", reason, {**numbers, **_scores(decision)})
         if not published:
             self.start_over()
-        self.log.storing(lambda: self.bootstrap.keep(always=True))
-
-    def forget_gain(self) -> None:
-        """What the training copy has gained is not known: an update was abandoned."""
-        self._gained = None
-
-    def start_over(self) -> None:
-        """Train on from what is served."""
-        self._num_refused, self._gained = 0, _NO_GAIN
-        self._training.trainer.load(self.bootstrap.training_start())
-
-    def restored(self, training: Mapping[str, Tensor] | None) -> None:
-        """Train on from a saved training copy, shapes [...] as in `OnlineTrainer.tensors`; None: from what is
-        served."""
-        if training is None:
-            self.start_over()
-        else:
-            self._training.trainer.load_tensors(training)
-            self._gained = None  # it may have been ahead of what serves
+        self.log.storing(lambda: bootstrap.keep(always=True))
 
     def watch(self, query: Query, filtered: FilteredQuery) -> Alarm | None:
         """Score a validation text, or any text while the served weights are new. # -> an alarm, if any. A query served
-        by older weights says nothing of those that serve."""
+        by older weights says nothing about the serving ones."""
+        if filtered.validates and filtered.text is not None:
+            self.distance.add(filtered.text)
         is_current = query.first_version == query.version == self._weights.newest
         if not is_current or self._weights.latest.origin == ANCHOR:
             return None
@@ -185,15 +356,90 @@ class Publisher:
         """Whether the served weights are new, so that every text is scored."""
         return self._weights.latest.origin != ANCHOR and self.monitor.on_probation
 
+    def roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
+        """Serve the weights before the current ones, which are never served again."""
+        condemned = self._weights.condemn()
+        restored = self._weights.restore_before(condemned)
+        self._bootstrap.rolled_back()
+        self._serves_others()
+        self.log.add("rolled_back", reason, {**numbers, "condemned": condemned, "origin": restored.origin})
+        return restored
+
+    def adopt(self, weights: Mapping[str, Tensor], reason: str) -> int:
+        """Serve these weights, shapes [...] as in `DrafterWeights.layout`, unjudged. # -> their version; raises
+        NotStored"""
+        version = self._weights.adopt(weights)
+        self.log.storing(lambda: self._bootstrap.adopted(dict(weights)))
+        self._anchor_changed()
+        self._serves_others()
+        self.log.add("loaded", reason)
+        return version
+
+    def restored(self, training: Mapping[str, Tensor] | None) -> None:
+        """Train on from a saved training copy, shapes [...] as in `OnlineTrainer.tensors`; None: from what is
+        served."""
+        if training is None:
+            self.start_over()
+        else:
+            self._training.trainer.load_tensors(training)
+            self._gained = None  # it may have been ahead of what serves
+
+    def start_over(self) -> None:
+        """Train on from what is served."""
+        self._num_refused, self._gained = 0, _NO_GAIN
+        self._training.trainer.load(self._bootstrap.training_start())
+
+    def forget_gain(self) -> None:
+        """What the training copy has gained is not known: an update was abandoned."""
+        self._gained = None
+
     def traffic_changed(self) -> None:
-        """Judge by texts from now on: what the training copy gained, it gained on other texts."""
-        self._validation.traffic_changed()
-        self.pace.traffic_changed()
+        """The gain of the training copy was measured on other texts."""
+        self._training.pace.traffic_changed()
         if self._gained != _NO_GAIN:
             self._gained = None
 
-    def anchor_changed(self) -> None:
-        """Measure against other anchor weights from now on."""
+    def kl_to_anchor(self) -> float | None:
+        """KL(serving || anchor) in nats, computed once per version; None: too few texts yet."""
+        if not self.distance.is_due:
+            return self.distance.value()
+        with self._training.time.spent():
+            return self.distance.value()
+
+    def _publish(self, decision: GateDecision) -> bool:
+        """Stage the training copy if the gate accepts it. # -> whether it is staged: the disk may be full"""
+        if not decision.publish:
+            return False
+        scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
+        try:
+            self._weights.publish({**scores, "anchor": decision.anchor_mean})
+        except NotStored:
+            return False
+        self.evaluator.published()
+        self._num_refused, self._gained = 0, _NO_GAIN
+        self.monitor.weights_changed()
+        return True
+
+    def _judgement(self, decision: GateDecision) -> Judgement | None:
+        """Gain of the last update alone."""
+        before, self._gained = self._gained, None
+        if not decision.serving_mean > 0:
+            return None
+        numbers = (decision.gain, decision.standard_error, decision.needed)
+        gain, error, needed = (number / decision.serving_mean for number in numbers)
+        if not all(map(math.isfinite, (gain, error, needed))):
+            return None
+        self._gained = gain, error
+        if before is None:
+            return None
+        return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
+
+    def _serves_others(self) -> None:
+        """Weights serve that no update computed."""
+        self.monitor.weights_changed()
+        self.start_over()
+
+    def _anchor_changed(self) -> None:
         self.evaluator.anchor_changed()
         self.distance.forget()
 

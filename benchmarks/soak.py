@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import typer
 
-from adaptation.evaluator import t_quantile
+from adaptation.publisher import t_quantile
 from benchmarks.shared import in_one_line, read_chats
 from benchmarks.streams import Received, answers_alone, ask, metric, questions, slots_at_rest
 from service.bench.commands import AnswerTokens, Limit, Out, Seed

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.evaluator import Gate
 from adaptation.feedback import FilteredQuery
 from adaptation.learner import Learner
 from adaptation.policy import Arm
+from adaptation.publisher import Gate
 from adaptation.records import Event
 from drafters.feedback import QueryFeedback
 from service.assembly import Assembly

@@ -16,7 +16,8 @@ import torch
 from pydantic import AliasChoices, AliasPath, Field, model_validator
 
 from adaptation.config import Tuning
-from adaptation.evaluator import Gate, GateDecision, replay_of
+from adaptation.evaluator import replay_of
+from adaptation.publisher import Gate, GateDecision
 from drafters import folders as published
 from drafters.network.checkpoint import CARD_FILE, DrafterError, TargetParts
 from drafters.network.config import DrafterConfig

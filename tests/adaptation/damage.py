@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adaptation.checkpoint import MANIFEST, WEIGHTS, digest, seal, unseal
-from adaptation.evaluator import Gate
+from adaptation.publisher import Gate
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback

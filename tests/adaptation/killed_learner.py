@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from adaptation.evaluator import Gate
+from adaptation.publisher import Gate
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.crashing import Fuel, running_on
 from tests.adaptation.samples import Bench, bench, feedback

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptation.config import Tuning
-from adaptation.evaluator import AnchorDistance, Gate, GateDecision, OfflineEvaluator, replay_of, t_quantile
-from adaptation.losses import TextDivergence, untrained_rows
+from adaptation.evaluator import AnchorDistance, OfflineEvaluator, replay_of
+from adaptation.publisher import Gate, GateDecision, judged, t_quantile
 from adaptation.samples import ValidationText, example_of
 from adaptation.timing import completed
+from adaptation.trainer import TextDivergence, untrained_rows
 from adaptation.weights import DrafterWeights
 from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock
@@ -45,24 +46,25 @@ class Counted:
         return first_weight(model, example)
 
 
-def evaluator_of(
-    folder: Path, replay: Counted, *, least: int = 4, known: int = 100
-) -> tuple[OfflineEvaluator, DrafterWeights]:
+def evaluator_of(folder: Path, replay: Counted, *, known: int = 100) -> tuple[OfflineEvaluator, DrafterWeights]:
     weights = weights_in(folder, drafter())
-    gate = Gate(min_texts=least, alpha=0.5, judgements=1)
-    return OfflineEvaluator(weights, gate, replay, max_scores=known), weights
+    return OfflineEvaluator(weights, replay, max_scores=known), weights
+
+
+def judge(evaluator: OfflineEvaluator, texts: list[ValidationText], *, least: int = 4) -> GateDecision:
+    return completed(judged(Gate(min_texts=least, alpha=0.5, judgements=1), evaluator, texts))
 
 
 def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     replay = Counted()
     evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
-    completed(evaluator.evaluate(texts))
+    judge(evaluator, texts)
     assert replay.calls == 8, "what serves is the anchor"
-    completed(evaluator.evaluate(texts))
+    judge(evaluator, texts)
     assert replay.calls == 12
     publish(weights, 1)
-    completed(evaluator.evaluate(texts))
+    judge(evaluator, texts)
     assert replay.calls == 20
 
 
@@ -71,7 +73,7 @@ def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> 
     evaluator, weights = evaluator_of(tmp_path, replay)
     texts = [text(number) for number in range(4)]
     train(weights, 1)
-    completed(evaluator.evaluate(texts))
+    judge(evaluator, texts)
     weights.publish({})
     evaluator.published()
     before = replay.calls
@@ -93,7 +95,7 @@ def test_scores_are_those_of_the_weights_they_name(tmp_path: Path) -> None:
     weights.publish({})
     weights.between_steps()
     train(weights, 2)
-    decision = completed(evaluator.evaluate(texts))
+    decision = judge(evaluator, texts)
     assert decision.candidate_mean == pytest.approx(first_weight(weights.training, texts[0].example))
     assert (decision.serving_mean, decision.anchor_mean) == pytest.approx((published, anchor))
     scored = completed(evaluator.scored(text(9), with_previous=True))
@@ -103,8 +105,8 @@ def test_scores_are_those_of_the_weights_they_name(tmp_path: Path) -> None:
 
 def test_too_few_texts_are_not_replayed_at_all(tmp_path: Path) -> None:
     replay = Counted()
-    evaluator, _ = evaluator_of(tmp_path, replay, least=5)
-    assert completed(evaluator.evaluate([text(number) for number in range(4)])).reason == "too_little_evidence"
+    evaluator, _ = evaluator_of(tmp_path, replay)
+    assert judge(evaluator, [text(number) for number in range(4)], least=5).reason == "too_little_evidence"
     assert replay.calls == 0
 
 
@@ -119,7 +121,7 @@ def test_what_the_newest_texts_find_worse_is_replayed_no_further(tmp_path: Path)
         completed(evaluator.serving(texts))
         completed(evaluator.anchor(texts))
         before = replay.calls
-        decision = completed(evaluator.evaluate(texts))
+        decision = judge(evaluator, texts)
         assert replay.calls - before == calls
         assert decision.num_texts == calls
 

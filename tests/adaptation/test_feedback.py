@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler
+from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler, TrafficMonitor
 from adaptation.samples import SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock
+from tests.tiny_models import VOCAB_SIZE
 from tests.tuned import tuned
 
 
@@ -44,7 +45,14 @@ class Parts:
             query_positions=query_positions,
             clock=Clock(),
         )
-        self.feedback_filter = FeedbackFilter(self.policy, quota, self.buffers, self.validation)
+        self.feedback_filter = FeedbackFilter(
+            policy,
+            quota,
+            self.buffers,
+            self.validation,
+            sampler=RecordingSampler(1.0),
+            traffic=TrafficMonitor(VOCAB_SIZE),
+        )
 
     def take(self, heard: QueryFeedback, *, learning: bool = True) -> tuple[bool, bool]:
         """Whether it became a sample, and whether its text may judge."""

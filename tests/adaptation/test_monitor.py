@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptation.config import Tuning
-from adaptation.monitor import Alarm, PairedCusum, RollbackMonitor, TextScores
+from adaptation.evaluator import TextScores
+from adaptation.publisher import Alarm, PairedCusum, RollbackMonitor
 from tests.adaptation.streams import Texts
 
 WINDOW = 16

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptation.monitor import RisingScores, TokenCounts, TrafficMonitor
+from adaptation.feedback import RisingScores, TokenCounts, TrafficMonitor
 from adaptation.policy import ARMS, Arm, State
 from adaptation.samples import (
     SampleBuffers,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptation.learner import Learner
-from adaptation.monitor import PairedCusum
+from adaptation.publisher import PairedCusum
 from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.timing import Pieces
@@ -83,7 +83,7 @@ def test_a_bad_candidate_is_refused_20_of_20_times(
     served = {name: value.clone() for name, value in built.weights._served.weights.items()}
     seeds = iter(range(20))
 
-    def spoil(arm: object, samples: object, *, rate_share: float) -> Pieces[UpdateReport]:
+    def spoil(arm: object, samples: object) -> Pieces[UpdateReport]:
         seed = next(seeds)
         perturb(dict(built.weights.training.named_parameters()), 0.15 + 0.02 * seed, seed)
         yield
