@@ -245,6 +245,7 @@ class Learner:
     def status(self, worker: Worker) -> AdaptationStatus:
         """The status of learning; may measure the distance to the anchor."""
         weights, feedback, bootstrap, counts = self.weights, self._feedback, self._bootstrap, self.log.counts
+        kl_to_anchor = self._publisher.kl_to_anchor()  # first, because its time is counted
         return AdaptationStatus(
             policy=self._policy.name,
             paused=self.paused,
@@ -272,7 +273,7 @@ class Learner:
             rollbacks=counts["rolled_back"],
             discards=counts["discarded"],
             training_seconds=self.training.time.seconds,
-            kl_to_anchor=self._publisher.kl_to_anchor(),
+            kl_to_anchor=kl_to_anchor,
             failures={stage: count for stage, count in worker.failures.items()},
             restarts=worker.num_restarts,
             events=tuple(self.log.latest),
