@@ -67,17 +67,17 @@ def spoil(tried: Bench, seed: int = 7) -> None:
     head[DRAFTED] = 0.0
 
 
-def told_of_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement, bool]]:
-    """Of each judged update from now on, what the policy is told of it, and whether it was published."""
-    told: list[tuple[Judgement, bool]] = []
+def reported_updates(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Judgement, bool]]:
+    """Of each judged update from now on, what the policy learns of it, and whether it was published."""
+    reported: list[tuple[Judgement, bool]] = []
     ended = tried.policy.ended
 
     def listening(arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        told.append((judgement, published))
+        reported.append((judgement, published))
         ended(arm, signal, judgement, seconds, published=published)
 
     monkeypatch.setattr(tried.policy, "ended", listening)
-    return told
+    return reported
 
 
 def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_the_texts_teach_is_published_and_served(tmp_path: Path) -> None:
     assert "rolled_back" not in tried.kinds()
 
 
-def test_where_nobody_could_judge_nothing_is_trained(tmp_path: Path) -> None:
+def test_where_no_one_could_judge_nothing_is_trained(tmp_path: Path) -> None:
     tried = full_bench(tmp_path, gate_texts=100)
     serve(tried, range(12))
     assert tried.events == []
@@ -126,13 +126,13 @@ def test_the_deployed_drafter_is_not_compared_with_itself(tmp_path: Path) -> Non
 
 
 def changed(tried: Bench, seeds: range) -> None:
-    """Traffic of many words, after that of one; nobody has judged an update on it yet."""
+    """Traffic of many words, after that of one; no one has judged an update on it yet."""
     serve(tried, seeds, update=False)
     for seed in seeds:
         tried.observe(feedback, seed)
         if "changed" in tried.kinds():
             return
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no one noticed")
 
 
 def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
@@ -146,14 +146,14 @@ def test_other_traffic_judges_by_itself(tmp_path: Path) -> None:
     assert judged.numbers["sequences"] == 4
 
 
-def test_the_policy_is_told_what_replays_say_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_is_given_what_replays_say_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
-    told = told_of_updates(tried, monkeypatch)
+    reported = reported_updates(tried, monkeypatch)
     serve(tried, range(40))
     assert "published" in tried.kinds()
     events = [event for event in tried.events if event.kind in ("published", "refused")]
     gained = (0.0, 0.0)
-    for (judgement, published), event in zip(told, events, strict=True):
+    for (judgement, published), event in zip(reported, events, strict=True):
         numbers = event.numbers
         gain = numbers["candidate"] / numbers["serving"] - 1.0
         error = numbers["standard_error"] / numbers["serving"]
@@ -190,7 +190,7 @@ def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
 ) -> None:
     """The optimizer is reset after each of them, and its rate rises anew, over more steps than a head update has."""
     tried = bench(tmp_path, policy="head_only", warm_up_steps=8)
-    told = told_of_updates(tried, monkeypatch)
+    reported = reported_updates(tried, monkeypatch)
     judge = tried.publisher.judge
 
     def worse() -> Pieces[GateDecision]:
@@ -200,11 +200,11 @@ def test_an_arm_whose_every_update_is_clearly_worse_is_judged_each_time(
 
     monkeypatch.setattr(tried.publisher, "judge", worse)
     seed = 0
-    while len(told) < 4:
+    while len(reported) < 4:
         serve(tried, range(seed, seed + 1))
         seed += 1
     assert tried.kinds() == ["refused"] * 4
-    assert all(judgement.gain < 0 for judgement, _ in told)
+    assert all(judgement.gain < 0 for judgement, _ in reported)
 
 
 def test_an_operator_can_take_back_pause_and_resume(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_update_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     assert tried.buffers.take("full") == [], "it would break the next update too"
 
 
-def test_an_idle_update_that_breaks_is_told_and_not_tried_on_the_same_texts_for_ever(
+def test_an_idle_update_that_breaks_is_reported_and_not_tried_on_the_same_texts_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = full_bench(tmp_path, full_queries=100, idle_share=1.0, kept_refusals=2)
@@ -437,7 +437,7 @@ def test_it_rests_while_it_is_paused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("store", "kinds"), [(True, {"changed"}), (False, set())])
-def test_other_words_alone_are_other_traffic_unless_nobody_may_know_them(
+def test_other_words_alone_are_other_traffic_unless_no_one_may_know_them(
     tmp_path: Path, store: bool, kinds: set[str]
 ) -> None:
     tried = full_bench(tmp_path, policy="never")
@@ -446,18 +446,18 @@ def test_other_words_alone_are_other_traffic_unless_nobody_may_know_them(
         tried.observe(feedback, seed, store=store)
     assert {event.kind for event in tried.events} == kinds
     assert {event.reason for event in tried.events} <= {"other_words"}
-    for seed in range(12):  # nor have they become usual where nobody may know them
+    for seed in range(12):  # nor have they become usual where no one may know them
         tried.observe(feedback, seed)
     assert "other_words" in {event.reason for event in tried.events}
 
 
-@pytest.mark.parametrize("told", [{"answer": 3}, {"store": False}])
-def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path, told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("reported", [{"answer": 3}, {"store": False}])
+def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path, reported: dict[str, Any]) -> None:
     tried = full_bench(tmp_path)
     rests: list[bool] = []
     for queries in (63, 1, 1):
         for seed in range(queries):
-            tried.observe(feedback, seed, **told)
+            tried.observe(feedback, seed, **reported)
         rests.append(tried.learner.sampler.share == 1 / 32)
     serve(tried, range(1))
     assert (rests, (tried.learner.sampler.share == 1 / 32)) == ([False, True, True], False)
@@ -465,7 +465,7 @@ def test_it_rests_where_no_text_could_ever_judge_until_one_could(tmp_path: Path,
 
 def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = full_bench(tmp_path)
-    told = told_of_updates(tried, monkeypatch)
+    reported = reported_updates(tried, monkeypatch)
     serve(tried, range(40), update=False)
     heard, waiting = len(tried.buffers._replay), dict(tried.buffers.counts)
     assert waiting["full"] > 0
@@ -473,7 +473,7 @@ def test_an_update_that_is_interrupted_says_nothing_of_its_arm(tmp_path: Path, m
         assert tried.learner.work()
         tried.learner.abandon()
     assert [event.reason for event in tried.events] == ["interrupted"] * 2, "its samples wait again"
-    assert told == []
+    assert reported == []
     assert tried.buffers.counts == waiting
     assert len(tried.buffers._replay) >= heard
     tried.update()
@@ -551,7 +551,7 @@ def test_after_traffic_an_update_and_a_rollback(tmp_path: Path) -> None:
     tried = full_bench(tmp_path)
     token = int(vocabulary()[0][5])
     for seed in range(40):
-        tried.observe(lambda seed, **told: feedback(seed, token=token, **told), seed)
+        tried.observe(lambda seed, **reported: feedback(seed, token=token, **reported), seed)
         tried.update()
         tried.weights.between_steps()
     tried.learner.observe(feedback(99, rejected=0, accepted=()))
