@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.shared import in_one_line
+from benchmarks.shared import in_one_line, percentile
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
 from service.bench.experiment import (
@@ -27,14 +27,14 @@ from service.bench.experiment import (
     conclude,
     count_mismatches,
     counted,
-    percentile,
     prepare,
     read_sets,
     request_of,
     rotated,
+    shown,
+    speed_ratio,
     table_of,
 )
-from service.bench.intervals import shown, speed_ratio
 from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine, EngineOutput

@@ -40,11 +40,12 @@ from service.bench.experiment import (
     conclude,
     plain_engine,
     prepare,
+    rate_ratio,
     read_sets,
     request_of,
+    shown,
     table_of,
 )
-from service.bench.intervals import rate_ratio, shown
 from service.config import LoadedConfig
 from service.drafter import embed_with
 from service.errors import StartupError

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from service.bench.processes import ADAPTREE, PATIENCE_SECONDS, Process, Servers, came_true
+from service.bench.servers import ADAPTREE, PATIENCE_SECONDS, Process, Servers, came_true
 from service.config_sources import flat_values
 from service.errors import StartupError
 

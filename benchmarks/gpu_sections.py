@@ -16,12 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from adaptation.config import Tuning
 from adaptation.records import Event
 from benchmarks.policies import fixed_policy
+from benchmarks.shared import percentile
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Run, TimedStep, generate
 from service.bench.experiment import (
     Measure,
     mismatches,
-    percentile,
     plain_engine,
     requests_from,
     tokens_per_second,

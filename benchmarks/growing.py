@@ -24,13 +24,14 @@ from service.bench.experiment import (
     plain_engine,
     prepare,
     read_sets,
+    shown,
+    speed_ratio,
     table_of,
     take_turns,
     tau,
     tokens_per_second,
     warm_up,
 )
-from service.bench.intervals import shown, speed_ratio
 from service.config import LoadedConfig
 
 ON, OFF, OFF_AGAIN = "memory on", "memory off", "memory off again"

@@ -25,7 +25,7 @@ from benchmarks.shared import in_one_line
 from benchmarks.streams import answers_alone, questions, slots_at_rest
 from service.bench.commands import Concurrency, Out, Seed
 from service.bench.experiment import Row, counted, report, table_of
-from service.bench.processes import one_server
+from service.bench.servers import one_server
 from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 

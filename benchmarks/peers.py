@@ -6,9 +6,11 @@ Each engine runs with its own default settings. llama.cpp is opened here for oth
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,9 +32,9 @@ from service.bench.commands import (
     Temperatures,
 )
 from service.bench.driver import Answer, Run
-from service.bench.experiment import Measure
-from service.bench.speed import run_speed
-from service.conditions import Conditions
+from service.bench.experiment import PLAIN, SPECULATIVE, Column, Measure, Row, prepare, read_sets, report, table_of
+from service.bench.speed import CAPTION, COLUMNS, contestants_of, measured, summary_of
+from service.conditions import Conditions, conditions_of
 from service.config import LoadedConfig, ServiceConfig
 from service.engine.requests import GenerationRequest, SamplingParams
 from service.engine.weights import EMBEDDED_NAME, gguf_file, resolve
@@ -200,8 +202,25 @@ def run(
     kind = PEERS[peer]
     kind.refuse(loaded.config, concurrency)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
-    files = [*prompts, *(more_prompts or [])]
-    return run_speed(loaded.config, files, measures, limit=limit, out=out, peers={peer: kind})
+    assembly = prepare(loaded.config, out)
+    sets = read_sets(assembly, [*prompts, *(more_prompts or [])], limit, max_tokens)
+    engine = kind(assembly)
+    rows = measured(sets, {**contestants_of(assembly), peer: engine}, measures)
+    ratios = {ours: partial(_over_peer, peer, ours) for ours in (PLAIN, SPECULATIVE)}
+    means = {ours: geometric_mean(map(over, rows)) for ours, over in ratios.items()}
+    columns: list[Column] = [(peer, lambda row: f"{row['tokens_per_second'][peer]:.1f}")]
+    columns += ((f"{ours} / {peer}", partial(_cell, over)) for ours, over in ratios.items())
+    table = table_of([*COLUMNS, *columns], rows, caption=CAPTION, section=lambda row: row["temperature"])
+    conditions = {**conditions_of(assembly), **engine.conditions}
+    return report(conditions, out, rows, {**summary_of(rows), f"over_{peer}": means}, table)
+
+
+def _over_peer(peer: str, ours: str, row: Row) -> float:
+    return float(row["tokens_per_second"][ours] / row["tokens_per_second"][peer])
+
+
+def _cell(ratio: Callable[[Row], float], row: Row) -> str:
+    return f"{ratio(row):.2f}"
 
 
 def _gguf_of(config: ServiceConfig) -> Path:

@@ -33,8 +33,19 @@ from benchmarks.shift_play import (
 from service.assembly import Assembly
 from service.bench.commands import Concurrency, MorePromptFiles, Out, Seed, Temperature
 from service.bench.driver import Run
-from service.bench.experiment import Measure, Row, conclude, mismatches, prepare, read_sets, request_of, tau
-from service.bench.intervals import Interval, rate_ratio, shown
+from service.bench.experiment import (
+    Interval,
+    Measure,
+    Row,
+    conclude,
+    mismatches,
+    prepare,
+    rate_ratio,
+    read_sets,
+    request_of,
+    shown,
+    tau,
+)
 from service.config import LoadedConfig
 from service.engine.requests import GenerationRequest, Scope
 from service.errors import StartupError

@@ -10,7 +10,7 @@ import sys
 import ray
 from ray import serve
 
-from service.bench.processes import came_true
+from service.bench.servers import came_true
 from service.ray_serve import deployed
 
 

@@ -16,12 +16,12 @@ import httpx
 import typer
 
 from benchmarks.fleets import Fleet, on_ray, processes
-from benchmarks.shared import in_one_line, read_chats
+from benchmarks.shared import in_one_line, percentile, read_chats
 from benchmarks.streams import Received, answers_alone, ask, questions
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
-from service.bench.experiment import Row, counted, percentile, report, table_of
+from service.bench.experiment import Row, counted, report, table_of
 from service.bench.lossless import BUILT_IN
-from service.bench.processes import Servers
+from service.bench.servers import Servers
 from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 

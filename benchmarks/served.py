@@ -26,13 +26,15 @@ from service.bench.experiment import (
     mismatches,
     plain_engine,
     prepare,
+    rate_ratio,
     read_sets,
+    shown,
+    speed_ratio,
     table_of,
     take_turns,
     tokens_per_second,
     warm_up,
 )
-from service.bench.intervals import rate_ratio, shown, speed_ratio
 from service.bench.serve import Entrants
 from service.config import LoadedConfig
 

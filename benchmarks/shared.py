@@ -1,11 +1,12 @@
-"""What several benchmarks share: options, prompts, and lines of figures."""
+"""Shared by several benchmarks: options, prompts, and figures."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 import typer
 
 from service.errors import StartupError
@@ -40,3 +41,11 @@ def in_one_line(summary: Mapping[str, object]) -> str:
     """Return the figures of a summary as NAME VALUE, ..."""
     figures = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in summary.items())
     return ", ".join(f"{name} {value}" for name, value in figures)
+
+
+def percentile(
+    values: Iterable[float], percent: float, *, method: Literal["inverted_cdf", "linear"] = "inverted_cdf"
+) -> float:
+    """Return the smallest value that `percent` of the values do not exceed; 0 without values."""
+    found = list(values)
+    return float(np.percentile(found, percent, method=method)) if found else 0.0

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.policies import PolicyName
-from benchmarks.shared import LongestAnswer
+from benchmarks.shared import LongestAnswer, percentile
 from benchmarks.shift_play import (
     PLAIN,
     Counts,
@@ -26,8 +26,16 @@ from benchmarks.shift_play import (
     windows_of,
 )
 from service.bench.commands import Concurrency, Out, Seed, Temperature
-from service.bench.experiment import Measure, Row, conclude, mismatches, percentile, prepare, read_sets
-from service.bench.intervals import Interval, rate_ratio
+from service.bench.experiment import (
+    Interval,
+    Measure,
+    Row,
+    conclude,
+    mismatches,
+    prepare,
+    rate_ratio,
+    read_sets,
+)
 from service.config import LoadedConfig
 from service.errors import StartupError
 

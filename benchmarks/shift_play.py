@@ -3,10 +3,11 @@
 import os
 import random
 import signal
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event as Signal
@@ -19,7 +20,7 @@ from benchmarks.shared import Prompt, mixed
 from drafters.feedback import QueryFeedback
 from drafters.regret import RegretLedger
 from service.assembly import Assembly
-from service.bench.driver import Arrivals, ClosedLoop, Drive, PoissonArrivals, Run
+from service.bench.driver import ClosedLoop, Drive, Run
 from service.bench.experiment import Measure, counted, request_of, tau
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest, SamplingParams
@@ -269,7 +270,7 @@ class Player:
         self.play(Turn(0, 0, 0, (request,)), ClosedLoop(1))
         self._notes.answered = 0
 
-    def play(self, turn: Turn, arrivals: Arrivals) -> Played:
+    def play(self, turn: Turn, arrivals: ClosedLoop) -> Played:
         """Answer a turn's queries while learning runs, between them too."""
         drive = Drive(self._engine, turn.requests, arrivals, after_step=self._count)
         before = self._counts
@@ -312,6 +313,26 @@ def players_of(
         yield players
 
 
+class PoissonArrivals(ClosedLoop):
+    """Requests at independent random times, at a mean rate."""
+
+    def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
+        rng = random.Random(seed)
+        self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
+
+    def due(self, elapsed_seconds: float, finished: int) -> int:
+        """Requests that should have been sent by now."""
+        return bisect_right(self._times, elapsed_seconds)
+
+    def is_steady(self, finished: int, total: int) -> bool:
+        """Whether the load is steady: always."""
+        return True
+
+    def since(self, number: int, elapsed_seconds: float) -> float:
+        """When request `number` arrives."""
+        return self._times[number]
+
+
 def play_all(
     players: Sequence[Player], turns: Mapping[str, Sequence[Turn]], measure: Measure, load: float | None = None
 ) -> dict[str, list[Played]]:
@@ -325,7 +346,7 @@ def play_all(
         for together in zip(*(turns[player.name] for player in players), strict=True):
             pairs = list(zip(players, together, strict=True))
             for player, turn in rng.sample(pairs, len(pairs)):
-                arrivals: Arrivals = ClosedLoop(measure.concurrency)
+                arrivals = ClosedLoop(measure.concurrency)
                 if load is not None and (known := played[plain.name]):
                     rate = load * sum(len(one.turn.requests) for one in known) / sum(one.seconds for one in known)
                     arrivals = PoissonArrivals(rate, len(turn.requests), seed=turn.first)

@@ -26,7 +26,7 @@ from benchmarks.streams import Received, answers_alone, ask, metric, questions, 
 from service.bench.commands import AnswerTokens, Limit, Out, Seed
 from service.bench.experiment import Row, counted, report, table_of
 from service.bench.lossless import BUILT_IN
-from service.bench.processes import Process, one_server
+from service.bench.servers import Process, one_server
 from service.conditions import refuse_unwritable, surroundings
 from service.config import LoadedConfig
 

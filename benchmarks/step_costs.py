@@ -14,11 +14,12 @@ from rich.table import Table
 
 from benchmarks.gguf_shapes import SHAPES, Mix, write_shape
 from benchmarks.peers import open_llama_cpp
+from benchmarks.shared import percentile
 from drafters.files import replacing
 from kernels.rows import ExtendRows
 from service.assembly import Assembly
 from service.bench.commands import Out
-from service.bench.experiment import conclude, counted, percentile, prepare
+from service.bench.experiment import conclude, counted, prepare
 from service.config import LoadedConfig
 from service.engine.measuring import Trial
 from service.engine.weights import EMBEDDED_NAME, gguf_file

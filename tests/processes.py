@@ -13,8 +13,8 @@ import openai
 import yaml
 
 from benchmarks.checkpoint import write_dummy
-from service.bench import processes
-from service.bench.processes import PATIENCE_SECONDS
+from service.bench import servers
+from service.bench.servers import PATIENCE_SECONDS
 from tests import tuned
 from tests.tiny_models import served_by
 
@@ -60,7 +60,7 @@ def _adaptree(words: Sequence[str], numbers: Mapping[str, object], log: Path, en
     tuned.run(numbers)
 
 
-class Process(processes.Process):
+class Process(servers.Process):
     """One of them, asked as clients and operators do."""
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:

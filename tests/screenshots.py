@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from service.bench.processes import one_server
+from service.bench.servers import one_server
 from service.config import ServiceConfig
 from tests.browser import Browser, browser
 

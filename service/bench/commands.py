@@ -6,7 +6,7 @@ Heavy imports wait until a command runs, so that --help is fast.
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -82,7 +82,6 @@ def _serve(
     temperature: Temperature = 0.0,
     max_tokens: AnswerTokens = 128,
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1",
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second, at random times.")] = None,
     stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
     ignore_eos: Annotated[bool, typer.Option(help="Generate on after the model's end token.")] = True,
     seed: Seed = 0,
@@ -96,9 +95,8 @@ def _serve(
     others = dict(server.partition("=")[::2] for server in against or ())
     ours = configurations(servers, others)
     entrants = Entrants(loaded.config, ours, others, api_key, stream)
-    loads = numbers(concurrency) if rate is None else (1,)
     sets = {file.stem: bodies_of(file, limit, fields) for file in (*prompts, *(more_prompts or ()))}
-    return run_serve(entrants, sets, loads, rate=rate, out=out)
+    return run_serve(entrants, sets, numbers(concurrency), out=out)
 
 
 def _speed(
@@ -129,21 +127,13 @@ def _load(
     concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
     policies: Annotated[
         str,
-        typer.Option(
-            metavar="POLICY,...", help="plain, fixed:N, per_batch_size, per_batch_size:1=32/4=8/16=0 and adaptive."
-        ),
+        typer.Option(metavar="POLICY,...", help="plain, fixed:N and adaptive."),
     ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
     requests: Annotated[
         int, typer.Option(min=1, help="Requests for each policy and concurrency; eight for each client at least.")
     ] = 64,
     temperature: Temperature = 0.0,
     max_tokens: AnswerTokens = 64,
-    arrival: Annotated[
-        Literal["closed", "poisson"], typer.Option(help="closed: as many clients, one request each at a time.")
-    ] = "closed",
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second that poisson sends.")] = None,
-    slo_ttft: Annotated[float, typer.Option(min=0, help="Seconds to the first token that goodput allows.")] = 5.0,
-    slo_itl: Annotated[float, typer.Option(min=0, help="Mean seconds per further token that it allows.")] = 0.2,
     seed: Seed = 0,
     out: Out = None,
 ) -> bool:
@@ -152,17 +142,12 @@ def _load(
     from service.bench.experiment import Measure
     from service.bench.load import LoadPlan, run_load
 
-    if (arrival == "poisson") != (rate is not None):
-        raise StartupError("--arrival poisson and --rate need each other")
     plan = LoadPlan(
         files=(*prompts, *(more_prompts or [])),
-        concurrency=numbers(concurrency) if rate is None else (loaded.config.max_sequences,),
+        concurrency=numbers(concurrency),
         policies=policies,
         requests=requests,
         measure=Measure(temperature, max_tokens, 1, seed),
-        rate_per_second=rate,
-        slo_ttft_seconds=slo_ttft,
-        slo_itl_seconds=slo_itl,
     )
     return run_load(loaded.config, plan, out=out)
 

@@ -1,12 +1,9 @@
 """Drives an engine: requests in, answers and steps out, with their times. No thread and no HTTP."""
 
 import math
-import random
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
@@ -88,29 +85,6 @@ class ClosedLoop:
         return elapsed_seconds
 
 
-class PoissonArrivals:
-    """Requests at independent random times, at a mean rate."""
-
-    def __init__(self, rate_per_second: float, count: int, *, seed: int) -> None:
-        rng = random.Random(seed)
-        self._times = list(accumulate(rng.expovariate(rate_per_second) for _ in range(count)))
-
-    def due(self, elapsed_seconds: float, finished: int) -> int:
-        """As `ClosedLoop`."""
-        return bisect_right(self._times, elapsed_seconds)
-
-    def is_steady(self, finished: int, total: int) -> bool:
-        """Always true."""
-        return True
-
-    def since(self, number: int, elapsed_seconds: float) -> float:
-        """As `ClosedLoop`."""
-        return self._times[number]
-
-
-Arrivals = ClosedLoop | PoissonArrivals
-
-
 @dataclass(slots=True)
 class Served:
     """An answer while it grows."""
@@ -142,7 +116,7 @@ class Drive:
         self,
         engine: Engine,
         requests: Sequence[GenerationRequest],
-        arrivals: Arrivals,
+        arrivals: ClosedLoop,
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -212,7 +186,7 @@ class Drive:
 def generate(
     engine: Engine,
     requests: Sequence[GenerationRequest],
-    arrivals: Arrivals | None = None,
+    arrivals: ClosedLoop | None = None,
     *,
     before_step: Callable[[int], None] = lambda number: None,
 ) -> Run:

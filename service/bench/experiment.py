@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -16,13 +17,12 @@ from rich.table import Table
 
 from drafters.registry import NoDrafter
 from service.assembly import Assembly, assemble
-from service.bench.driver import Run
+from service.bench.driver import Run, Span
 from service.conditions import Conditions, conditions_of, refuse_unwritable, write_report
 from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
-from service.engine.stats import StepStats
 from service.logging import counting
 from service.text.prompts import PromptSet, read_prompt_set, refuse_too_long
 
@@ -36,6 +36,17 @@ Contestant = Callable[[Sequence[GenerationRequest]], Run]
 T = TypeVar("T")
 Row = dict[str, Any]
 """One line of a report, as JSON."""
+
+Interval = tuple[float, float, float]
+"""A figure, and the bounds of its 95 % interval."""
+
+_STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": np.mean,
+    "median": np.median,
+    "p99": partial(np.percentile, q=99),
+}
+_RESAMPLES = 2000
+_PERCENTS = (2.5, 97.5)
 
 Column = tuple[str, Callable[[Row], str]]
 """The title of a table's column, and its cell for a row."""
@@ -195,13 +206,32 @@ def tau(runs: Iterable[Run]) -> float:
     return 1 + sum(accepted) / max(1, len(accepted))
 
 
-def cost_errors(steps: Iterable[StepStats]) -> list[float]:
-    """Return |predicted / measured - 1| of each verify whose seconds were predicted."""
-    return [
-        abs(step.predicted_verify_seconds / step.verify_seconds - 1.0)
-        for step in steps
-        if step.predicted_verify_seconds is not None and step.verify_seconds > 0
-    ]
+def figures_of(runs: Sequence[Run]) -> Row:
+    """Return the figures of one contestant's turns, named as by `vllm bench serve`. Answers that came whole have no
+    gaps, and none are listed then."""
+    answers = [answer for run in runs for answer in run.answers]
+    seconds, tokens = sum(run.seconds for run in runs), sum(run.num_tokens for run in runs)
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    in_parts = [answer for answer in answers if answer.gaps_seconds]
+    times = {
+        "ttft": [answer.first_token_seconds for answer in answers],
+        "tpot": [sum(answer.gaps_seconds) / (len(answer.token_ids) - 1) for answer in in_parts],
+        "itl": [gap for answer in in_parts for gap in answer.gaps_seconds],
+        "e2el": [answer.seconds for answer in answers],
+    }
+    named = ((f"{name}_{what}_ms", of, some) for what, some in times.items() for name, of in _STATISTICS.items())
+    return {
+        "turns": len(runs),
+        "duration": seconds,
+        "completed": len(answers),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": tokens,
+        "request_throughput": len(answers) / seconds,
+        "output_throughput": tokens / seconds,
+        "total_token_throughput": (prompt_tokens + tokens) / seconds,
+        **{name: 1000 * float(of(some)) for name, of, some in named if some},
+        "tau": tau(runs) if any(answer.accepted_per_step for answer in answers) else None,
+    }
 
 
 def count_mismatches(expected: Sequence[int], got: Sequence[int]) -> int:
@@ -219,9 +249,28 @@ def mismatches(expected: Sequence[Run], got: Sequence[Run]) -> int:
     )
 
 
-def percentile(
-    values: Iterable[float], percent: float, *, method: Literal["inverted_cdf", "linear"] = "inverted_cdf"
-) -> float:
-    """Return the smallest value that `percent` of the values do not exceed; 0 without values."""
-    found = list(values)
-    return float(np.percentile(found, percent, method=method)) if found else 0.0
+def rate_ratio(
+    mine: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], *, seed: int = 0
+) -> Interval:
+    """Return the ratio of two rates, each given by turn as (amount, units), with its interval when turns are drawn
+    anew in pairs."""
+    turns = np.array([(*one, *other) for one, other in zip(mine, others, strict=True)], float)  # [turn, column]
+    drawn = np.random.default_rng(seed).integers(len(turns), size=(_RESAMPLES, len(turns)))
+    sums = np.concatenate([turns.sum(0)[None], turns[drawn].sum(1)])  # [1 + resample, column]
+    ratios = sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
+    low, high = np.percentile(ratios[1:], _PERCENTS)
+    return float(ratios[0]), float(low), float(high)
+
+
+def speed_ratio(mine: Sequence[Span | Run], others: Sequence[Span | Run]) -> Interval:
+    """Return the ratio of tokens per second, with its interval over paired turns."""
+    return rate_ratio(*([(_tokens(one), one.seconds) for one in turns] for turns in (mine, others)))
+
+
+def _tokens(one: Span | Run) -> int:
+    return one.tokens if isinstance(one, Span) else one.num_tokens
+
+
+def shown(interval: Sequence[float]) -> str:
+    """Return FIGURE [LOW, HIGH]."""
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*interval)

@@ -4,10 +4,9 @@ It compares budget policies under rising load.
 
 Policies by name:
 
-plain                     no drafting
-fixed:N                   N nodes per sequence and step
-per_batch_size[:B=N/...]  N nodes from B sequences on
-adaptive                  the configured budget by cost
+plain     no drafting
+fixed:N   N nodes per sequence and step
+adaptive  the configured budget by cost
 """
 
 import random
@@ -22,24 +21,22 @@ import numpy as np
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
-from service.bench.driver import Answer, Arrivals, ClosedLoop, Drive, PoissonArrivals, Run, generate
+from service.bench.driver import ClosedLoop, Drive, Run, generate
 from service.bench.experiment import (
     PLAIN,
     Column,
     Measure,
     Row,
     conclude,
-    cost_errors,
     counted,
+    figures_of,
     mismatches,
-    percentile,
     plain_engine,
     prepare,
     read_sets,
     requests_from,
     rotated,
     table_of,
-    tau,
     warm_up,
 )
 from service.config import ServiceConfig
@@ -47,12 +44,11 @@ from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
+from service.observability.metric_tables import cost_errors
 
 ADAPTIVE = "adaptive"
 FIXED = "fixed:"
-PER_BATCH_SIZE = "per_batch_size"
 
-_DEFAULT_TABLE = {1: 32, 2: 16, 4: 8, 8: 4, 16: 0}
 _WARM_UP_TOKENS = 8
 _ROUNDS = 8
 """Requests of each client at least; the first and the last are not measured."""
@@ -71,29 +67,15 @@ class LoadPlan:
     policies: str
     requests: int  # for each policy and concurrency, at least
     measure: Measure  # its concurrency is not used
-    rate_per_second: float | None  # None: a closed loop
-    slo_ttft_seconds: float
-    slo_itl_seconds: float  # mean time per token after the first
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the longest answer."""
         return answer_lengths(self.measure.max_tokens)[1]
 
-    def is_well_served(self, request: Answer) -> bool:
-        """Whether an answer kept both latency bounds."""
-        slowest = fmean(request.gaps_seconds) if request.gaps_seconds else 0.0
-        return request.first_token_seconds <= self.slo_ttft_seconds and slowest <= self.slo_itl_seconds
-
     def requests_at(self, concurrency: int) -> int:
         """Requests of each policy."""
-        return self.requests if self.rate_per_second is not None else max(self.requests, _ROUNDS * concurrency)
-
-    def arrivals(self, concurrency: int) -> Arrivals:
-        """When requests are sent."""
-        if self.rate_per_second is None:
-            return ClosedLoop(concurrency)
-        return PoissonArrivals(self.rate_per_second, self.requests_at(concurrency), seed=self.measure.seed)
+        return max(self.requests, _ROUNDS * concurrency)
 
 
 def answer_lengths(max_tokens: int) -> tuple[int, int]:
@@ -102,35 +84,19 @@ def answer_lengths(max_tokens: int) -> tuple[int, int]:
     return max(1, max_tokens - spread), max_tokens + spread
 
 
-def row_of(policy: str, run: Run, reference: Run, concurrency: int, plan: LoadPlan) -> Row:
+def row_of(policy: str, run: Run, reference: Run, concurrency: int) -> Row:
     """Return the figures of a policy's run; `reference` is another policy's run of the same requests."""
-    served, steps = run.answers, [step.stats for step in run.steps]
-    well_served = sum(len(request.token_ids) for request in served if plan.is_well_served(request))
-    speed = run.steady.tokens / run.steady.seconds
-    gaps = [gap for request in served for gap in request.gaps_seconds]
-    firsts = [request.first_token_seconds for request in served]
-    verifies = sum(len(request.accepted_per_step) for request in served)
-    errors = cost_errors(steps)
+    steps = [step.stats for step in run.steps]
+    errors = [error for step in steps for error in cost_errors(step)]
     calibration = [step.survival_error for step in steps if step.survival_error is not None]
     return {
         "policy": policy,
         "concurrency": concurrency,
-        "arrival": "closed" if plan.rate_per_second is None else "poisson",
-        "rate_per_second": plan.rate_per_second,
-        "requests": len(served),
-        "tokens": run.num_tokens,
-        "seconds": run.seconds,
-        "tokens_per_second": speed,  # while the load is steady
-        "goodput_tokens_per_second": speed * well_served / run.num_tokens,
-        "ttft_p50_seconds": percentile(firsts, 50),
-        "ttft_p95_seconds": percentile(firsts, 95),
-        "ttft_p99_seconds": percentile(firsts, 99),
-        "itl_p50_seconds": percentile(gaps, 50),
-        "itl_p95_seconds": percentile(gaps, 95),
-        "itl_p99_seconds": percentile(gaps, 99),
+        **figures_of([run]),
+        "tokens_per_second": run.steady.tokens / run.steady.seconds,  # while the load is steady
         # nodes per decoding sequence and step
-        "mean_budget": sum(step.drafted_nodes for step in steps) / max(1, verifies),
-        "tau": tau([run]),
+        "mean_budget": sum(step.drafted_nodes for step in steps)
+        / max(1, sum(len(answer.accepted_per_step) for answer in run.answers)),
         "draft_share": sum(step.draft_seconds for step in steps) / run.seconds,
         "undrafted_share": fmean(step.drafted_nodes == 0 for step in steps),  # of the steps
         "cost_error": median(errors) if errors else None,  # of the verifies
@@ -165,27 +131,12 @@ def policies_of(text: str) -> dict[str, FixedBudget | None]:
 
 
 def _static(name: str) -> FixedBudget:
-    kind, _, rest = name.partition(":")
+    _, _, nodes = name.partition(":")
     if name == PLAIN:
         return FixedBudget(0)
-    if name.startswith(FIXED) and rest.isdigit() and int(rest) <= MAX_NODES:
-        return FixedBudget(int(rest))
-    if kind == PER_BATCH_SIZE:
-        return FixedBudget(_table(rest) if rest else _DEFAULT_TABLE)
-    raise StartupError(
-        f"--policies: {name!r} is none of plain, adaptive, fixed:N (N up to {MAX_NODES}), "
-        "per_batch_size and per_batch_size:1=32/4=8/16=0"
-    )
-
-
-def _table(text: str) -> Mapping[int, int]:
-    try:
-        table = {int(batch): int(nodes) for batch, nodes in (entry.split("=") for entry in text.split("/"))}
-    except ValueError:
-        raise StartupError(f"--policies: {text!r} is no table such as 1=32/4=8/16=0") from None
-    if 1 not in table or not all(0 <= nodes <= MAX_NODES for nodes in table.values()):
-        raise StartupError(f"--policies: the table {text!r} must name 1, and at most {MAX_NODES} nodes")
-    return table
+    if name.startswith(FIXED) and nodes.isdigit() and int(nodes) <= MAX_NODES:
+        return FixedBudget(int(nodes))
+    raise StartupError(f"--policies: {name!r} is none of plain, adaptive and fixed:N (N up to {MAX_NODES})")
 
 
 def run_load(config: ServiceConfig, plan: LoadPlan, *, out: Path | None) -> bool:
@@ -221,10 +172,10 @@ def _measure_all(
         for concurrency in plan.concurrency:
             advance(0, f"concurrency {concurrency}")
             part = requests[: plan.requests_at(concurrency)]
-            drives = {name: Drive(engine, part, plan.arrivals(concurrency)) for name, engine in engines.items()}
+            drives = {name: Drive(engine, part, ClosedLoop(concurrency)) for name, engine in engines.items()}
             runs = _in_slices(drives, advance)
             reference = next(iter(runs.values()))
-            rows += [row_of(name, run, reference, concurrency, plan) for name, run in runs.items()]
+            rows += [row_of(name, run, reference, concurrency) for name, run in runs.items()]
     return rows
 
 
@@ -283,13 +234,10 @@ _COLUMNS: tuple[Column, ...] = (
     ("concurrency", lambda row: str(row["concurrency"])),
     ("policy", lambda row: row["policy"]),
     ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
-    ("goodput", lambda row: f"{row['goodput_tokens_per_second']:.1f}"),
-    ("TTFT p50", lambda row: f"{row['ttft_p50_seconds']:.2f}"),
-    ("p95", lambda row: f"{row['ttft_p95_seconds']:.2f}"),
-    ("p99", lambda row: f"{row['ttft_p99_seconds']:.2f}"),
-    ("ITL p50", lambda row: f"{1000 * row['itl_p50_seconds']:.1f}"),
-    ("p95", lambda row: f"{1000 * row['itl_p95_seconds']:.1f}"),
-    ("p99", lambda row: f"{1000 * row['itl_p99_seconds']:.1f}"),
+    ("TTFT", lambda row: f"{row['median_ttft_ms']:.0f}"),
+    ("p99", lambda row: f"{row['p99_ttft_ms']:.0f}"),
+    ("ITL", lambda row: f"{row['median_itl_ms']:.1f}"),
+    ("p99", lambda row: f"{row['p99_itl_ms']:.1f}"),
     ("budget", lambda row: f"{row['mean_budget']:.1f}"),
     ("tau", lambda row: f"{row['tau']:.2f}"),
     ("undrafted", lambda row: f"{100 * row['undrafted_share']:.0f} %"),
@@ -298,7 +246,6 @@ _COLUMNS: tuple[Column, ...] = (
     ("mismatched", lambda row: str(row["mismatched_tokens"])),
 )
 _CAPTION = (
-    "tokens/s: while all clients are busy; goodput: those of requests within the bounds; TTFT: seconds to the first "
-    "token; ITL: milliseconds per further token; budget: "
-    "nodes per sequence and step; undrafted: share of steps without nodes"
+    "tokens/s: while all clients are busy; TTFT, ITL: milliseconds to the first token and per further token, medians; "
+    "budget: nodes per sequence and step; undrafted: share of steps without nodes"
 )

@@ -18,23 +18,27 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from service.bench.driver import ClosedLoop, PoissonArrivals, Run
-from service.bench.experiment import Column, Row, counted, in_turn, mismatches, report, table_of, tau
-from service.bench.http_client import HttpClient, Json
-from service.bench.intervals import rate_ratio, shown, speed_ratio
-from service.bench.processes import one_server
+from service.bench.driver import Run
+from service.bench.experiment import (
+    Column,
+    Row,
+    counted,
+    figures_of,
+    in_turn,
+    mismatches,
+    rate_ratio,
+    report,
+    shown,
+    speed_ratio,
+    table_of,
+)
+from service.bench.servers import HttpClient, Json, one_server
 from service.conditions import Conditions, refuse_unwritable, surroundings
 from service.config import ServiceConfig
 from service.errors import StartupError
 from service.text.prompts import PromptLine, read_lines
 
 _ROUNDS = 4  # requests of each of several clients in a turn
-_ARRIVALS = 32  # requests at random times in a turn
-_STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "mean": np.mean,
-    "median": np.median,
-    "p99": partial(np.percentile, q=99),
-}
 _GREETING = {"messages": [{"role": "user", "content": "Hello."}], "prompt": "Hello."}
 
 
@@ -89,16 +93,15 @@ def run_serve(
     sets: Mapping[str, Sequence[Json]],
     loads: Sequence[int],
     *,
-    rate: float | None,
     out: Path | None,
 ) -> bool:
-    """Measure all servers on each set of bodies with each number of clients, or with `rate` requests per second at
-    random times. Returns whether our servers answered with the same tokens."""
+    """Measure all servers on each set of bodies with each number of clients. Returns whether our servers answered with
+    the same tokens."""
     refuse_unwritable(out)
     rows: list[Row] = []
     with counted(len(loads) * sum(map(len, sets.values()))) as advance:
         for (name, bodies), clients in product(sets.items(), loads):
-            rows += ({"set": name, **row} for row in measured(entrants, bodies, clients, rate, advance))
+            rows += ({"set": name, **row} for row in measured(entrants, bodies, clients, advance))
     config, reference = entrants.config, rows[0]["server"]
     settings: Conditions = {"model": config.model, "load_dtype": config.load_dtype, "threads": config.num_threads}
     over, servers = f"over_{reference}", dict.fromkeys(row["server"] for row in rows)
@@ -114,57 +117,25 @@ def run_serve(
     return report({**surroundings(), **settings}, out, rows, summary, table)
 
 
-def measured(
-    entrants: Entrants, bodies: Sequence[Json], clients: int, rate: float | None, advance: Callable[[int], None]
-) -> list[Row]:
+def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: Callable[[int], None]) -> list[Row]:
     """Let all servers answer in turn; return a row for each. One client sends one request in a turn."""
-    size = _ARRIVALS if rate is not None else _ROUNDS * clients if clients > 1 else 1
-
-    def send(client: HttpClient, batch: Sequence[Json]) -> Run:
-        at_random = None if rate is None else PoissonArrivals(rate, len(batch), seed=batch[0]["seed"])
-        return client.send(batch, at_random or ClosedLoop(clients))
-
+    size = _ROUNDS * clients if clients > 1 else 1
     with entrants.clients() as asking:
         for client in asking.values():
-            client.send([{name: _GREETING.get(name, value) for name, value in bodies[0].items()}], ClosedLoop(1))
+            client.send([{name: _GREETING.get(name, value) for name, value in bodies[0].items()}], 1)
             client.spent = np.zeros(2)
         batches = (bodies[first : first + size] for first in range(0, len(bodies), size))
-        runs = in_turn(batches, {name: partial(send, client) for name, client in asking.items()}, advance)
-    load = {"clients": clients if rate is None else None, "rate": rate}
-    rows = [{"server": name, **load, **figures_of(mine), **ratios_of(mine, runs)} for name, mine in runs.items()]
+        sending = {name: partial(client.send, num_clients=clients) for name, client in asking.items()}
+        runs = in_turn(batches, sending, advance)
+    rows = [
+        {"server": name, "clients": clients, **figures_of(mine), "mismatched_tokens": None, **ratios_of(mine, runs)}
+        for name, mine in runs.items()
+    ]
     for row in rows[: len(entrants.ours)]:
         spent = asking[row["server"]].spent / row["total_output_tokens"]
         row |= zip(("context_switches_per_token", "cpu_seconds_per_token"), spent.tolist(), strict=True)
         row["mismatched_tokens"] = mismatches(runs[rows[0]["server"]], runs[row["server"]])
     return rows
-
-
-def figures_of(runs: Sequence[Run]) -> Row:
-    """Return the figures of one server's turns. Whole answers have no gaps, and none are listed then."""
-    answers = [answer for run in runs for answer in run.answers]
-    seconds, tokens = sum(run.seconds for run in runs), sum(run.num_tokens for run in runs)
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    in_parts = [answer for answer in answers if answer.gaps_seconds]
-    times = {
-        "ttft": [answer.first_token_seconds for answer in answers],
-        "tpot": [sum(answer.gaps_seconds) / (len(answer.token_ids) - 1) for answer in in_parts],
-        "itl": [gap for answer in in_parts for gap in answer.gaps_seconds],
-        "e2el": [answer.seconds for answer in answers],
-    }
-    named = ((f"{name}_{what}_ms", of, some) for what, some in times.items() for name, of in _STATISTICS.items())
-    return {
-        "turns": len(runs),
-        "duration": seconds,
-        "completed": len(answers),
-        "total_input_tokens": prompt_tokens,
-        "total_output_tokens": tokens,
-        "request_throughput": len(answers) / seconds,
-        "output_throughput": tokens / seconds,
-        "total_token_throughput": (prompt_tokens + tokens) / seconds,
-        **{name: 1000 * float(of(some)) for name, of, some in named if some},
-        "tau": tau(runs) if any(answer.accepted_per_step for answer in answers) else None,
-        "mismatched_tokens": None,
-    }
 
 
 def ratios_of(mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:

@@ -254,7 +254,7 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
         Counter(
             "budget_decisions{reason}", "Steps by reason of the budget.", lambda s: {s.budget_reason: 1}, budget_reasons
         ),
-        histogram("cost_prediction_error_ratio", "Relative error of predicted verify seconds.", _ERROR, _cost_errors),
+        histogram("cost_prediction_error_ratio", "Relative error of predicted verify seconds.", _ERROR, cost_errors),
     )
 
 
@@ -279,7 +279,8 @@ def _accepted_per_position(stats: StepStats) -> dict[str, float]:
     return {str(position): sum(count > position for count in accepted) for position in range(max(accepted, default=0))}
 
 
-def _cost_errors(stats: StepStats) -> tuple[float, ...]:
+def cost_errors(stats: StepStats) -> tuple[float, ...]:
+    """|predicted / measured - 1| of a verify; none where its seconds were not predicted."""
     if stats.predicted_verify_seconds is None or stats.verify_seconds <= 0:
         return ()
     return (abs(stats.predicted_verify_seconds / stats.verify_seconds - 1),)

@@ -19,6 +19,7 @@ from benchmarks.shift_play import (
     Learning,
     Notes,
     Player,
+    PoissonArrivals,
     joined,
     play_all,
     players_of,
@@ -209,3 +210,11 @@ def test_a_policy_learns_in_its_turns_and_writes_the_same_text(
     assert (kinds.count("published"), kinds.count("refused")) == (mine.counts["publishes"], mine.counts["refusals"])
     assert len(kinds) >= mine.counts["publishes"] + mine.counts["refusals"] == mine.counts[f"updates_{policy[:4]}"]
     assert all(first <= one.query <= first + 4 for first, one in noted)
+
+
+def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
+    arrivals = PoissonArrivals(20.0, 2_000, seed=1)
+    same = PoissonArrivals(20.0, 2_000, seed=1)
+    assert [arrivals.since(number, 0.0) for number in range(50)] == [same.since(number, 9.0) for number in range(50)]
+    assert 1_800 < arrivals.due(100.0, 0) <= 2_000
+    assert arrivals.due(0.0, 7) == 0

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.fleets import free_port
-from service.bench.processes import came_true
+from service.bench.servers import came_true
 from tests.architecture.rules import ROOT
 from tests.deploy.containers import Containers, begun, build
 from tests.deploy.dashboards import FILES, questions

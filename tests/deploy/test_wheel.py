@@ -10,7 +10,7 @@ from zipfile import ZipFile
 import httpx2 as httpx
 import pytest
 
-from service.bench.processes import Process
+from service.bench.servers import Process
 from tests.environments import run
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from service.bench.processes import came_true
+from service.bench.servers import came_true
 from service.conditions import surroundings
 from tests.processes import Process, begin, write_settings
 

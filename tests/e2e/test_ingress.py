@@ -13,7 +13,7 @@ import pytest
 from benchmarks.fleets import Fleet, Processes, processes
 from benchmarks.replicas import Load, figures_of, rows_of
 from benchmarks.streams import Received, ask, questions
-from service.bench.processes import Servers
+from service.bench.servers import Servers
 from service.config import ServiceConfig
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import served_by

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.fleets import OnRay, on_ray
 from benchmarks.streams import Received, ask
-from service.bench.processes import Servers
+from service.bench.servers import Servers
 from service.config import ServiceConfig
 from tests.e2e.test_ingress import asked, streams_while_one_is_killed
 from tests.environments import python_environment

@@ -36,7 +36,7 @@ def test_speeds_each_set(prompt_file: Path, tmp_path: Path) -> None:
     ]
     assert set(report["rows"][0]) >= {
         *("set", "temperature", "concurrency", "prompts", "tokens", "plain_tokens_per_second"),
-        *("speculative_tokens_per_second", "speedup", "tau", "draft_share", "mismatched_tokens", "peers"),
+        *("speculative_tokens_per_second", "speedup", "tau", "draft_share", "mismatched_tokens"),
     }
     assert report["summary"]["mismatched_tokens"] == 0
     assert set(report["conditions"]) == set(KEYS)

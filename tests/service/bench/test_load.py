@@ -9,9 +9,9 @@ import pytest
 
 from service.assembly import Assembly, assemble
 from service.bench import load
-from service.bench.driver import Answer, ClosedLoop, Drive, PoissonArrivals, Run, Span, TimedStep
+from service.bench.driver import Answer, ClosedLoop, Drive, Run, Span, TimedStep
 from service.bench.experiment import Measure, Row, plain_engine, requests_from
-from service.bench.load import LoadPlan, engines_of, policies_of, row_of
+from service.bench.load import engines_of, policies_of, row_of
 from service.errors import StartupError
 from tests.service.bench.parts import run_command, varied_prompts
 from tests.service.engine.harness import step_stats
@@ -20,30 +20,12 @@ STEP = step_stats(
     6, 3, draft_seconds=0.1, verify_seconds=0.5, other_seconds=0.0, predicted_verify_seconds=0.6, survival_error=0.02
 )
 TIMED = TimedStep(STEP, 1.0)
-PLAN = LoadPlan(
-    files=(),
-    concurrency=(1,),
-    policies="plain",
-    requests=1,
-    measure=Measure(0.0, 4, 1, 0),
-    rate_per_second=None,
-    slo_ttft_seconds=2.0,
-    slo_itl_seconds=0.25,
-)
 
 
 def test_a_closed_loop_keeps_as_many_in_flight() -> None:
     loop = ClosedLoop(3)
     assert [loop.due(0.0, finished) for finished in (0, 1, 5)] == [3, 4, 8]
     assert loop.since(4, 1.5) == 1.5
-
-
-def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
-    arrivals = PoissonArrivals(20.0, 2_000, seed=1)
-    same = PoissonArrivals(20.0, 2_000, seed=1)
-    assert [arrivals.since(number, 0.0) for number in range(50)] == [same.since(number, 9.0) for number in range(50)]
-    assert 1_800 < arrivals.due(100.0, 0) <= 2_000
-    assert arrivals.due(0.0, 7) == 0
 
 
 def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
@@ -94,7 +76,7 @@ def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1
 
 
 def row(policy: str, run: Run, reference: Run | None = None) -> Row:
-    return row_of(policy, run, reference or run, 1, PLAN)
+    return row_of(policy, run, reference or run, 1)
 
 
 def test_a_row_adds_up_what_its_run_did() -> None:
@@ -105,22 +87,20 @@ def test_a_row_adds_up_what_its_run_did() -> None:
         Span(1.5, 6),
     )
     found = row("adaptive", run)
-    assert (found["requests"], found["tokens"], found["seconds"], found["tokens_per_second"]) == (2, 6, 2.0, 4.0)
-    assert found["goodput_tokens_per_second"] == 4.0 / 2  # the second was too late
-    assert (found["ttft_p50_seconds"], found["ttft_p99_seconds"]) == (1.0, 3.0)
-    assert (found["itl_p50_seconds"], found["itl_p95_seconds"]) == (0.1, 0.3)
+    assert (found["completed"], found["total_output_tokens"], found["duration"]) == (2, 6, 2.0)
+    assert (found["tokens_per_second"], found["median_ttft_ms"], found["median_itl_ms"]) == (4.0, 2000.0, 200.0)
     assert (found["tau"], found["mean_budget"], found["undrafted_share"]) == (2.5, 6 / 4, 0.5)
     assert found["cost_error"] == pytest.approx(0.2)
     assert (found["survival_error"], found["mismatched_tokens"]) == (0.02, 0)
 
 
 def test_policies_go_by_name() -> None:
-    found = policies_of("plain, fixed:8,plain,adaptive,per_batch_size,per_batch_size:1=4/8=0")
-    assert list(found) == ["plain", "fixed:8", "adaptive", "per_batch_size", "per_batch_size:1=4/8=0"]
+    found = policies_of("plain, fixed:8,plain,adaptive")
+    assert list(found) == ["plain", "fixed:8", "adaptive"]
     assert [name for name, policy in found.items() if policy is None] == ["adaptive"]
 
 
-@pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:257", "per_batch_size:2=1", "per_batch_size:1=x"])
+@pytest.mark.parametrize("names", ["", "fast", "fixed:", "fixed:257", "fast:8"])
 def test_unknown_policies_are_refused(names: str) -> None:
     with pytest.raises(StartupError, match="--policies"):
         policies_of(names)
@@ -144,14 +124,14 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
     out = tmp_path / "out.json"
     code, output = run_command(
         *("bench load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
-        *("--policies plain,fixed:8,per_batch_size,adaptive --out", out),
+        *("--policies plain,fixed:8,adaptive --out", out),
     )
     assert code == 0, output
     report = json.loads(out.read_text())
     assert [(line["concurrency"], line["policy"]) for line in report["rows"]] == [
-        (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "per_batch_size", "adaptive")
+        (concurrency, policy) for concurrency in (1, 3) for policy in ("plain", "fixed:8", "adaptive")
     ]
-    tokens = {(line["concurrency"], line["tokens"]) for line in report["rows"]}
+    tokens = {(line["concurrency"], line["total_output_tokens"]) for line in report["rows"]}
     assert len(tokens) == 2, "every policy answers the same requests"
     assert all(
         4 * requests <= count <= 12 * requests for (_, count), requests in zip(sorted(tokens), (10, 24), strict=True)
@@ -164,8 +144,6 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--rate 3", "need each other"),
-        ("--arrival poisson", "need each other"),
         ("--concurrency 1,x", "positive numbers"),
         ("--concurrency 0", "positive numbers"),
         ("--policies best", "--policies"),

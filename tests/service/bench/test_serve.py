@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from service.bench.driver import Answer, ClosedLoop, Run
-from service.bench.http_client import UNKNOWN, HttpClient, answer_of
-from service.bench.serve import bodies_of, configurations, figures_of, ratios_of
+from service.bench.driver import Answer, Run
+from service.bench.experiment import figures_of
+from service.bench.serve import bodies_of, configurations, ratios_of
+from service.bench.servers import UNKNOWN, HttpClient, answer_of
 from service.config import ServiceConfig
 from service.errors import StartupError
 from tests.processes import Process, begin, write_settings
@@ -205,7 +206,7 @@ def test_our_servers_answer_with_the_same_tokens(bench: Callable[..., Any]) -> N
 def test_another_text_fails_and_others_are_not_compared(
     bench: Callable[..., Any], other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--servers", "adaptive,again:max_budget=2", "--against", f"it={other}", "--api-key", "s3", "--rate", 50)
+    words = ("--servers", "adaptive,again:max_budget=2", "--against", f"it={other}", "--api-key", "s3")
     code, report, _ = bench(*words)
     assert code == 0
     assert [(row["server"], row["total_output_tokens"], row["mismatched_tokens"]) for row in report["rows"]] == [
@@ -223,4 +224,4 @@ def test_another_text_fails_and_others_are_not_compared(
 )
 def test_a_server_that_does_not_answer_is_named(other: str, url: str | None, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        HttpClient("it", url or other, stream=True).send([{"prompt": "a", "max_tokens": 101}], ClosedLoop(1))
+        HttpClient("it", url or other, stream=True).send([{"prompt": "a", "max_tokens": 101}], 1)

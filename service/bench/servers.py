@@ -1,29 +1,121 @@
-"""A client of an OpenAI server, in a process of its own: requests in, answers with their times out.
+"""Servers over HTTP: their processes, and a client that measures their answers.
 
-While the server works, its client only notes when bytes came. It reads them afterwards, as both share the cores.
-"""
+While a server works, its client only notes when bytes came. It reads them afterwards, as both share the cores."""
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from functools import cached_property, partial
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
+import yaml
 
-from service.bench.driver import Answer, Arrivals, ClosedLoop, PoissonArrivals, Run
-from service.bench.processes import PATIENCE_SECONDS
+from service.bench.driver import Answer, Run
+from service.config import ServiceConfig
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
+
+PATIENCE_SECONDS = 900.0
+ADAPTREE = (sys.executable, "-m", "service")
+_READY = re.compile(r"ready: (\S+)")
+_POLL_SECONDS = 0.1
+_SECRETS = {"api_keys", "admin_key"}
+_OPEN = ("--host", "127.0.0.1", "--api-keys", "", "--open-metrics")
+
+
+@dataclass
+class Process:
+    """A running program and its log."""
+
+    name: str
+    log: Path
+    running: subprocess.Popen[bytes]
+
+    @classmethod
+    def begin(cls, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> Self:
+        """Start a command whose output goes to `log`."""
+        with log.open("w") as stream:
+            return cls(name, log, subprocess.Popen(command, stdout=stream, stderr=stream, env=environ))
+
+    @cached_property
+    def ready(self) -> str:
+        """The text after `ready:` in the log, once it is there. Raises StartupError if the process ends before."""
+        came_true(lambda: _READY.search(self.log.read_text()) or self.running.poll() is not None)
+        if found := _READY.search(self.log.read_text()):
+            return found[1]
+        self.kill()
+        raise StartupError(f"{self.name} did not become ready:\n{self.log.read_text()[-4000:]}")
+
+    @property
+    def url(self) -> str:
+        """The server's address, once it is ready."""
+        return self.ready.removesuffix("/v1")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.running.kill()
+        self.running.wait()
+
+    def end(self) -> None:
+        """Send SIGTERM, and wait until the process has shut down in order."""
+        if self.running.poll() is None:
+            self.running.send_signal(signal.SIGTERM)
+            assert self.running.wait(PATIENCE_SECONDS) in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Server processes of one configuration, on this machine only and without API keys.
+
+    `folder` is for their settings and logs.
+    """
+
+    config: ServiceConfig
+    folder: Path
+
+    def begin(self, name: str, port: int = 0, **changes: Any) -> Process:
+        """Start a server with changed settings. Each name is used once."""
+        given = self.config.model_dump(mode="json", exclude_unset=True, exclude=_SECRETS)
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({**given, **changes}))
+        command = [*ADAPTREE, "serve", "--config", str(file), *_OPEN, "--port", str(port)]
+        return Process.begin(name, command, self.folder / f"{name}.log")
+
+
+@contextmanager
+def one_server(config: ServiceConfig, **changes: Any) -> Iterator[Process]:
+    """Start a server with changed settings; end it in order after the block, and kill it after an error."""
+    with TemporaryDirectory() as folder:
+        server = Servers(config, Path(folder)).begin("server", **changes)
+        try:
+            yield server
+            server.end()
+        finally:
+            server.kill()
+
+
+def came_true(condition: Callable[[], object]) -> bool:
+    """Wait until a condition holds; return False after PATIENCE_SECONDS."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (is_true := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return is_true
+
 
 UNKNOWN = -1
 """Stands for each token of a server that sends no ids."""
@@ -56,23 +148,19 @@ class HttpClient:
         """Send all requests at once, their prompts as token ids."""
         sampling = [{name: getattr(request.sampling, name) for name in _SAMPLING} for request in requests]
         bodies = [{"prompt": [*request.prompt], **how} for request, how in zip(requests, sampling, strict=True)]
-        return self.send(bodies, ClosedLoop(len(bodies)))
+        return self.send(bodies, len(bodies))
 
-    def send(self, bodies: Sequence[Json], arrivals: Arrivals) -> Run:
-        """Send the bodies of completions, or of chat completions where they hold messages: as many at a time as there
-        are clients, or at random times."""
-        numbered = list(enumerate({"model": self._model, **self._fields, **body} for body in bodies))
-        at_random = isinstance(arrivals, PoissonArrivals)
-        with ThreadPoolExecutor(len(bodies) if at_random else arrivals.due(0.0, 0)) as clients:
+    def send(self, bodies: Sequence[Json], num_clients: int) -> Run:
+        """Send the bodies of completions, or of chat completions where they hold messages, so many at a time."""
+        completed = [{"model": self._model, **self._fields, **body} for body in bodies]
+        with ThreadPoolExecutor(num_clients) as clients:
             before, start = spent_by(self._pid), time.perf_counter()
-            received = list(clients.map(partial(self._send_one, arrivals, start), numbered))
+            received = list(clients.map(self._send_one, completed))
             seconds = time.perf_counter() - start
         self.spent += spent_by(self._pid) - before
         return Run(tuple(answer_of(self._name, parts) for parts in received), (), seconds)
 
-    def _send_one(self, arrivals: Arrivals, start: float, numbered: tuple[int, Json]) -> list[Part]:
-        number, body = numbered
-        time.sleep(max(0.0, start + arrivals.since(number, 0.0) - time.perf_counter()))
+    def _send_one(self, body: Json) -> list[Part]:
         return self._ask("POST", "/v1/chat/completions" if "messages" in body else "/v1/completions", body)
 
     def _ask(self, method: str, path: str, body: Json | None = None) -> list[Part]:
