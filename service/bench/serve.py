@@ -127,7 +127,7 @@ def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: 
         batches = (bodies[first : first + size] for first in range(0, len(bodies), size))
         sending = {name: partial(client.send, num_clients=clients) for name, client in asking.items()}
         runs = in_turn(batches, sending, advance)
-    rows = [
+    rows: list[Row] = [
         {"server": name, "clients": clients, **figures_of(mine), "mismatched_tokens": None, **ratios_of(mine, runs)}
         for name, mine in runs.items()
     ]
