@@ -172,6 +172,7 @@ class Streams:
 
     def _after_step(self, report: EngineOutput) -> None:
         """Count tokens and sequences by client, and append the next request of each answered stream."""
+        waiting = Counter(self._owners)  # a stream has one request at a time
         for output in report.outputs:
             owner = self._owner(output.request_id)
             if output.token_ids:
@@ -179,12 +180,13 @@ class Streams:
                 self.tokens[owner] += len(output.token_ids)
                 self.served[owner] += len(output.token_ids) + PROMPT_SHARE * read
             if output.finish_reason is not None:
+                waiting[owner] -= 1
                 following = self._request(int(output.request_id) + len(self._owners))
                 self._requests.append(following)
                 self._unread[following.request_id] = len(following.prompt)
-        scheduler = self._engine.scheduler
-        for count, sequences in ((self._running, scheduler.running), (self._waiting, scheduler.waiting)):
-            count.update(self._owner(sequence.request.request_id) for sequence in sequences)
+        running = Counter(self._owner(sequence.request.request_id) for sequence in self._engine.scheduler.running)
+        self._running.update(running)
+        self._waiting.update(waiting - running)
 
 
 def fair_shares(demands: Sequence[float], total: float) -> list[float]:

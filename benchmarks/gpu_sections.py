@@ -32,7 +32,7 @@ from service.bench.speed import contestants_of, measure_set
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.measuring import Point, dummy_texts, place_point
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams, Submission
 from service.engine.thread import serving
 from service.learning.adaptive import Adaptive, build_adaptive
 from service.text.prompts import PromptSet, read_prompt_set
@@ -225,7 +225,7 @@ def _anatomy(assembly: Assembly, plan: Plan) -> Iterator[Figure]:
     """Count what a step asks the device for and what the device does in it, plain and with a tree."""
     for name, nodes in (("plain", 0), ("drafted", _NODES)):
         engine, count = _engine(assembly, nodes), min(plan.steps, 8)
-        engine.add(_request(assembly, plan))
+        engine.submit(Submission([_request(assembly, plan)]))
         for _ in range(_WARM_UPS + 4):
             engine.step()
         for what, value, unit in _profiled(engine, count, assembly.target.device):

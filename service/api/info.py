@@ -51,7 +51,8 @@ def info_router(server: Server, live: Live, render_metrics: RenderMetrics) -> AP
         body = await read_body(request, TokenizeRequest, server)
         check_model(body.model, server)
         tokenizer = server.runtime.tokenizer
-        ids = await server.runtime.off_loop(lambda: _tokenize(body, tokenizer, server.settings.control_in_prompts))
+        control, account = server.settings.control_in_prompts, server.account_of(request)
+        ids = await server.runtime.in_turn(account, partial(_tokenize, body, tokenizer, control))
         strings: JsonValue = [tokenizer.token_string(token_id) for token_id in ids] if body.return_token_strs else None
         length = server.runtime.card.max_model_len
         return json_response({"count": len(ids), "max_model_len": length, "tokens": [*ids], "token_strs": strings})
@@ -61,8 +62,8 @@ def info_router(server: Server, live: Live, render_metrics: RenderMetrics) -> AP
         body = await read_body(request, DetokenizeRequest, server)
         check_model(body.model, server)
         check_token_ids(body.tokens, server.runtime.card, param="tokens")
-        tokenizer = server.runtime.tokenizer
-        return json_response({"prompt": await server.runtime.off_loop(lambda: tokenizer.decode(body.tokens))})
+        decode = partial(server.runtime.tokenizer.decode, body.tokens)
+        return json_response({"prompt": await server.runtime.in_turn(server.account_of(request), decode)})
 
     @router.get("/livez")
     async def alive() -> Response:

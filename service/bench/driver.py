@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from service.engine.engine import Engine, EngineOutput
-from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput
+from service.engine.requests import FinishReason, GenerationRequest, SequenceOutput, Submission
 from service.engine.stats import StepStats
 
 
@@ -163,7 +163,7 @@ class Drive:
         for number in range(len(self._served), due):
             request = self._requests[number]
             self._served[request.request_id] = Served(self._arrivals.since(number, elapsed))
-            self._engine.add(replace(request, arrival_seconds=time.monotonic()))
+            self._engine.submit(Submission([replace(request, arrival_seconds=time.monotonic())]))
 
     def _step(self, start: float) -> int:
         """Run one step of the engine; return how many tokens it emitted."""

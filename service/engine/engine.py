@@ -34,11 +34,10 @@ from service.engine.emit import (
 )
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.prompt_pace import PromptPace
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
-from service.engine.scheduler import Scheduled, Scheduler, StepBatch
+from service.engine.scheduler import PromptPace, Scheduled, Scheduler, StepBatch
 from service.engine.sequence import Finish, Sequence, TextStream, new_sequence
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target, TargetOutput
@@ -166,10 +165,6 @@ class Engine:
             slots_used=self.slots.capacity - self.scheduler.num_available,
             slots_total=self.slots.capacity,
         )
-
-    def add(self, *requests: GenerationRequest) -> None:
-        """Queue the requests of a body."""
-        self.submit(Submission(requests))
 
     def submit(self, body: Submission) -> None:
         """Queue a body of requests."""

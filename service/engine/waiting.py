@@ -82,12 +82,6 @@ class WaitingQueue:
         self._parked: dict[Sequence, list[Entry]] = {}
 
     @property
-    def heads(self) -> list[Sequence]:
-        """The next sequence of each entry, in order of arrival."""
-        heads = (entry.head for entry in self._all() if entry.head is not None)
-        return sorted(heads, key=attrgetter("arrival"))
-
-    @property
     def clients(self) -> set[str]:
         """Clients with an entry."""
         return {entry.client for entry in self._all()}
@@ -169,7 +163,7 @@ class ServiceCounters:
         self._served: dict[str, float] = {}
 
     def enter(self, client: str, present: Collection[str]) -> None:
-        """Take in a sequence of this client; `present`: clients with sequences that wait or run."""
+        """Add a client; `present`: clients with sequences that wait or run."""
         if not present:
             self._served = {client: 0.0}
         elif client not in present:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from service.assembly import assemble
 from service.config import ServiceConfig
 from service.engine.engine import Engine
-from service.engine.requests import GenerationRequest, SamplingParams
+from service.engine.requests import GenerationRequest, SamplingParams, Submission
 from service.errors import RequestError, StartupError
 from service.logging import bar, say
 from service.text.prompts import Prompt, lines_of, read_lines, read_prompts
@@ -151,7 +151,7 @@ def _answer(
             # The first prompts are answered however late it is: without them nothing follows.
             is_late = how.deadline is not None and time.monotonic() > how.deadline and num_tokens > 0
             for request, response in islice(waiting, 0 if is_late else how.concurrency - len(running)):
-                engine.add(request)
+                engine.submit(Submission([request]))
                 running[request.request_id] = response
             if not running:
                 return

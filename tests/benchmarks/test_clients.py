@@ -17,6 +17,7 @@ from service.bench.driver import Drive
 from service.bench.experiment import Measure
 from service.errors import StartupError
 from tests.service.bench.parts import varied_prompts
+from tests.service.engine.harness import waiting_in
 
 
 def asking(streams: int, max_tokens: int = 6) -> Client:
@@ -54,7 +55,7 @@ def test_each_stream_asks_again_and_texts_do_not_depend_on_its_owner(assembly: A
     for streams in (several, one):
         while streams.drive.num_finished < 12:
             streams.drive.go_on(0.1)
-    sequences = [*several._engine.scheduler.running, *several._engine.scheduler.waiting]
+    sequences = [*several._engine.scheduler.running, *waiting_in(several._engine.scheduler.queue)]
     assert Counter(sequence.client for sequence in sequences) <= Counter({"0": 1, "1": 3})
     assert {sequence.client for sequence in one._engine.scheduler.running} <= {""}
     for streams in (several, one):

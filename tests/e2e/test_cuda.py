@@ -21,7 +21,7 @@ from service.engine.thread import serving
 from service.errors import StartupError
 from service.learning.adaptive import Adaptive
 from tests.service.bench.parts import save_drafter
-from tests.service.engine.harness import Generated, generate, greedy, request, sampled
+from tests.service.engine.harness import Generated, ask, generate, greedy, request, sampled
 from tests.service.engine.test_sequence import scores_of
 from tests.service.learning_parts import learning, requests, texts
 from tests.tiny_models import random_prompts, stock, tiny_model
@@ -101,7 +101,7 @@ def test_a_step_waits_once(folder: Path, assembly: Assembly, drafter: str) -> No
     drafts = {"drafter": "specblock", "drafter_path": weights, "draft_blocks": 2, "budget_policy": "fixed"}
     learned = assemble(settings(folder, **drafts))
     engine = learned.engine(learned.drafter(drafter))
-    engine.add(request("0", list(range(40)), greedy(100)))
+    ask(engine, request("0", list(range(40)), greedy(100)))
     for _ in range(8):
         engine.step()
     with warnings.catch_warnings():

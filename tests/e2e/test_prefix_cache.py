@@ -17,6 +17,7 @@ from tests.service.engine.harness import (
     LIMITS,
     Generated,
     alone,
+    ask,
     collect,
     generate,
     greedy,
@@ -38,7 +39,7 @@ def run(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generated
     """Answer all together."""
     results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     while not engine.idle:
         collect(engine.step().outputs, results)
         engine.assert_conserved()
@@ -95,7 +96,7 @@ def test_a_conversation_finds_its_own_answers(families: list[list[GenerationRequ
 
 def prompt_bits(engine: Engine, one: GenerationRequest) -> torch.Tensor:
     """Keys and values of the shared prefix once it is there; the request is then answered to its end."""
-    engine.add(one)
+    ask(engine, one)
     engine.step()
     (sequence,) = engine.scheduler.running
     while sequence.is_prefilling:
@@ -137,7 +138,7 @@ def test_preempted_texts_find_what_they_had_read(families: list[list[GenerationR
     engine, requests = tiny_engine(limits=replace(CACHED, prefill_chunk=40)), mixed(families)
     results = {(one.request_id, 0): Generated() for one in requests}
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     rows = steps = 0
     while not engine.idle:
         if steps % 3 == 2 and len(engine.scheduler.running) > 1:
@@ -208,7 +209,7 @@ def test_later_ones_read_a_tenth_of_what_the_first_reads() -> None:
     engine = tiny_engine(drafter="none", limits=replace(CACHED, prefill_chunk=512))
     rows = []
     for number, end in enumerate(ends):
-        engine.add(request(str(number), shared + end, greedy(2)))
+        ask(engine, request(str(number), shared + end, greedy(2)))
         report = engine.step()
         assert report.outputs, "one step reads the prompt and chooses the first token"
         assert report.stats is not None
@@ -267,7 +268,7 @@ def test_scarcity_costs_time_and_nothing_else(
     engine = tiny_engine(drafter=drafter, num_slots=needed // 4 + 1, limits=limits)
     results = {(one.request_id, 0): Generated() for one in requests}
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     preemptions = steps = 0
     while not engine.idle:
         report = engine.step()

@@ -19,7 +19,7 @@ from tests.drafters.language_model.parts import (
     drafting_engine,
     greedy_continuation,
 )
-from tests.service.engine.harness import LIMITS, Generated, alone, collect, generate, greedy, request, sampled
+from tests.service.engine.harness import LIMITS, Generated, alone, ask, collect, generate, greedy, request, sampled
 from tests.tiny_models import random_prompts, stock_tiny
 
 TOKENS = 20
@@ -84,7 +84,7 @@ def run_with_interruptions() -> Proposals:
     asked = [replace(one, speculation=SpeculationParams(enabled=place % 3 != 1)) for place, one in enumerate(asked)]
     results = {(one.request_id, 0): Generated() for one in asked}
     for one in asked:
-        engine.add(one)
+        ask(engine, one)
     steps = 0
     while not engine.idle:
         if steps % 5 == 4 and len(engine.scheduler.running) > 1:

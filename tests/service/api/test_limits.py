@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api import limits
-from service.api.limits import BUDGETS_FILE, MonthlyUse, PerMinute, PerMonth, duration
+from service.api.tenants import BUDGETS_FILE, MonthlyUse, PerMinute, PerMonth, duration
 from service.errors import StartupError
 
 

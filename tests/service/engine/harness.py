@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,10 +15,19 @@ from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget, StepLo
 from service.engine.draft_gate import SequenceGain
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
-from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
+from service.engine.requests import (
+    GenerationRequest,
+    SamplingParams,
+    SequenceOutput,
+    SpeculationParams,
+    Submission,
+    TokenLogprob,
+)
 from service.engine.sampling import EAGER_SAMPLER, SamplingRows, SamplingState, transformed
+from service.engine.sequence import Sequence as RunningSequence
 from service.engine.stats import StepStats
 from service.engine.target import Target
+from service.engine.waiting import WaitingQueue
 from service.engine.weights import LoadedModel
 from service.text.tokenizer import ChatTokenizer
 from tests.tiny_models import loaded_tiny
@@ -33,6 +43,17 @@ def state_after(
     state = SamplingState(params, prompt, eos_ids=eos_ids, vocab=vocab, device=torch.device("cpu"))
     state.extend(generated)
     return state
+
+
+def ask(engine: Engine, *requests: GenerationRequest) -> None:
+    """Queue the requests of one body."""
+    engine.submit(Submission(requests))
+
+
+def waiting_in(queue: WaitingQueue) -> list[RunningSequence]:
+    """The next sequence of each entry, in order of arrival."""
+    heads = (entry.head for entry in queue._all() if entry.head is not None)
+    return sorted(heads, key=attrgetter("arrival"))
 
 
 @dataclass
@@ -172,7 +193,7 @@ def sampled(seed: int, max_tokens: int = 32) -> SamplingParams:
 def generate(engine: Engine, *requests: GenerationRequest) -> dict[tuple[str, int], Generated]:
     """Run requests to their end together; slots are counted after every step."""
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
     finish(engine, results)
     assert engine.scheduler.num_available == engine.slots.capacity

@@ -16,12 +16,14 @@ from tests.service.engine.harness import (
     LIMITS,
     Generated,
     alone,
+    ask,
     generate,
     greedy,
     request,
     sampled,
     tiny_engine,
     tiny_target,
+    waiting_in,
     with_answers,
 )
 from tests.service.engine.test_drafting import decoding
@@ -158,7 +160,7 @@ def test_tokens_after_the_end_of_a_text_count_nowhere(end: str) -> None:
     }
     params = replace(sampled(1, 40), num_logprobs=0, **{end: given[end]})  # type: ignore[arg-type]
     engine, heard = tiny_engine(), Generated()
-    engine.add(request("cut", text, params, prediction=whole.tokens))
+    ask(engine, request("cut", text, params, prediction=whole.tokens))
     emitted = accepted = 0
     while not engine.idle:
         report = engine.step()
@@ -260,7 +262,7 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
     gone = replace(requests[4], request_id="gone", n=2)
     results = {(one.request_id, 0): Generated() for one in requests}
     for one in (requests[0], gone, *requests[1:]):
-        engine.add(one)
+        ask(engine, one)
     for _ in range(4):
         engine.step()
     before = engine.slots.num_free
@@ -269,7 +271,7 @@ def test_abort_frees_everything_before_the_next_step(requests: list[GenerationRe
     assert [stats.finish_reason for stats in report.finished] == ["abort"] * 2
     assert engine.slots.num_free > before
     engine.assert_conserved()
-    assert not [s for s in [*engine.scheduler.running, *engine.scheduler.waiting] if s.request is gone]
+    assert not [s for s in [*engine.scheduler.running, *waiting_in(engine.scheduler.queue)] if s.request is gone]
     while not engine.idle:
         for output in engine.step().outputs:
             assert output.request_id != "gone"
@@ -324,7 +326,7 @@ def test_a_text_fills_the_whole_context() -> None:
 def test_a_step_says_what_it_did(requests: list[GenerationRequest]) -> None:
     engine = tiny_engine()
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     totals = dict.fromkeys(("prompt_tokens", "emitted_tokens", "drafted_nodes", "accepted_tokens"), 0)
     finished = []
     while not engine.idle:

@@ -22,6 +22,7 @@ from tests.service.engine.harness import (
     LIMITS,
     Generated,
     alone,
+    ask,
     finish,
     generate,
     greedy,
@@ -207,7 +208,7 @@ def test_one_of_eight_fails_alone(
 ) -> None:
     engine = tiny_engine(drafter=drafter, limits=replace(LIMITS, prefix_cache=True))
     for one in (*good[:4], bad, *good[4:]):
-        engine.add(one)
+        ask(engine, one)
     plant_at_start(engine, bad, plant, monkeypatch)
     results = run(engine, [*good, bad])
     failed = results.pop(("bad", 0))
@@ -230,7 +231,7 @@ def test_a_trained_drafter_goes_on(trained: Assembly, plant: Plant, monkeypatch:
     alone = [replace(one, speculation=without, store=False) for one in asked]  # else drafts would be whole answers
     answers = [generate(engine, one)[one.request_id, 0].tokens for one in alone]
     for one in asked:
-        engine.add(one)
+        ask(engine, one)
     plant_at_start(engine, asked[-1], plant, monkeypatch)
     results = run(engine, asked)
     assert results[asked[-1].request_id, 0].end.finish_reason == "error"
@@ -244,7 +245,7 @@ def test_a_request_that_cannot_begin_fails_alone(
     engine, grammar = tiny_engine(), regex("[a-z]*")
     monkeypatch.setattr(grammar, "begin", fails)
     for one in (*good[:4], replace(bad, n=2, grammar=grammar), *good[4:]):
-        engine.add(one)
+        ask(engine, one)
     results = {(one.request_id, 0): Generated() for one in (*good, bad)} | {("bad", 1): Generated()}
     finish(engine, results)
     assert [results.pop(("bad", index)).end.finish_reason for index in (0, 1)] == ["error", "error"]
@@ -256,7 +257,7 @@ def test_an_engine_without_work_reports_a_request_that_cannot_begin(
 ) -> None:
     engine, grammar = tiny_engine(), regex("[a-z]*")
     monkeypatch.setattr(grammar, "begin", fails)
-    engine.add(replace(bad, grammar=grammar))
+    ask(engine, replace(bad, grammar=grammar))
     (output,) = [output for _ in range(2) for output in engine.step().outputs]
     assert (output.request_id, output.finish_reason) == ("bad", "error")
     assert engine.idle
@@ -326,7 +327,7 @@ def test_scarce_slots_and_a_failing_request(
     """Steps are repeated in parts between preemptions."""
     engine = tiny_engine(drafter="memory", num_slots=170 + 64 + 1, limits=replace(LIMITS, max_model_len=170))
     for one in (bad, *good):
-        engine.add(one)
+        ask(engine, one)
     plant_at_start(engine, bad, in_the_grammar, monkeypatch)
     results = run(engine, [*good, bad])
     assert results.pop(("bad", 0)).end.finish_reason == "error"
@@ -338,7 +339,7 @@ def test_an_abort_between_the_parts_of_a_step(
 ) -> None:
     engine = tiny_engine(drafter="memory")
     for one in (bad, *good):
-        engine.add(one)
+        ask(engine, one)
     plant_at_start(engine, bad, in_the_grammar, monkeypatch)
     results = {(one.request_id, 0): Generated() for one in (bad, *good)}
     while not engine._recovery.parts:
@@ -368,7 +369,7 @@ def test_outputs_leave_before_the_books_are_kept(monkeypatch: pytest.MonkeyPatch
         return keep(*args)
 
     monkeypatch.setattr(accounting.StepAccounting, "keep", noted)
-    engine.add(request("a", [1, 2, 3], greedy(4)))
+    ask(engine, request("a", [1, 2, 3], greedy(4)))
     while not engine.idle:
         engine.step(lambda outputs: order.append("outputs"))
     assert order[:2] == ["outputs", "books"]
@@ -385,7 +386,7 @@ def test_a_failure_that_is_no_requests_own_ends_the_engine(
 ) -> None:
     engine = tiny_engine()
     for one in good:
-        engine.add(one)
+        ask(engine, one)
     for _ in range(3):
         engine.step()
     monkeypatch.setattr(engine.target, "forward", fails)

@@ -20,7 +20,7 @@ from service.engine.costs import FREE, CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
 from tests.random_tree import RandomTreeDrafter
-from tests.service.engine.harness import LIMITS, greedy, request, sampled, tiny_engine
+from tests.service.engine.harness import LIMITS, ask, greedy, request, sampled, tiny_engine
 from tests.service.engine.host_reads import HostReads
 from tests.service.engine.launches import Launches
 from tests.tiny_models import VOCAB_SIZE, random_prompts
@@ -43,7 +43,7 @@ pinned memory."""
 def waits_of_a_step(engine: Engine, params: SamplingParams) -> tuple[list[str], list[str]]:
     """Reads and uploads of a step in the middle of three answers."""
     for number, prompt in enumerate(random_prompts(3, 30)):
-        engine.add(request(str(number), prompt, params))
+        ask(engine, request(str(number), prompt, params))
     for _ in range(5):
         engine.step()
     with HostReads() as reads:
@@ -132,7 +132,7 @@ def captured(folder: Path, drafter: str) -> Assembly:
 
 def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], int]:
     """One step of a text, counted. # -> its reads, number of uploads"""
-    engine.add(request("0", [5, 6, 7, 8] * 10, greedy(210)))
+    ask(engine, request("0", [5, 6, 7, 8] * 10, greedy(210)))
     for _ in range(9):  # by then shapes are settled: what stands behind a text in one is filled up once
         engine.step()
     launches.count = launches.replays = 0

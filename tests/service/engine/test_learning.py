@@ -18,6 +18,7 @@ from service.engine.thread import EngineThread
 from service.observability.guard import Guard
 from tests.service.engine.harness import (
     LIMITS,
+    ask,
     generate,
     greedy,
     request,
@@ -106,9 +107,9 @@ def test_a_query_is_reported_with_what_it_took(scope: Scope) -> None:
 def test_a_query_counts_whole_where_prompts_are_read_in_all_its_steps() -> None:
     heard, beside = Heard(), list[int]()
     engine = engine_for(heard)
-    engine.add(with_answers([request("a", PROMPT, greedy(24))])[0])
+    ask(engine, with_answers([request("a", PROMPT, greedy(24))])[0])
     while not (done := [query for query in heard.queries if len(query.answer) == 24]):
-        engine.add(request(f"b{len(beside)}", [9] * 12, greedy(1)))
+        ask(engine, request(f"b{len(beside)}", [9] * 12, greedy(1)))
         stats = engine.step().stats
         assert stats is not None
         beside.append(stats.prompt_tokens)
@@ -146,8 +147,8 @@ def test_a_query_has_the_seed_and_the_positions_of_its_noise() -> None:
 def test_what_was_aborted_is_not_reported() -> None:
     heard = Heard()
     engine = engine_for(heard)
-    engine.add(request("a", PROMPT, greedy(30)))
-    engine.add(request("b", [9, 8, 7], greedy(6)))
+    ask(engine, request("a", PROMPT, greedy(30)))
+    ask(engine, request("b", [9, 8, 7], greedy(6)))
     for _ in range(3):
         engine.step()
     engine.abort("a")

@@ -9,13 +9,12 @@ import torch
 
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache
-from service.engine.prompt_pace import PromptPace
 from service.engine.requests import GenerationRequest, SamplingParams, Scope, Submission
 from service.engine.sampling import SamplingState
-from service.engine.scheduler import Forecast, Scheduler, StepBatch, cheapest
+from service.engine.scheduler import Forecast, PromptPace, Scheduler, StepBatch, cheapest
 from service.engine.sequence import Sequence, TextStream, new_sequence
 from service.text.tokenizer import ChatTokenizer
-from tests.service.engine.harness import greedy, request
+from tests.service.engine.harness import greedy, request, waiting_in
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -50,7 +49,7 @@ class Room:
     def ask(self, *requests: GenerationRequest) -> Sequence:
         """Queue a body; returns its first sequence."""
         self.scheduler.add(Submission(requests))
-        return self.scheduler.waiting[-1]
+        return waiting_in(self.scheduler.queue)[-1]
 
     def step(self) -> StepBatch:
         batch = self.scheduler.schedule()
@@ -113,7 +112,7 @@ def test_a_large_one_at_the_head_is_not_overtaken() -> None:
     running, large, small = room.add(30, 90, 2)
     assert room.step().started == [running]
     assert room.step().started == []
-    assert room.scheduler.waiting == [large, small]
+    assert waiting_in(room.scheduler.queue) == [large, small]
 
 
 def test_one_chunk_is_shared_by_all_prompts_beside_the_decoding_rows() -> None:
@@ -138,7 +137,7 @@ def outgrown(room: Room, *, most: int = 300) -> None:
     """Step until somebody had to give way."""
     for _ in range(most):
         room.step()
-        if room.scheduler.waiting:
+        if waiting_in(room.scheduler.queue):
             return
     raise AssertionError("slots never ran out")
 
@@ -148,10 +147,10 @@ def test_the_cheapest_gives_way_and_comes_back_first() -> None:
     old, large, small = room.add(20, 60, 6)
     outgrown(room)
     assert room.scheduler.running == [old, large]
-    assert room.scheduler.waiting == [small]
+    assert waiting_in(room.scheduler.queue) == [small]
     assert (small.num_computed, small.row, small.preemptions) == (0, None, 1)
     (late,) = room.add(6)
-    assert room.scheduler.waiting == [small, late]
+    assert waiting_in(room.scheduler.queue) == [small, late]
     removed(room, [old])
     assert room.step().started[0] == small
 
@@ -170,7 +169,7 @@ def test_a_sequence_that_gave_way_twice_is_spared_while_others_are_there() -> No
     old, large, small = room.add(20, 60, 6)
     small.preemptions = 2
     outgrown(room)
-    assert room.scheduler.waiting == [large]
+    assert waiting_in(room.scheduler.queue) == [large]
     assert room.scheduler.running == [old, small]
 
 
@@ -179,7 +178,7 @@ def test_the_least_important_gives_way_first() -> None:
     old, small = room.add(20, 6)
     (large,) = room.add(60, priority=1)
     outgrown(room)
-    assert room.scheduler.waiting == [large]
+    assert waiting_in(room.scheduler.queue) == [large]
     assert room.scheduler.running == [old, small]
 
 
@@ -278,7 +277,7 @@ def test_a_client_that_runs_nothing_gets_a_line() -> None:
     yours = room.add(6, 6, client="little")
     assert room.step().started == [yours[0]]
     assert room.scheduler.running == [mine[0], mine[1], yours[0]]
-    assert mine[2] in room.scheduler.waiting
+    assert mine[2] in waiting_in(room.scheduler.queue)
     room.step()
     assert room.scheduler.take_preemptions() == 1, "one line is enough for not being held up"
 

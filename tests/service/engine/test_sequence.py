@@ -9,7 +9,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, SpeculationParams, TokenLogprob
 from service.engine.sequence import TextStream
 from service.text.tokenizer import ChatTokenizer
-from tests.service.engine.harness import LIMITS, alone, greedy, request, sampled, tiny_engine
+from tests.service.engine.harness import LIMITS, alone, ask, greedy, request, sampled, tiny_engine
 from tests.service.text.tiny_tokenizer import tiny_tokenizer
 from tests.tiny_models import random_prompts, stock_tiny
 
@@ -115,7 +115,7 @@ TRACE = SpeculationParams(trace=True)
 def outputs_of(*requests: GenerationRequest) -> dict[str, list[SequenceOutput]]:
     engine = tiny_engine(drafter="memory")
     for one in requests:
-        engine.add(one)
+        ask(engine, one)
     outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in requests}
     while not engine.idle:
         for output in engine.step().outputs:
@@ -170,7 +170,7 @@ FAMILY = "llama"
 
 def scores_of(engine: Engine, *asked: GenerationRequest) -> dict[tuple[str, int], tuple[TokenLogprob, ...]]:
     for one in asked:
-        engine.add(one)
+        ask(engine, one)
     found: dict[tuple[str, int], tuple[TokenLogprob, ...]] = {}
     while not engine.idle:
         for output in engine.step().outputs:

@@ -17,7 +17,7 @@ from service.engine.rows import RowLayout, committed_of
 from service.engine.sequence import Finish, Sequence, TextStream
 from service.engine.target import TargetOutput
 from service.engine.verify import VerifyStage
-from tests.service.engine.harness import alone, generate, greedy, request, tiny_engine
+from tests.service.engine.harness import alone, ask, generate, greedy, request, tiny_engine
 from tests.service.engine.test_scheduler import TOKENIZER, sequence_of
 from tests.service.engine.test_target import tree_of
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, random_prompts
@@ -237,7 +237,7 @@ def test_first_tokens_leave_one_by_one_where_that_is_asked_for() -> None:
     params = SamplingParams(seed=0, max_tokens=40, temperature=0.0, num_logprobs=1)
     whole = alone(params, text)
     engine, outputs = tiny_engine(drafter="memory"), list[SequenceOutput]()
-    engine.add(replace(request("one", text, params, prediction=whole.tokens), single_token_outputs=20))
+    ask(engine, replace(request("one", text, params, prediction=whole.tokens), single_token_outputs=20))
     while not engine.idle:
         outputs += engine.step().outputs
     lengths = [len(output.token_ids) for output in outputs]

@@ -9,7 +9,7 @@ from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, Scope, Submission
 from service.engine.sequence import Sequence, new_sequence
 from service.engine.waiting import Entry, WaitingQueue
-from tests.service.engine.harness import LIMITS, Generated, generate, greedy, request, tiny_engine
+from tests.service.engine.harness import LIMITS, Generated, ask, generate, greedy, request, tiny_engine, waiting_in
 from tests.service.engine.test_scheduler import Room, request_of
 from tests.tiny_models import random_prompts
 
@@ -39,16 +39,16 @@ def test_requests_leave_a_body_that_has_begun_to_start(gone: set[str]) -> None:
         before = [(name, index) for name, index, _ in unfolded(Entry(body(), 0))]
         queue.add(entry)
         for _ in range(started):
-            queue.take(queue.heads[0])
+            queue.take(waiting_in(queue)[0])
         removed = queue.remove(gone)
         left = [one for one in before[started:] if one[0] not in gone]
         assert len(removed) == (before[started][0] in gone), "of those that leave, only the next one existed"
         assert queue.num_sequences == len(left)
         for name, index in left:
-            (head,) = queue.heads
+            (head,) = waiting_in(queue)
             assert (head.request.request_id, head.index) == (name, index)
             queue.take(head)
-        assert queue.heads == []
+        assert waiting_in(queue) == []
 
 
 def test_a_body_of_thousands_holds_one_sequence_and_starts_as_places_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_body_of_thousands_holds_one_sequence_and_starts_as_places_come_free(m
     monkeypatch.setattr("service.engine.waiting.new_sequence", counted)
     engine = tiny_engine("llama")
     params = replace(greedy(2), presence_penalty=0.1)
-    engine.add(*(request(str(number), [5, 6, 7], params, n=8) for number in range(256)))
+    ask(engine, *(request(str(number), [5, 6, 7], params, n=8) for number in range(256)))
     assert (engine.load.num_waiting, len(made)) == (2048, 1)
     engine.step()
     assert (len(engine.scheduler.running), len(made)) == (LIMITS.max_sequences, LIMITS.max_sequences + 1)
@@ -76,7 +76,7 @@ def test_preempted_sequences_sample_on_as_if_nothing_had_happened() -> None:
     asked = [request(str(number), text, params[number % 2]) for number, text in enumerate(random_prompts(4, 30))]
     alone = {one.request_id: generate(tiny_engine(), one)[one.request_id, 0].tokens for one in asked}
     engine = tiny_engine(limits=replace(LIMITS, prefix_cache=True))
-    engine.add(*asked)
+    ask(engine, *asked)
     results = {(one.request_id, 0): Generated() for one in asked}
     while not engine.idle:
         for output in engine.step().outputs:
@@ -141,7 +141,7 @@ def test_who_comes_back_before_the_one_that_starts_is_not_taken_for_it() -> None
     late = room.ask(request_of(5, client="little"))
     room.step()
     assert room.scheduler.running == [old, late]
-    assert room.scheduler.waiting == [victim, parked]
+    assert waiting_in(room.scheduler.queue) == [victim, parked]
 
 
 def test_who_waits_for_a_prompt_that_is_given_up_starts_itself() -> None:

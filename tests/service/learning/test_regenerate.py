@@ -11,6 +11,7 @@ from service.engine.requests import GenerationRequest, SamplingParams
 from service.errors import StartupError
 from service.learning.regenerate import Answering, Response, ResponseFile, answer_prompts, read_responses, regenerate
 from service.text.prompts import Prompt, PromptMessage, read_prompts
+from tests.service.engine.harness import ask
 from tests.service.learning.parts import save_target, settings, write_prompts
 
 HOW = Answering(max_tokens=10, concurrency=3, seed=5)
@@ -40,12 +41,13 @@ def test_answers_are_what_the_engine_says(assembly: Assembly, prompts: list[Prom
     assert {response.temperature for response in found.values()} == {0.0, 0.7, 1.0}
     greedy = next(response for response in found.values() if response.temperature == 0)
     engine = assembly.engine()
-    engine.add(
+    ask(
+        engine,
         GenerationRequest(
             request_id="again",
             prompt=greedy.prompt,
             sampling=SamplingParams(seed=0, max_tokens=HOW.max_tokens, temperature=0.0),
-        )
+        ),
     )
     tokens: list[int] = []
     while not engine.idle:
