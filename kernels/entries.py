@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Rows of a forward: of each sequence the waiting entries, then those of a block at the newest position.
+    """Rows of a forward: for each sequence its waiting entries, then a block at the newest position.
     The last three [batch, rows of a sequence] int64."""
 
     end: Tensor  # [batch] int64, index in its sequence of entries of the last one before the block

@@ -126,7 +126,7 @@ def grow_lattice(
     continued = pad(conditional[..., 1:, 0], (0, 1))  # likelihood that the spine's next node follows
     gain = torch.cat([(survival[..., 0] * (1.0 - continued))[..., None], survival[..., 1:]], dim=-1).flatten(1)
     best = gain.sort(dim=1, descending=True, stable=True).indices[:, :starts]
-    position = best // ranks  # among those of all starts
+    position = best // ranks  # counted over the blocks of all starts
     begun = StartNodes(numbers[best], lattice.depths.gather(1, best), survival.flatten(1).gather(1, best))
     return lattice, Picked(begun, tokens.flatten(1).gather(1, best), position // block, position % block)
 

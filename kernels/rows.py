@@ -49,7 +49,7 @@ class ForwardRows:
     logit_sequence: Tensor  # [logits] int64, which of the completing sequences
     logit_places: Tensor  # [logits] int64, index among its sequence's choices: 0 after the root, 1 + i after node i
     completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
-    num_nodes: Tensor  # [completing sequences] int64, rows of nodes, those of padding included
+    num_nodes: Tensor  # [completing sequences] int64, rows of nodes, padding included
 
     @property
     def num_rows(self) -> int:

@@ -43,8 +43,8 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Te
 
 
 def _next_index(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Tensor:
-    """For each tree index that of its first child with the target's token, or nodes + 1, the end, which follows itself.
-    # -> [batch, nodes + 2] int64"""
+    """The first child with the target's token for each tree index; without one nodes + 1, the end, which follows
+    itself. # -> [batch, nodes + 2] int64"""
     batch, nodes = tokens.shape
     end = nodes + 1
     slots = torch.arange(1, end, device=tokens.device)

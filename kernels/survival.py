@@ -19,7 +19,7 @@ Walk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates]
 """An implementation of `fates`."""
 
 CEILING = 0.98  # below 1: survival must fall strictly along a path
-DEPTHS = 8  # deeper nodes count as of this depth
+DEPTHS = 8  # deeper nodes count as if they had this depth
 CLAIMS = 9
 """Bins of the claimed conditional: eighths, and certainty, which a grammar or a replayed prefix gives."""
 

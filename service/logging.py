@@ -63,7 +63,7 @@ _LINES = 10  # for a whole task
 
 
 class Bars(Progress):
-    """Progress bars, or lines without a terminal."""
+    """Progress bars; log lines if standard error is no terminal."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         console = Console(stderr=True)

@@ -94,7 +94,7 @@ def _tile_for(rows: int, features: int) -> _Tile:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can use; without a device those of the smallest."""
+    """Bytes of shared memory that one program can use; without a device, the least that any has."""
     if device.type != "cuda":
         return _SMALLEST_SHARED
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)

@@ -94,7 +94,7 @@ _CHOICES: Mapping[str, Sequence[object]] = {
 
 
 def ways_of(assembly: Assembly) -> tuple[Way, ...]:
-    """Return all ways for this target, or those of the configured drafter if it is not `auto`."""
+    """Return all ways for this target, or for the configured drafter if it is not `auto`."""
     own = tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16, 48))
     if assembly.config.drafter != "auto":
         return own
@@ -132,7 +132,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An answer next to that of plain decoding."""
+    """An answer beside the one of plain decoding."""
 
     case: Case
     question: Question

@@ -139,7 +139,7 @@ def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: 
 
 
 def ratios_of(mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:
-    """Return the ratios of a server's speeds to those of the first one; decoding is measured of single answers."""
+    """Return a server's speed-ups over the first server; the speed of decoding only for turns of a single answer."""
     reference, first = next(iter(runs.items()))
     ratios: Row = {} if mine is first else {f"over_{reference}": speed_ratio(mine, first)}
     decoded = [[run.decoded for run in some] for some in (mine, first)]

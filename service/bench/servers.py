@@ -133,7 +133,7 @@ class HttpClient:
     """Lets one server answer requests. Raises StartupError, naming the server, where it fails."""
 
     def __init__(self, name: str, url: str, *, stream: bool, api_key: str = "none", pid: int | None = None) -> None:
-        """`pid` is that of a server on this machine."""
+        """`pid`: process of the server, if it runs on this machine."""
         self.spent = np.zeros(2)  # context switches and CPU seconds of that process while it answered
         self._name, self._pid, self._where = name, pid, urlsplit(url.rstrip("/").removesuffix("/v1"))
         self._headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}

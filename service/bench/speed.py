@@ -50,7 +50,7 @@ def measure_set(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> Row:
-    """Let every contestant answer every prompt; tokens per second include prompts, except those of `decode`."""
+    """Let every contestant answer every prompt. Tokens per second include reading the prompts, except for `decode`."""
     runs = take_turns(prompts.prompts, contestants, measure, advance)
     plain, speculative = runs[PLAIN], runs[SPECULATIVE]
     speeds = {name: tokens_per_second(mine) for name, mine in runs.items()}
@@ -80,7 +80,7 @@ def measure_set(
 
 
 def summary_of(rows: Sequence[Row]) -> Row:
-    """Return means over all sets and by temperature; those of ratios of speeds are geometric."""
+    """Return means over all sets and by temperature, geometric ones for ratios of speeds."""
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     groups = [[row for row in rows if row["temperature"] == temperature] for temperature in temperatures]
     return {
@@ -144,7 +144,7 @@ COLUMNS: tuple[Column, ...] = (
 
 CAPTION = (
     "speeds in tokens per second, prompts included; decode: without the steps that read prompts; "
-    "mean: over sets, those of ratios of speeds geometric"
+    "mean: over sets, geometric for ratios of speeds"
 )
 
 

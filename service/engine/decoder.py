@@ -43,7 +43,7 @@ class FusedDecoder:
         rotary, text = inner.get_submodule("rotary_emb"), model.config.get_text_config()
 
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            dtype = self._embedding.dtype  # families compute both in that of the first argument or in float32
+            dtype = self._embedding.dtype  # families compute both in the first argument's type or in float32
             cos, sin = rotary(positions.to(dtype), positions[None])
             return cos[0].to(dtype), sin[0].to(dtype)
 
@@ -226,7 +226,7 @@ def _layer_of(module: nn.Module, form: AttentionForm, model: PreTrainedModel, op
 
 
 def _epsilon(model: PreTrainedModel) -> float:
-    """The relative rounding of the model's products: that of its type, or of the 8 bits that quantised products round
+    """The relative rounding of the model's products: its type's, or of the 8 bits that quantised products round
     their input to, which is bfloat16's."""
     quantised = any(isinstance(weight, QuantisedWeight) for weight in weights_of(model).values())
     return torch.finfo(torch.bfloat16 if quantised else model.dtype).eps

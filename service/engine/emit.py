@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
 
 def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
     """Read the step's result from the device, once: this is what the host waits for in every step.
-    # -> by completing sequence: tokens and failures as in `StepResult`, tree sizes as of `Pruned`"""
+    # -> by completing sequence: tokens and failures as in `StepResult`, tree sizes as in `Pruned`"""
     rows: list[list[int]] = verified.emitted.tolist()  # planned transfer
     first = verified.emitted.shape[1] - verified.tokens.shape[1]
     tokens = [[token for token in row[first:] if token >= 0] for row in rows]
@@ -107,7 +107,7 @@ def tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
 
 
 def mark_emitted(sequence: Sequence, now: float) -> float | None:
-    """Note that a step emitted; return the seconds since the last time, None for the first token."""
+    """Record the time of an output. # -> seconds since the sequence's previous one, None for its first"""
     if sequence.first_token_seconds is None or sequence.last_emit_seconds is None:
         sequence.first_token_seconds = sequence.last_emit_seconds = now
         return None

@@ -42,7 +42,7 @@ class RowLayout:
     def __call__(
         self, extends: Items[ExtendRows], trees: DraftTree, node_rows: Items[int] | None = None
     ) -> ForwardRows:
-        """Take a slot for each row and write those of the extend rows into the slot table.
+        """Take a slot for each row and write the slots of extend rows into the slot table.
 
         `node_rows` counts the rows of each tree, one tree per extend; None reads the counts from the device. The next
         call may overwrite the result.
@@ -85,7 +85,7 @@ class _RowsToPlace(NamedTuple):
 def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fill in what depends on the trees: tokens and positions of node rows, slots of nodes, ancestor matrices.
 
-    Arguments as of `_RowsToPlace` -> tokens [rows], positions [rows], node slots [sequences, nodes],
+    Arguments as in `_RowsToPlace` -> tokens [rows], positions [rows], node slots [sequences, nodes],
     ancestors [sequences, nodes, nodes] bool
     """
     rows = _RowsToPlace(*tensors)

@@ -288,7 +288,7 @@ class Scheduler:
         sequence.row = sequence.lease = None
 
     def _admit(self) -> list[Sequence]:
-        """Start waiting sequences while there is room, those of the client served least first."""
+        """Start waiting sequences while there is room, the client served least first."""
         started: list[Sequence] = []
         while (sequence := self._next_to_start()) is not None:
             if not self._has_room(sequence) and not self._make_way(sequence, started):

@@ -113,7 +113,7 @@ def _chosen(
 
 
 def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftTree) -> Iterator[GrammarRow]:
-    """Rows of sequences that have a grammar; states and trees are those of the completing sequences."""
+    """Rows of sequences that have a grammar; states and trees belong to the completing sequences."""
     if not trees.width:  # one row for each sequence
         for row, state in enumerate(states):
             if state.grammar is not None:

@@ -188,5 +188,5 @@ class ServiceCounters:
 
 
 def service_of(sequence: Sequence) -> float:
-    """Tokens a sequence was served, those of its prompt at their share."""
+    """Tokens a sequence was served; a prompt token counts as PROMPT_SHARE."""
     return PROMPT_SHARE * min(sequence.num_computed, sequence.num_prompt) + sequence.num_generated

@@ -15,10 +15,9 @@ Part = Literal[
     "weights", "charge", "end_queries", "end_step", "learn", "recorder", "metrics", "observers",
     "adaptation", "sharing", "memory_file", "limits"
 ]  # fmt: skip
-"""What a server can do without: writing new weights; of a step charging its time to queries, passing finished ones to
-learning, its record, learning from it, and recording what may be learnt; metrics; the live feed; the learning thread;
-exchanging past answers with other replicas, and keeping them in a file. Counting tokens of keys is never switched
-off."""
+"""Parts that a server can do without. After a step: charge its time to queries, pass finished ones to learning, make its
+record, learn from it, record samples. Beside steps: write new weights, metrics, the live feed, the learning thread,
+exchange past answers with other replicas, keep them in a file. Counting tokens of keys is never switched off."""
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 _MOST_IN_A_ROW = 3
@@ -57,7 +56,7 @@ class Guard:
 
     def run(self, part: Part, call: Callable[[], Result], otherwise: Callable[[], Result], name: str = "") -> Result:
         """Call a part; where it has several calls, `name` is this one, whose exceptions in a row are counted.
-        # -> its result, or that of `otherwise` where the part raises or is off"""
+        # -> its result, or `otherwise()` where the part raises or is off"""
         if part in self._off:
             return otherwise()
         try:

@@ -1,5 +1,5 @@
 """Tables of the exported metrics: names, help texts, labels, buckets, and how each value is read from a record. This
-module holds those of serving, `learning_tables` those of learning; `metrics` collects them.
+module has the tables of serving, `learning_tables` the tables of learning; `metrics` collects both.
 
 Names have no prefix, and counters no `_total`. Where vLLM has the same metric, name and unit are vLLM's. Label sets are
 written out, because they must be closed and the modules that produce their values need torch.
@@ -115,7 +115,7 @@ LIMITS: Final = ("requests", "tokens", "concurrency", "budget")
 def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
     """Metrics of the server process. API keys without a name are counted under an empty one."""
     return (
-        Gauge("ready", "1 while requests are taken.", lambda s: s.ready),
+        Gauge("ready", "1 if the server accepts requests.", lambda s: s.ready),
         Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
         Counter("requests_refused", "Requests refused because too many were waiting.", lambda s: s.requests_refused),
         Gauge(
