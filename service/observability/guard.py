@@ -15,8 +15,8 @@ Part = Literal[
     "weights", "charge", "end_queries", "end_step", "learn", "recorder", "metrics", "observers",
     "adaptation", "sharing", "memory_file", "limits"
 ]  # fmt: skip
-"""Parts that a server can do without. After a step: charge its time to queries, pass finished ones to learning, make its
-record, learn from it, record samples. Beside steps: write new weights, metrics, the live feed, the learning thread,
+"""Parts that a server can do without. After a step: charge its time to queries, pass finished ones to learning, make
+its record, learn from it, record samples. Beside steps: write new weights, metrics, the live feed, the learning thread,
 exchange past answers with other replicas, keep them in a file. Counting tokens of keys is never switched off."""
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
