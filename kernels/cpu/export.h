@@ -1,5 +1,5 @@
 // Functions that Python calls. An export holds a function's address and the types of its arguments, so that
-// kernels/cpu/library.py reads the signature from here: it is written once.
+// kernels/cpu/library.py reads the signature from here and nobody writes it twice.
 #pragma once
 #include <cstdint>
 #include <type_traits>

@@ -15,7 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int64_t MOST_THREADS = 1024;
-constexpr int64_t PIECES = 4;  // of a thread's range: no thread waits longer than for a quarter of it
+constexpr int64_t PIECES = 4;  // of a thread's range: nobody waits longer than for a quarter of it
 // How long a helper looks for work before it sleeps: about what it costs to be woken, so that waiting at most doubles it.
 constexpr Clock::duration PATIENCE = std::chrono::microseconds(50);
 thread_local int64_t width = 1;  // threads that work for this thread, itself included
