@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api import limits
+from service.api import tenants
 from service.api.tenants import BUDGETS_FILE, MonthlyUse, PerMinute, PerMonth, duration
 from service.errors import StartupError
 
@@ -127,7 +127,7 @@ async def test_counts_are_kept_through_a_restart(tmp_path: Path) -> None:
 
 
 async def test_counts_are_written_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(tenants, "SAVE_SECONDS", 0.01)
     use = MonthlyUse(tmp_path)
     async with use.kept():
         use.add("acme", 5)
@@ -169,7 +169,7 @@ async def test_a_folder_that_is_none_stops_the_start(tmp_path: Path) -> None:
 async def test_a_disk_that_refuses_is_reported_once_and_costs_no_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(limits, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(tenants, "SAVE_SECONDS", 0.01)
     attempts = 0
 
     def refuse(file: Path, data: bytes) -> None:
@@ -177,7 +177,7 @@ async def test_a_disk_that_refuses_is_reported_once_and_costs_no_count(
         attempts += 1
         raise OSError("no space left")
 
-    monkeypatch.setattr(limits, "replace_file", refuse)
+    monkeypatch.setattr(tenants, "replace_file", refuse)
     use = MonthlyUse(tmp_path)
     async with use.kept():
         use.add("acme", 5)
