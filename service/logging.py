@@ -8,15 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -62,46 +58,23 @@ Advance = Callable[[float, str], None]
 _LINES = 10  # for a whole task
 
 
-class Bars(Progress):
-    """Progress bars; log lines if standard error is no terminal."""
-
-    def __init__(self, *columns: ProgressColumn) -> None:
-        console = Console(stderr=True)
-        super().__init__(*columns, console=console, disable=not console.is_terminal)
-        self._lines: dict[TaskID, int] = {}
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Advance a task by a number of steps."""
-        super().advance(task_id, advance)
-        self._print_line(task_id)
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Change a task."""
-        super().update(task_id, **changes)
-        self._print_line(task_id)
-
-    def _print_line(self, task_id: TaskID) -> None:
-        """Print a line if there is no bar and the next tenth is done."""
-        task = self._tasks[task_id]
-        lines = int(_LINES * task.percentage / 100)
-        if self.disable and lines > self._lines.get(task_id, 0):
-            self._lines[task_id] = lines
-            words = (task.description, f"{task.percentage:.0f} %", task.fields.get("note", ""))
-            say(" ".join(filter(None, words)))
-
-
-def counting(*columns: ProgressColumn) -> Bars:
-    """Bars with a count of finished steps, or with the given columns."""
-    middle = columns or (MofNCompleteColumn(),)
-    return Bars(TextColumn("{task.description}"), BarColumn(), *middle, TimeRemainingColumn())
-
-
 @contextmanager
 def bar(title: str, total: float) -> Iterator[Advance]:
-    """Show one bar while the block runs."""
-    with counting(TaskProgressColumn(), TextColumn("{task.fields[note]}")) as progress:
+    """Show a progress bar while the block runs; log lines if standard error is no terminal, one for each tenth."""
+    console, lines = Console(stderr=True), 0
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}")
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total, note="")
-        yield lambda done, note: progress.update(task, completed=done, note=note)
+
+        def advance(done: float, note: str) -> None:
+            nonlocal lines
+            progress.update(task, completed=done, note=note)
+            share = done / total if total else 1.0
+            if progress.disable and int(_LINES * share) > lines:
+                lines = int(_LINES * share)
+                say(" ".join(filter(None, (title, f"{100 * share:.0f} %", note))))
+
+        yield advance
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
-from service.logging import counting
+from service.logging import bar
 from service.text.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
@@ -163,12 +163,14 @@ def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measur
 
 @contextmanager
 def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
-    """Show a progress bar inside the block; yield advance(done, title), which moves it."""
-    with counting() as progress:
-        task = progress.add_task(title, total=total)
+    """Show a progress bar inside the block; yield advance(done, note), which moves it."""
+    with bar(title, total) as show:
+        finished, shown = 0, ""
 
-        def advance(done: int, title: str | None = None) -> None:
-            progress.update(task, advance=done, description=title)
+        def advance(done: int, note: str | None = None) -> None:
+            nonlocal finished, shown
+            finished, shown = finished + done, shown if note is None else note
+            show(finished, shown)
 
         yield advance
 

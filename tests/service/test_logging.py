@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from service.logging import bar, configure_logging, counting
+from service.logging import bar, configure_logging
 
 
 def test_json_lines_carry_message_level_and_extras(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,23 +43,12 @@ def test_libraries_do_not_log_each_request(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_log_gets_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    with counting() as progress:
-        task = progress.add_task("answering", total=40)
-        for _ in range(40):
-            progress.advance(task)
+    with bar("answering", 40) as advance:
+        for number in range(40):
+            advance(number + 1, "")
     out, err = capsys.readouterr()
     assert not out
     assert err.splitlines() == [f"answering {percent} %" for percent in range(10, 110, 10)]
-
-
-def test_every_task_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with counting() as progress:
-        first, second = progress.add_task("first", total=2), progress.add_task("second", total=1)
-        progress.advance(first)
-        progress.advance(second)
-        progress.update(first, description="still the first")
-        progress.advance(first)
-    assert capsys.readouterr().err.splitlines() == ["first 50 %", "second 100 %", "still the first 100 %"]
 
 
 def test_a_note_follows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +61,8 @@ def test_a_note_follows(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with counting() as progress:
-        progress.advance(progress.add_task("answering", total=1))
+    with bar("answering", 1) as advance:
+        advance(1, "")
     err = capsys.readouterr().err
     assert "━" in err
     assert "1/1" in err
