@@ -165,12 +165,12 @@ def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measur
 def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
     """Show a progress bar inside the block; yield advance(done, note), which moves it."""
     with bar(title, total) as show:
-        finished, shown = 0, ""
+        finished, latest = 0, ""
 
         def advance(done: int, note: str | None = None) -> None:
-            nonlocal finished, shown
-            finished, shown = finished + done, shown if note is None else note
-            show(finished, shown)
+            nonlocal finished, latest
+            finished, latest = finished + done, latest if note is None else note
+            show(finished, latest)
 
         yield advance
 

@@ -65,5 +65,5 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: 
         advance(1, "")
     err = capsys.readouterr().err
     assert "━" in err
-    assert "1/1" in err
+    assert "100%" in err
     assert "100 %" not in err
