@@ -109,9 +109,9 @@ class SavedRun:
         states = content["model"], content["optimizer"]
         return SavedRun(path, content["d2t"], content["notes"], content["described"], content["position"], states)
 
-    def refuse_others(self, described: Mapping[str, Any], *, may_lack: Sequence[str] = ()) -> None:
-        """Raise TrainingError unless the run has these settings; files without those of `may_lack` pass."""
-        before = {name: described[name] for name in may_lack} | dict(self._described)
+    def refuse_others(self, described: Mapping[str, Any]) -> None:
+        """Raise TrainingError unless the run has these settings."""
+        before = self._described
         changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
         if changed:
             shown = ", ".join(f"{name} was {before.get(name)!r}, is {described.get(name)!r}" for name in changed[:5])

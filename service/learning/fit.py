@@ -50,8 +50,6 @@ STATE_FILE = "fit.pt"
 _INITIAL_POSITIONS = 100_000
 _HELD_OUT_PROMPTS = 64
 _MAX_LENGTH = 512
-_OPTIONAL = ("target_identity", "tap_layers")
-"""Settings that states of earlier releases lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +260,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
         described |= {name: shape[name] for name in described.keys() & shape.keys() - {"tap_layers"}}
     saved = SavedRun.read(plan.out / STATE_FILE) if (plan.out / STATE_FILE).exists() else None
     if saved is not None:
-        saved.refuse_others(described, may_lack=_OPTIONAL)
+        saved.refuse_others(described)
         d2t = saved.d2t
     elif begun is not None:
         d2t = begun.d2t

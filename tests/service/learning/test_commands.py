@@ -219,11 +219,6 @@ def test_a_run_is_not_gone_on_with_for_another_target(target: Path, features: Pa
     run(*fit, "--features", features, "--target", target)
     run("features", "--responses", features.parent / "r.jsonl", "--out", tmp_path / "f", "--target", other)
     assert "target_identity was '" in refused(*fit, "--features", tmp_path / "f", "--target", other)
-    state = torch.load(out / "fit.pt")
-    for name in ("target_identity", "tap_layers"):
-        del state["described"][name]  # as an earlier version wrote it
-    torch.save(state, out / "fit.pt")
-    run(*fit, "--features", features, "--target", target)
 
 
 def test_features_say_what_they_are_made_of(target: Path, features: Path) -> None:
