@@ -1,5 +1,5 @@
 """Builds an engine from the settings; no other module unpacks the configuration. The server, the benchmarks and the
-checks all use it, so that what is measured is what is served."""
+checks all use it, so that measurements are of the engine that serves."""
 
 import hashlib
 import importlib.util
@@ -66,14 +66,14 @@ class Assembly:
     limits: EngineLimits
     costs: Costs | None  # None with a fixed budget
     drafter_name: str
-    drafter_folder: Path | None  # of the weights; None: there are none, or random ones
-    weights: TrainedWeights | None  # of a trained drafter
+    drafter_folder: Path | None  # folder with the drafter's weights; None: it has none
+    weights: TrainedWeights | None  # None: the drafter is not a trained one
     draft_model: DraftModel | None = None  # a language model that drafts
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what the text depends on: weights, dtype, numerics, kernels and threads; the drafter is not in
-        it."""
+        """Hash of everything that the text depends on: weights, dtype, numerics, kernels, threads, but not the
+        drafter."""
         kernels = ops.kernel_set(self.target.device)
         if self.loaded.is_quantised and self.target.runs_by_ops and kernels != "torch":
             kernels = platform.machine()  # torch's results depend on the width of its vectors
@@ -83,7 +83,7 @@ class Assembly:
 
     @property
     def grammars(self) -> GrammarCompiler:
-        """A compiler of grammars for the target's tokens."""
+        """Grammar compiler for the target's tokens."""
         return GrammarCompiler(self.tokenizer, self.target.vocab_size, self.loaded.eos_token_ids)
 
     def drafter(
@@ -94,8 +94,8 @@ class Assembly:
         ledger: RegretLedger | None = None,
         observer: Observer | None = None,
     ) -> Drafter:
-        """The configured drafter, or another one by name or with other weights. `ledger`: of the engine; `observer`:
-        receives the forwards of its network."""
+        """Build the configured drafter, or another one by name or with other weights. `ledger`: the engine's;
+        `observer` receives the forwards of its network. Raises StartupError."""
         name, limits = name or self.drafter_name, limits or self.limits
         weights = weights or self.weights
         return make_drafter(name, self.target, limits, weights, ledger, self.draft_model, observer)
@@ -299,7 +299,7 @@ def start_up_line(assembly: Assembly) -> str:
 
 
 def check_writable(state_dir: Path) -> None:
-    """Make the folder if it is missing. Raises StartupError if nothing can be written to it."""
+    """Create the folder if it is missing. Raises StartupError if it cannot be written."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=state_dir):

@@ -38,13 +38,13 @@ _LARGEST_SHARE = 95  # percent; steps need what is left
 
 
 def _setting(default: Any, description: str, *, panel: str | None = None, **limits: Any) -> Any:
-    """A setting; `panel`: the panel of the help that begins with it."""
+    """Declare a setting; `panel`: title of the help panel that begins with it."""
     limits["default_factory" if callable(default) else "default"] = default
     return Field(title=panel, description=description, **limits)
 
 
 def _split(value: object) -> object:
-    """A comma-separated list as a tuple."""
+    """Split a comma-separated list."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -87,7 +87,7 @@ def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _word_for_switch(value: object) -> object:
-    """Undo that YAML reads `off` as false."""
+    """Map booleans, as which YAML reads `on` and `off`, to words."""
     return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
 
 
@@ -114,7 +114,7 @@ def _default_state_dir() -> Path:
 
 
 class ServiceConfig(BaseModel):
-    """The settings of an operator. `load_config` makes one from file, environment and flags."""
+    """All settings of the server. `load_config` reads them from file, environment and flags."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -317,14 +317,14 @@ class ServiceConfig(BaseModel):
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:
-        """Host names that are accepted in addition to those of this machine; None: any."""
+        """Host names accepted in addition to this machine's own; None: any."""
         if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback(self.host)):
             return None
         return frozenset(name.lower() for name in self.allowed_hosts)
 
     @property
     def max_waiting(self) -> int:
-        """The longest waiting queue, in requests."""
+        """Maximum length of the waiting queue, in requests."""
         return _WAITING_PER_SEQUENCE * self.max_sequences
 
     @property

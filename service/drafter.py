@@ -166,7 +166,7 @@ def local_folder(path: Path) -> Path:
 
 
 def _kind_in(folder: Path | None) -> str:
-    """Kind of the drafter in a folder. Without a readable one the default kind: loading it reports what is wrong."""
+    """Kind of the drafter in a folder; the default kind for an unreadable one, which loading reports."""
     try:
         return "specblock" if folder is None else published.kind_of(folder)
     except DrafterError:
@@ -190,7 +190,7 @@ class LoadedDrafter:
     """A trained drafter, or the initial one of a target, ready to serve; its weights may be replaced meanwhile."""
 
     serving: TrainedWeights
-    weights: Mapping[str, Tensor]  # by name, as loaded
+    weights: Mapping[str, Tensor]  # parameters by name, as loaded
     made: bool = True  # False: it drafts nothing before its weights have been trained on served queries
     given: Mapping[str, Tensor] | None = None  # weights that were trained for another target, and may fit this one
 

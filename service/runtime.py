@@ -67,7 +67,7 @@ class EngineHandle(Protocol):
 
     @property
     def guard(self) -> Guard:
-        """Counts exceptions of what only keeps books."""
+        """Counter of exceptions in bookkeeping."""
 
     @property
     def num_running(self) -> int:
@@ -84,7 +84,7 @@ class AdaptationControl(Protocol):
         """Stop learning and save its state."""
 
     def status(self) -> AdaptationStatus:
-        """The present state."""
+        """The status of learning."""
 
     def pause(self) -> None:
         """Stop learning until `resume`."""
@@ -133,7 +133,7 @@ class Runtime:
     def __init__(self, load: Callable[[], ServedModel], *, max_waiting: int) -> None:
         self._load_served = load
         self._door = Door(max_waiting)
-        self._turns = Turns()  # of parsing and tokenization
+        self._turns = Turns()  # turns of parsing and tokenization, by account
         self._served: ServedModel | None = None
         self.state: State = "loading"
         self._max_lag_seconds = 0.0
@@ -148,7 +148,7 @@ class Runtime:
         self._tasks = [self._loading]
 
     async def wait_until_loaded(self) -> None:
-        """Wait until the model is loaded, or raise what prevented it."""
+        """Wait until the model is loaded. Raises the exception that prevented it."""
         await asyncio.shield(self._loading)
 
     @property
@@ -283,7 +283,7 @@ class Runtime:
                 served.engine.wake()  # weights learnt by an earlier process wait for a step
             served.engine.start(self._deliver)
         except Exception as error:
-            if not isinstance(error, StartupError):  # whose message ends the process, without a traceback
+            if not isinstance(error, StartupError):  # its message ends the process, without a traceback
                 logger.exception("the model could not be loaded")
             self.state = "failed"
             raise
@@ -301,7 +301,7 @@ class Runtime:
             if (stream := self._door.find(output.request_id)) is not None:
                 try:
                     stream.put(output)
-                except Exception as error:  # of counting its tokens, whose reservation stands as the charge
+                except Exception as error:  # tokens were not counted: the reservation stands as the charge
                     self._loaded().engine.guard.count("limits", error)
         self._check_engine()  # a thread that fails delivers nothing, as its last
 
@@ -313,7 +313,7 @@ class Runtime:
 
 
 def _timed(call: Callable[[], Result]) -> tuple[Result, float]:
-    """The result of a call, and the seconds of a core that it took."""
+    """Call and measure its CPU time. # -> result, seconds"""
     began = time.thread_time()
     return call(), time.thread_time() - began
 

@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
-_SPARE_CONNECTIONS = 256  # in addition to one for each request that runs or waits
+_SPARE_CONNECTIONS = 256  # beyond one for each request that runs or waits
 _IDLE_CHECK_SECONDS = 0.25
-_BOOTSTRAP_TOKENS = 256  # of an answer, at most: learning uses no more of a text
+_BOOTSTRAP_TOKENS = 256  # maximum length of an answer: learning uses no more of a text
 _BOOTSTRAP_SCOPE = Scope(address="bootstrap prompts")
 
 
@@ -168,7 +168,7 @@ class _DrainingServer(uvicorn.Server):
 
 
 def load_model_service(config: ServiceConfig, metrics: Metrics, live: Live) -> ServedModel:
-    """Load the model, and build all that is served, not started yet. Raises StartupError."""
+    """Load the model and build engine, learning and observers, without starting them. Raises StartupError."""
     assembly = assemble(config)
     adaptive = _adaptive(assembly, metrics, live)
     engine = assembly.engine() if adaptive is None else adaptive.engine
@@ -293,8 +293,8 @@ def naming_secret(config: ServiceConfig) -> bytes | None:
 
 
 async def answer_bootstrap_prompts(runtime: Runtime) -> None:
-    """Answer the bootstrap prompts while the server is idle, so that a drafter is made before its first user comes.
-    Ends when learning collects no more. An answer that another request interrupts is repeated later."""
+    """Answer the bootstrap prompts while the server is idle, so that a drafter is made before the first user comes.
+    Ends when learning has collected enough. An answer that another request interrupts is repeated later."""
     await runtime.wait_until_loaded()
     waiting, answered = deque(runtime.seeds), 0
     if not waiting:

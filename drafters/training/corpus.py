@@ -16,11 +16,11 @@ from torch import Tensor
 from drafters.files import replacing
 
 TOP = 64
-"""How many of the target's likeliest tokens a label keeps."""
+"""Number of the target's likeliest tokens that a label keeps."""
 
 _LABEL_RANKS = 8
 _LABEL_WEIGHT = 0.5
-"""Alternative tokens count too, or a small corpus would leave out common words by chance."""
+"""Weight of the labels' alternative tokens: without them a small corpus leaves out common words by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Example:
     prompt: int
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
-    temperature: float = 0.0  # of the response
-    seed: int | None = None  # of the sampling noise; None: unknown
+    temperature: float = 0.0  # sampling temperature of the response
+    seed: int | None = None  # seed of the sampling noise; None: unknown
     start: int = 0  # absolute position of the first token
 
     @property
@@ -77,7 +77,7 @@ class Example:
         )
 
     def within(self, length: int) -> "Example":
-        """Return at most so many tokens of it: first the prompt loses its beginning, then the response its end."""
+        """Return the example cut to `length` tokens: first at the prompt's beginning, then at the response's end."""
         left_out = min(self.prompt - 1, max(0, self.length - length))
         seen = self.tokens[left_out:], self.features[left_out:]
         start, prompt = self.start + left_out, self.prompt - left_out
@@ -107,7 +107,7 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
 
 
 def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:
-    """Split examples into training and held-out ones, by prompt and independent of their order."""
+    """Split examples into training and held-out ones by a hash of the prompt, independent of their order."""
     digests = [example.prompt_digest for example in examples]
     prompts = sorted(set(digests))
     kept = set(prompts[: max(1, min(most, int(share * len(prompts))))])
@@ -164,7 +164,7 @@ def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 def batches(examples: list[Example], *, tokens: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """Yield all examples once in random order, in batches of similar length and about that many tokens."""
+    """Yield all examples once in random order, in batches of similar length and about `tokens` tokens."""
     order = torch.randperm(len(examples), generator=generator).tolist()
     window = max(1, 32 * tokens // max(1, sum(e.length for e in examples) // max(1, len(examples))))
     groups: list[list[Example]] = []
@@ -176,7 +176,7 @@ def batches(examples: list[Example], *, tokens: int, generator: torch.Generator)
 
 
 def rarest_token(examples: Sequence[Example], *, vocab_size: int) -> int:
-    """Return the last of the target's tokens that texts hold least, most often not at all."""
+    """Return the token that occurs least in the texts, usually never; of several the one with the largest id."""
     counts = torch.cat([example.tokens for example in examples]).long().bincount(minlength=vocab_size)
     return int((counts == counts.min()).nonzero()[-1])
 

@@ -1,6 +1,6 @@
 """The training loop, which reports after each step, its curve, and the file from which an interrupted run continues.
-The order of batches follows from seed and epoch, random numbers of a step from seed, step and rank: a continued run
-computes what it would have computed without the interruption, and no generator state is stored."""
+The order of batches follows from seed and epoch, the random numbers of a step from seed, step and rank. So a resumed
+run has the same results as an uninterrupted one, without storing the state of a generator."""
 
 import json
 import math
@@ -33,13 +33,13 @@ _STEPS_APART = 7_919
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """When a run ends: after so many steps or seconds, whichever comes first; at least one is given."""
+    """Length of a run: it ends after `steps` steps or `seconds` seconds, whichever comes first. At least one is set."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def fraction(self, steps: int, seconds: float) -> float:
-        """Return how much of the run is over, 0 to 1."""
+        """Return the share of the run that is over, 0 to 1."""
         parts = [steps / self.steps] if self.steps is not None else []
         parts += [seconds / self.seconds if self.seconds else 1.0] if self.seconds is not None else []
         return min(1.0, max(parts))
@@ -90,14 +90,14 @@ def save_state(
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run that `save_state` wrote."""
+    """A saved run, as written by `save_state`."""
 
     path: Path
     d2t: Tensor  # [draft_vocab] int64, target ids of draft tokens; more data must not change them
     notes: Mapping[str, Any]
     _described: Mapping[str, Any]
     _position: Mapping[str, Any]
-    _states: tuple[Mapping[str, Any], dict[str, Any]]  # of model and optimizer
+    _states: tuple[Mapping[str, Any], dict[str, Any]]  # state dicts of model and optimizer
 
     @staticmethod
     def read(path: Path) -> "SavedRun":
@@ -134,7 +134,7 @@ class FitSettings:
     batch_tokens: int = 2000  # per process and step
     learning_rate: float = 5e-4
     warm_up_steps: int = 50
-    least_rate: float = 0.05  # of the learning rate, at the end
+    least_rate: float = 0.05  # share of the learning rate at the end of the run
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = 1.0
     rank_from_step: int | None = 50  # the rank head learns from here on; None = never
@@ -150,7 +150,7 @@ class FitReport:
     loss: float
     gradient_norm: float
     learning_rate: float
-    fraction: float  # of the run that was over when the step began
+    fraction: float  # share of the run that was over when the step began, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Curve:
     """The evaluations of a run, in a file of JSON lines."""
 
     def __init__(self, folder: Path, *, up_to_step: int) -> None:
-        """Drop points after `up_to_step`: their steps were lost by a kill."""
+        """Read the curve of an interrupted run. Points after `up_to_step` are dropped: their steps will run again."""
         self._file = folder / CURVE_FILE
         self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
         self._file.write_text("".join(_point_line(point) for point in self.points))
@@ -220,7 +220,7 @@ Objective = Callable[[Batch, torch.Generator], StepScores]
 
 
 def make_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
-    """Make AdamW over the trainable parameters, without weight decay because they start from the target's."""
+    """Return AdamW over the trainable parameters, without weight decay because they start from the target's."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0)
 
@@ -284,7 +284,7 @@ class FitLoop:
                 yield coming.result()
 
     def _epoch(self, examples: list[Example]) -> list[list[Example]]:
-        """Return this process's part of the epoch's batches; every process gets the same number."""
+        """Return this process's share of the epoch's batches; all processes have the same number."""
         order = torch.Generator().manual_seed(self._settings.seed + _EPOCHS_APART * (self.position.epoch + 1))
         groups = list(batches(examples, tokens=self._settings.batch_tokens, generator=order))
         even = len(groups) // self._ranks.size * self._ranks.size

@@ -1,6 +1,6 @@
 """Scores a drafter on held-out sequences: losses, hits, and drafting replayed as blocks and as trees.
 Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Blocks are ranked with the
-sequence's sampling noise if its seed is known; trees are those of temperature 0.
+sequence's sampling noise if its seed is known; trees grow at temperature 0.
 Legend: batch = sequences side by side, nodes, depth as in drafters/tree.py."""
 
 import math
@@ -33,7 +33,7 @@ _REPLAYED = 24
 _REPLAYED_TOKENS = 64
 
 _LEAST_POSITIONS = 4
-"""Positions of a path that is replayed without a tree, if the drafter is trained for so many."""
+"""Length of the paths that are replayed without a tree, if the drafter is trained for as many positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: 
     temperature = 0.0 if example.seed is None else example.temperature
     noise = Noise.of_text(example.seed or 0, temperature, example.start + anchors[:1] + 1)
     ahead = anchors[:, None] - anchors[0] + 1 + torch.arange(states.shape[1], device=anchors.device)
-    length = int(anchors[-1] - anchors[0]) + states.shape[1]  # of the noise: anchors share most of their positions
+    length = int(anchors[-1] - anchors[0]) + states.shape[1]  # positions with noise; anchors share most of them
     scores = TreeNoise.of(noise, length, model.d2t).scores(model.lm_head(states)[None], ahead[None])[0]
     logprobs = scores.float().log_softmax(-1)  # [anchors, positions, draft vocab]
     ids = torch.where(wanted < 0, -1, model.t2d[wanted.clamp(min=0)])
@@ -166,7 +166,7 @@ def replay_trees(
     max_nodes: int,
     device: torch.device | str = "cpu",
 ) -> Replayed:
-    """Replay a serving drafter with trees of so many nodes, at temperature 0."""
+    """Replay a serving drafter with trees of at most `max_nodes` nodes, at temperature 0."""
     tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
     features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
     ends = torch.tensor([e.length for e in examples], device=device)
@@ -227,7 +227,7 @@ class HeldOutScores:
     covered: tuple[float | None, ...]  # the same for the first four ranks
     seen: tuple[int, ...]  # entries counted
     tree_tau: float  # best-first trees of 16 nodes
-    total_variation: float | None = None  # to the target, by its likeliest tokens; None: not measured
+    total_variation: float | None = None  # distance to the target over its likeliest tokens; None: not measured
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def examine(
 
 
 def _to_replay(examples: Sequence[Example]) -> list[Example]:
-    """Return the beginnings of a few sequences, of temperature 0 if there are any."""
+    """Return the beginnings of a few sequences, greedy ones if there are any."""
     long_enough = [example for example in examples if example.length >= example.prompt + 2]
     greedy = [example for example in long_enough if example.temperature == 0.0]
     chosen = sorted(greedy or long_enough, key=lambda example: example.prompt_digest)[:_REPLAYED]

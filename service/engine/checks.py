@@ -27,10 +27,11 @@ VERIFIED = frozenset(
         "starcoder2",
     }
 )
-"""Model types in transformers. A type is added with its row in the conformance suite."""
+"""Model types in transformers whose scores tests compare with those of other engines (`tests/conformance`). A type is
+added with its row in that suite."""
 
 _OF_A_DRAFTER = "model.mtp_layers."
-"""Begins the names of weights that a form in `drafters/trained` reads from the same files."""
+"""Prefix of weights in the same files that a form in `drafters/trained` reads."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -45,7 +46,7 @@ def refuse_unsupported(full_config: PreTrainedConfig) -> None:
             f"model type {config.model_type!r} has layers of kind {sorted(kinds)}, which adaptree cannot run"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # of all layers, or of each kind of layer
+    for parameters in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind in ("dynamic", "longrope"):
             raise StartupError(
@@ -65,7 +66,7 @@ def _takes_attention(config: PreTrainedConfig) -> bool:
 
 
 def refuse_unverified(model_type: str, *, allowed: bool) -> None:
-    """Raise StartupError for a family that no judge has compared, unless that is allowed."""
+    """Raise StartupError for a family whose scores no test compares, unless that is allowed."""
     if not allowed and model_type not in VERIFIED:
         raise StartupError(
             f"model type {model_type!r} is not verified: no test compares its scores with "
@@ -81,7 +82,7 @@ def refuse_doubled(folder: Path) -> None:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise StartupError(f"{index}: it does not say which file holds which weight: {error!r}") from error
+            raise StartupError(f"{index}: it has no valid map of weights to files: {error!r}") from error
     found: dict[str, str] = {}
     for file in sorted(folder / name for name in names):
         for key in _keys(file) if file.is_file() else ():
@@ -91,7 +92,7 @@ def refuse_doubled(folder: Path) -> None:
 
 
 def _keys(file: Path) -> list[str]:
-    """The names in a file's header, doubled ones twice: eight bytes of length, then JSON."""
+    """Tensor names in a file's header (eight bytes of length, then JSON); doubled names appear twice."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(min(length, file.stat().st_size))

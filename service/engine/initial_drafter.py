@@ -28,7 +28,7 @@ from service.engine.weights import has_standard_layers
 
 logger = logging.getLogger(__name__)
 
-_DRAFT_TOKENS = 8192  # as `train drafter`
+_DRAFT_TOKENS = 8192  # the default of `adaptree train drafter`
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def target_end(model: PreTrainedModel) -> TargetEnd:
 
 
 def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | None) -> SpecBlock | None:
-    """An initial drafter for this target: without a folder, or for one whose drafter was trained for another target of
-    the same shapes. None: the folder is this target's, or the target cannot have a drafter."""
+    """Build an initial drafter for this target if there is no folder, or if the folder's drafter was trained for
+    another target of the same shapes. None: the folder is this target's, or the target cannot have a drafter."""
     if folder is None:
         try:
             return new_initial_drafter(model, drafter_config(model))
@@ -106,8 +106,8 @@ def initial_drafter_for(model: PreTrainedModel, identity: str, folder: Path | No
 
 
 def fits(config: DrafterConfig, model: PreTrainedModel) -> bool:
-    """Whether a drafter has the shapes of this target, as drafters of its fine-tunes have, layers to copy, and an input
-    that can be solved."""
+    """Whether a drafter has the shapes of this target (as its fine-tunes' drafters have), layers to copy, and an input
+    layer that can be solved."""
     text = model.config.get_text_config()
     same = all(
         config.target.get(name) == getattr(text, name, None) for name in ("hidden_size", "vocab_size", "model_type")

@@ -164,7 +164,7 @@ def _tree_around(path: Sequence[int], trial: Trial) -> tuple[DraftTree, Tensor]:
 
 
 class MeasuredFor(NamedTuple):
-    """What must not share measurements: the model's weights and their type, the drafter, the server's version."""
+    """Cache key of measurements: the model's weights and their type, the drafter, the server's version."""
 
     model: str
     drafter: str
@@ -180,9 +180,9 @@ def costs_at_start(
     folder: Path,
     progress: Progress = lambda done, total: None,
 ) -> Costs:
-    """What verifying and drafting cost on this machine, from `folder` if it was measured before under the same key.
+    """Costs of verifying and drafting on this machine, from `folder` if they were measured before under the same key.
 
-    `make_drafter` builds a drafter that is thrown away after the measurement.
+    `make_drafter` builds a drafter for the measurement only.
     """
     key: CostKey = {
         "machine": this_machine(),
@@ -215,7 +215,7 @@ def sequence_points(max_sequences: int) -> list[int]:
 
 
 def row_points(target: Target) -> tuple[int, ...]:
-    """Numbers of rows to measure; where forwards are captured, those of their shapes."""
+    """Numbers of rows to measure; where forwards are captured, the rows of each captured shape."""
     return ROWS if target.capture is None else CAPTURED_ROWS
 
 
@@ -321,11 +321,11 @@ def measure_grid(
 
 
 def _curve(first: Mapping[int, float], here: Mapping[int, float], rows: Sequence[int]) -> FloatArray:
-    """Seconds at every row point: those of the first context, plus what this context adds, interpolated. Numbers of
-    rows that cannot occur take the nearest that can. # -> [row points]"""
+    """Seconds at every row point: the seconds of the first context, plus the interpolated difference to this context.
+    Numbers of rows that cannot occur have the seconds of the nearest that can. # -> [row points]"""
     timed, seconds = (np.array(list(values), dtype=np.float64) for values in (first.keys(), first.values()))
     more = np.interp(timed, list(here), [here[number] - first[number] for number in here])
-    curve = np.maximum(rising(seconds + more), min(here.values()))  # or noise would end, or be extended, below zero
+    curve = np.maximum(rising(seconds + more), min(here.values()))  # noise must not lead below zero
     return along(timed, curve, np.maximum(np.array(rows, dtype=np.float64), timed[0]))
 
 

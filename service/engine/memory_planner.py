@@ -26,14 +26,14 @@ from service.engine.weights import LoadedModel
 from service.errors import StartupError
 
 _SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, in fp32
-_HISTORY_BYTES = 1 + 4  # of a sequence with penalties, per token of the vocabulary: whether the prompt has it, a count
+_HISTORY_BYTES = 1 + 4  # per sequence with penalties and vocabulary token: whether the prompt has it, and a count
 _SCORED_BLOCKS = 16  # four at once, each as log-probabilities, with noise, sorted, and the noise itself
 _SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory that something will take besides the key/value pool."""
+    """A use of device memory besides the key/value pool."""
 
     what: str
     num_bytes: int
@@ -127,7 +127,7 @@ def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LearningSizes:
-    """Sizes of what learning holds on the target's device."""
+    """Sizes of learning's data on the target's device."""
 
     trains_here: bool
     window_tokens: int
@@ -193,7 +193,7 @@ def training_bytes(num_weights: int, serving_bytes: int) -> int:
 
 
 def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, top: int, itemsize: int) -> int:
-    """Bytes of the tables that record what running sequences may teach."""
+    """Bytes of the tables that record training data of running sequences."""
     per_place = (width + hidden) * itemsize + 6 * top + 8 + 8 + 4 + 1
     return max_sequences * places * per_place
 

@@ -1,5 +1,5 @@
-"""A model's own modules: run on flattened rows with our attention over the slots of our pool, which is how every family
-runs that has no list of ops of ours (`decoder.py`); and linear layers whose weights a kernel holds.
+"""Runs a model by its own modules on flattened rows, with our attention over the slots of our pool, if its family has
+no list of ops (`decoder.py`); and linear layers whose weights a kernel holds.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
@@ -33,7 +33,7 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the attention of one forward reads and writes; passes through the model as a forward argument."""
+    """Inputs and pool of one forward's attention, passed through the model as a forward argument."""
 
     plan: Attention
     pool: KVPool
@@ -185,7 +185,7 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedEmbedding(nn.Module):
-    """`nn.Embedding` on quantised blocks; `scale`: by which a family multiplies what it looks up."""
+    """`nn.Embedding` on quantised blocks; `scale`: the family's factor for embeddings."""
 
     def __init__(self, weight: QuantisedWeight, scale: float) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
 
 
 def num_bytes(weight: Weight) -> int:
-    """Bytes that a weight takes in memory."""
+    """Size of a weight in memory, in bytes."""
     return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
 
 

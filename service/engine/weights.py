@@ -86,7 +86,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """How weights are held, for logs: `bfloat16` and the like, `int8`, or `gguf+` and the dtype of the rest."""
+        """Type of the weights, for logs: a dtype, `int8`, or `gguf+` and the dtype of unquantised weights."""
         held = str(self.model.dtype).removeprefix("torch.")
         return "int8" if self.in_8_bits else f"gguf+{held}" if self.in_blocks else held
 
@@ -102,8 +102,8 @@ class Described:
 
 
 def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
-    """Read and check a model's configuration and tokenizer. `unverified`: also take a family whose scores no test
-    compares. Raises StartupError naming what is wrong and what to do."""
+    """Read and check a model's configuration and tokenizer. `unverified`: accept a family whose scores no test
+    compares. Raises StartupError with the cause and the remedy."""
     path, generation = gguf_file(name), None
     options = {"revision": revision or "main", "trust_remote_code": False}
     with _naming(name):
@@ -132,7 +132,7 @@ def load_model(
     unverified: bool = False,
 ) -> LoadedModel:
     """Load weights and tokenizer. `begin_drafter` builds the initial drafter, if one is wanted; `in_blocks`: keep the
-    blocks of a GGUF file; `unverified` as for `describe`. Raises StartupError naming what is wrong and what to do."""
+    blocks of a GGUF file; `unverified` as for `describe`. Raises StartupError with the cause and the remedy."""
     described = describe(name, revision=revision, unverified=unverified)
     with _naming(name):
         if described.file is not None:
@@ -245,7 +245,7 @@ def completed(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_standard_layers(model: PreTrainedModel) -> bool:
-    """Whether a drafter's layers can be copies of the target's."""
+    """Whether the fused kernels support the target's layers, so that a drafter's can be copies of them."""
     return model.config.get_text_config().model_type in FUSED_FAMILIES
 
 

@@ -1,8 +1,8 @@
 """`adaptree drafter adapt`: trains a drafter on a log of texts, offline, and writes it in its own form if it wins.
 
-The stages are those of `adaptree train`: the target's features of the texts, then training from the drafter's weights.
-Old and new are judged on texts held back by the gate that serving has. Until then everything lies in a folder beside
-the result, from which an interrupted run goes on.
+It runs the stages of `adaptree train`: it reads the target's features of the texts, then trains from the drafter's
+weights. The gate of serving compares old and new on held-out texts. Until then everything lies in a folder beside the
+result, from which an interrupted run is resumed.
 """
 
 import shutil
@@ -45,7 +45,7 @@ _NEEDED = round(_GATE.gate_texts / _GATE.validation_share)
 
 
 class LoggedChat(ChatTemplateFields):
-    """A line of a log: a conversation that ends in the target's answer. `request` and `response` are those of
+    """A line of a log: a conversation that ends in the target's answer. `request` and `response` are bodies of
     /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(validation_alias=AliasChoices("messages", "prompt", "input"), min_length=1)
@@ -83,8 +83,8 @@ class LoggedChat(ChatTemplateFields):
 
 
 def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minutes: float, seed: int) -> bool:
-    """Whether the new drafter won, and was written. A run that was interrupted goes on, for as long as it would have.
-    Raises StartupError."""
+    """Train, and write the new drafter if it wins. An interrupted run is resumed and keeps its length. Raises
+    StartupError. # -> whether it was written"""
     began, out, drafter = time.monotonic(), new_folder(out), local_folder(drafter)
     try:
         shape = _shape(config, drafter)
@@ -129,7 +129,7 @@ def adapt(config: ServiceConfig, drafter: Path, texts: Path, out: Path, *, minut
 
 
 def _shape(config: ServiceConfig, drafter: Path) -> DrafterConfig:
-    """The drafter's config, checked by what is seen without loading the target."""
+    """Read the drafter's config and check it without loading the target. Raises StartupError."""
     described = target_config(config.model_source, revision=config.revision)
     try:
         shape = published.config_of(drafter, TargetParts("", torch.empty(0), None, None, described, completed))
@@ -152,7 +152,7 @@ def _work_folder(drafter: Path, texts: Path, out: Path, others: str) -> Path:
 
 
 def _responses(chats: Sequence[tuple[str, LoggedChat]], loaded: LoadedModel, most: int) -> str:
-    """All texts of at most so many tokens, as lines of JSON."""
+    """Return the texts of at most `most` tokens as lines of JSON. Raises StartupError."""
     tokenizer, lines = ChatTokenizer(loaded.tokenizer), list[str]()
     for number, (where, chat) in enumerate(chats):
         try:
@@ -179,6 +179,6 @@ def _judge(old: SpecBlock, new: SpecBlock, apart: Sequence[Example], loaded: Loa
 
 
 def _add_to_card(card: Path, found: str, before: Path) -> None:
-    """Add what the gate saw, and the card that the drafter had before."""
+    """Append the gate's result, and the card of the drafter before."""
     old = f"\n# The drafter before\n\n{before.read_text()}" if before.is_file() else ""
     card.write_text(f"{card.read_text()}\n## Judged by the gate\n\n{found}\n{old}")

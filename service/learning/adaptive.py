@@ -188,7 +188,7 @@ def build_adaptive(
 
 def build_trainer(config: ServiceConfig) -> tuple[Worker, Replicas]:
     """Build a learning thread and its connection to the replicas it learns for. Of the target only embedding and head
-    are kept; the state lies next to that of a replica with the same state_dir. Raises StartupError."""
+    are kept; the state lies beside a replica's with the same state_dir. Raises StartupError."""
     loaded = load_target(config, device_of(config.device))
     _, source = choose_drafter(config, starts=loaded.initial_drafter is not None)
     with _refusing():
@@ -284,7 +284,7 @@ class _EngineHooks:
     guard: Guard
 
     def stepped(self, stats: StepStats) -> bool:
-        """Record the time of a step. # -> whether it is that of serving alone"""
+        """Record the time of a step. # -> whether nothing trained beside it"""
         kind = bool(stats.prompt_tokens), bool(stats.drafted_nodes), stats.verify_rows.bit_length()
         return self.time.stepped(kind, stats.seconds)
 

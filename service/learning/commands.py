@@ -211,12 +211,12 @@ def _inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Describe a drafter folder, or without one what was learnt here and which version is served.
+    """Describe a drafter folder, or without one the versions learnt here and which of them serves.
 
-    Of a folder: shapes, size, hash, target, and facts: how it was trained, or what it was learnt from. Damaged files,
+    Of a folder: shapes, size, hash, target, and facts: how it was trained, or its lineage. Damaged files,
     wrong shapes and weights that are not finite are refused.
 
-    Of what was learnt: every version kept in state_dir for the configured model, with the scores that the gate saw.
+    Without one: every version kept in state_dir for the configured model, with its scores in the gate.
 
     Loads no model and changes nothing; the server may go on running.
 

@@ -296,7 +296,7 @@ def make_features(
     taps: Sequence[int] = (),
 ) -> None:
     """Run stage 2. After the deadline (time.monotonic()) no further shard is begun. `loaded`: the target, if it is
-    there already; `taps`: of the drafter; empty: those of a new one. Raises StartupError."""
+    loaded already; `taps`: layers to tap; empty: the layers that a new drafter taps. Raises StartupError."""
     wanted = read_responses(responses)
     device = device_of(config.device)
     loaded = loaded or load_target(config, device)
@@ -333,7 +333,7 @@ def make_features(
 
 
 def processes(config: ServiceConfig) -> Ranks:
-    """The processes of this run, each on its device."""
+    """Join the processes of this run, each on its device."""
     use_threads(config.num_threads)
     torch.set_num_threads(config.num_threads)  # training computes in torch
     device = local_device(device_of(config.device))

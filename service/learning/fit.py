@@ -62,7 +62,7 @@ class FitPlan:
     options: FitOptions
     autocast: bool
     adapts: Path | None = None  # folder of a drafter, in any form, that is trained further in its own shape
-    held_out_share: float = 0.02  # of the prompts
+    held_out_share: float = 0.02  # share of the prompts
 
     @property
     def settings(self) -> FitSettings:
@@ -139,7 +139,7 @@ def _kept_notes(out: Path) -> Mapping[str, Any]:
 
 
 def autocasts(out: Path, device: torch.device) -> bool:
-    """Whether products are in bf16: a resumed run keeps its type, whichever is faster now. Raises StartupError."""
+    """Whether products are in bf16; a resumed run keeps its type. Raises StartupError."""
     kept = _kept_notes(out).get("autocast")
     return bf16_is_faster(device) if kept is None else bool(kept)
 

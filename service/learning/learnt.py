@@ -35,13 +35,13 @@ DRAFTER_FILE = "drafter.json"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which drafter learns in a folder, so that its snapshots can be read without the target and the deployed
+    """The drafter that learns in a folder. With it the snapshots can be read without the target and the deployed
     drafter."""
 
-    target_identity: str  # as in drafter folders
+    target_identity: str  # hash of the target, as in drafter folders
     config: DrafterConfig
     model: str | None = None  # the target as `source_of` names it; None: not known
-    origin_sha256: str | None = None  # of the deployed drafter's weights; None: there was none
+    origin_sha256: str | None = None  # hash of the deployed drafter's weights; None: there was none
 
     def write(self, folder: Path) -> None:
         """Write the file in a learning folder. Raises OSError, and then the file is unchanged."""
@@ -124,7 +124,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def learnt(config: ServiceConfig) -> list[Learnt]:
-    """Learning folders in the state folder that are of the configured model, or do not name theirs."""
+    """Read all learning folders of the configured model, and those that do not name a model."""
     parent, source = config.state_dir / "adaptation", source_of(config)
     folders = sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
     found = [look_at(folder) for folder in folders]

@@ -1,7 +1,7 @@
 """Stage 1: the target answers the prompts, with the engine that serves it; answers are lines of JSON.
 
-Half are answered greedily, half at a temperature; which, and with what noise, follows from seed and prompt id, so a run
-that is taken up again writes what it would have written.
+Half are answered greedily, half at a temperature. Temperature and noise follow from seed and prompt id, so a resumed
+run writes the same answers as an uninterrupted one.
 """
 
 import random
@@ -41,7 +41,7 @@ class Response(BaseModel):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Length of prompt and response, in tokens."""
         return len(self.prompt) + len(self.response)
 
 
@@ -58,7 +58,7 @@ def read_responses(files: Sequence[Path]) -> list[Response]:
 
 
 _BEGINS = b'{"id":"'
-"""How each line of a response file begins."""
+"""First bytes of each line of a response file."""
 
 
 class ResponseFile:
@@ -82,7 +82,7 @@ class ResponseFile:
             raise StartupError(f"response file {path} cannot be written ({error}): give another file") from error
 
     def append(self, response: Response) -> None:
-        """Written at once, so that a kill costs at most this line."""
+        """Append a response and flush it, so that a kill loses at most this line."""
         try:
             self._stream.write(response.model_dump_json() + "\n")
             self._stream.flush()
@@ -97,12 +97,12 @@ class ResponseFile:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """How the prompts are answered."""
+    """Options of answering prompts."""
 
     max_tokens: int = 256
     concurrency: int = 16
     seed: int = 0
-    deadline: float | None = None  # by time.monotonic(): take up no further prompt after it; None = answer all
+    deadline: float | None = None  # time.monotonic() after which no further prompt is begun; None: answer all
 
 
 def regenerate(
