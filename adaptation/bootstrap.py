@@ -17,8 +17,8 @@ from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import State
 from adaptation.trainer import Rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter
+from drafters.decision import SHARE
 from drafters.network.checkpoint import weights_of, write_weights
-from drafters.regret import SHARE
 from drafters.training.corpus import Example
 from drafters.training.initialise import InputSums
 

@@ -10,7 +10,7 @@ from typing import Literal, cast
 from pydantic import ConfigDict, JsonValue, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from adaptation.config import AdaptationConfig, Tuning
-from drafters.regret import GainPosterior, RegretLedger
+from drafters.decision import GainPosterior, RegretLedger
 
 Arm = Literal["head", "full"]
 ARMS: tuple[Arm, ...] = ("head", "full")

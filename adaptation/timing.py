@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from drafters.regret import GainPosterior
+from drafters.decision import GainPosterior
 
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]

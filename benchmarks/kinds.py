@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.draft_records import SteeredDrafter, observed
 from benchmarks.quality import COVERED, quality_of
-from drafters.regret import RegretLedger
+from drafters.decision import RegretLedger
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
 from service.bench.commands import Concurrency, Out, PromptFiles, Seed, Temperatures

@@ -17,8 +17,8 @@ from adaptation.config import Tuning
 from adaptation.records import Event
 from benchmarks.policies import PolicyName, fixed_policy
 from benchmarks.shared import Prompt, mixed
+from drafters.decision import RegretLedger
 from drafters.feedback import QueryFeedback
-from drafters.regret import RegretLedger
 from service.assembly import Assembly
 from service.bench.driver import ClosedLoop, Drive, Run
 from service.bench.experiment import Measure, counted, request_of, tau

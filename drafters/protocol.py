@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafters.memory.counts import MemoryCounts
-from drafters.regret import RegretLedger
+from drafters.decision import RegretLedger
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.lattice import Lattice
@@ -115,6 +114,19 @@ class RankOutcomes:
 
     predicted: Mapping[str, float] = field(default_factory=dict)
     right: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCounts:
+    """Room for past answers, and its use since the start."""
+
+    reserved_bytes: int  # for past answers
+    used_share: float = 0.0  # of their places, 0 to 1, by a sample
+    remembered_tokens: int = 0
+    known_tokens: tuple[int, ...] = ()
+    """Generated tokens that remembered answers had, by the longest context (`ORDERS`)."""
+    evicted_scopes: int = 0  # whose share another scope took
+    forgotten_shares: int = 0  # on request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from tempfile import TemporaryFile
 import torch
 
 from adaptation.config import Tuning
+from drafters.decision import RegretLedger
 from drafters.language_model.drafter import scratch_places
 from drafters.protocol import Drafter, MemorySizes, Observer
 from drafters.registry import TrainedWeights, taps_of
-from drafters.regret import RegretLedger
 from drafters.tree import MAX_NODES
 from kernels import ops
 from kernels.cpu import library
@@ -34,7 +34,7 @@ from service.drafter import (
 )
 from service.engine import memory_planner
 from service.engine.accounting import LearningHooks
-from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget
+from service.engine.budget import Budget, CostBudget, FixedBudget
 from service.engine.captured import capture_forwards
 from service.engine.checks import VERIFIED
 from service.engine.costs import Costs
@@ -103,7 +103,7 @@ class Assembly:
     def engine(
         self,
         drafter: Drafter | None = None,
-        policy: BudgetPolicy | None = None,
+        policy: Budget | None = None,
         limits: EngineLimits | None = None,
         learning: LearningHooks | None = None,
         ledger: RegretLedger | None = None,
@@ -122,7 +122,7 @@ class Assembly:
                 learning=learning,
             )
 
-    def _policy(self, ledger: RegretLedger) -> BudgetPolicy:
+    def _policy(self, ledger: RegretLedger) -> Budget:
         """A budget by measured costs, or a fixed one where nothing was measured."""
         costs = self.costs
         return FixedBudget(self.limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts, ledger)

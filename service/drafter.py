@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file
 
 import drafters
 from drafters import folders as published
+from drafters.decision import RegretLedger
 from drafters.kinds import Need, Parts
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
@@ -27,7 +28,6 @@ from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Drafter, DraftingSizes, Observer
 from drafters.registry import TrainedWeights, build_drafter, needs_of, trained_kind_of
-from drafters.regret import RegretLedger
 from drafters.trained_kinds import trained_kind
 from kernels.layers import Weight, look_up
 from service.config import ServiceConfig

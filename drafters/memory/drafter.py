@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 from drafters import readback
+from drafters.asking import GatedNetwork
 from drafters.calibration import MIN_SURVIVAL
-from drafters.composite import Composite
-from drafters.memory.counts import MemoryCounts
-from drafters.memory.network import GatedNetwork
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
-from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
+from drafters.protocol import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftingSizes,
+    MemoryCounts,
+    Noise,
+    RankOutcomes,
+    Read,
+    StepTimes,
+)
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops
@@ -25,7 +33,7 @@ MAX_ANSWER_TOKENS = 8192
 _LEARNING_RATE = 0.1  # AdaGrad's for the joint distribution: 0.05 to 0.3 give the same trees
 
 
-class MemoryDrafter(Composite, Drafter):
+class MemoryDrafter(Drafter):
     """Proposes tokens that followed the same context earlier: in the text itself, in the client's prediction, and in
     past answers of the same scope. With a network, one distribution joins both."""
 
@@ -39,7 +47,6 @@ class MemoryDrafter(Composite, Drafter):
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
         self.past = PastAnswers(self._memory, sizes.memory)
-        self.parts = () if network is None else (network,)
         self._network = None if network is None else GatedNetwork(network, sizes)
         self._outcomes = readback.readback_of(device)
         most, capture = sizes.max_sequences, sizes.capture
@@ -65,6 +72,29 @@ class MemoryDrafter(Composite, Drafter):
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(self.credits()) or (self.name,)
+
+    @property
+    def version(self) -> int:
+        return 0 if self.network is None else self.network.version
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return () if self.network is None else self.network.tap_layers
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.network is not None and self.network.reads_prompts
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.network is not None and self.network.wants_scores
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self.network is None else self.network.num_blocks
+
+    def rank_outcomes(self) -> RankOutcomes:
+        return RankOutcomes() if self.network is None else self.network.rank_outcomes()
 
     def credits(self) -> dict[str, int]:
         return {} if self._network is None else self._network.tokens

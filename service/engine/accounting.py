@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
+from drafters.decision import SHARE, RegretLedger
 from drafters.feedback import Query
 from drafters.protocol import Committed, Drafter
 from drafters.readback import Clock, Timestamp
-from drafters.regret import SHARE, RegretLedger
 from service.engine.budget import DraftBudget
 from service.engine.emit import tokens_of
 from service.engine.requests import SequenceOutput

@@ -1,5 +1,5 @@
-"""How many drafted nodes each sequence verifies in a step, and whether to draft at all. A matter of speed only: no
-choice changes the text.
+"""The budget of a step: which sequences draft, whether the drafter runs, and how many drafted nodes are verified. A
+matter of speed only: no choice changes the text.
 
 By cost: one decision for the whole batch, made anew in every step. With candidates of all sequences sorted by survival,
 S(N) the sum of the first N, B drafting sequences (or their weights) and R rows without nodes:
@@ -16,21 +16,19 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import hypot, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from drafters.regret import GainPosterior, RegretLedger
+from drafters.decision import TRIAL_STEPS, Decision, GainPosterior, RegretLedger
 from drafters.tree import MAX_NODES
 from service.engine.costs import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts, write_whole
-from service.engine.draft_gate import DraftGate, SequenceGain
-from service.engine.sequence import Sequence as Running
 from service.engine.stats import DraftingOutlook, StepStats
 
 logger = logging.getLogger(__name__)
@@ -38,16 +36,42 @@ logger = logging.getLogger(__name__)
 REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended", "reference", "forced")
 """Why a step has as many nodes as it has, as metrics name it."""
 
-_MOST_URGENT = 4.0
+DRAFTING = "drafting"
+"""Prefix of the ledger's accounts, one per traffic class: gains of one class do not pay for losses of another."""
+BETWEEN_SEQUENCES = 0.5
+"""Standard deviation of sequences' mean gains within a class: accepted lengths of real texts differed by 0.1 to 0.9
+(docs/budget.md)."""
+_DAY_SECONDS = 86_400.0
+"""Traffic repeats by the day at best: what was learnt that long ago is no more than a prior."""
 _BASELINE_STEPS = 2.0
 """Plain steps that one with drafts takes at most where it hardly pays: an error in the plain one counts so often."""
-_PLAIN_NOISE = 0.1
-_PLAIN_DRIFT = _PLAIN_NOISE**2 / 512
-"""Of a plain step in predicted forwards: after 512 steps without one it is as uncertain as after the first."""
 _PLAIN_SURE = 0.03
 """Standard deviation up to which a plain step is known well enough: a third of that of a gain that is seen all the time
-(0.09, drafters/regret.py). The next one is learnt from some five steps later."""
+(0.09, drafters/decision.py). The next one is learnt from some five steps later."""
 _MOST_TIMES = 1.5  # the expected seconds: a hiccup of the machine says nothing of the drafter
+_NO_PRICES = np.empty(0)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGain:
+    """What is known of drafting for one sequence."""
+
+    traffic: str = ""  # its class
+    may_draft: bool = True  # False: its request asks for no speculation
+    own: GainPosterior | None = None  # from its own steps, once it has drafted
+    trial_steps: int = 0  # steps left in which it drafts although its class loses
+
+    def drafts(self, *, class_may_gain: bool) -> bool:
+        """Whether it drafts, by its own steps and its class."""
+        if class_may_gain:
+            return self.own is None or self.own.may_gain
+        return self.trial_steps > 0 or (self.own is not None and self.own.mean > 0.0)
+
+
+def traffic_class(temperature: float, *, has_grammar: bool) -> str:
+    """The class of sequences that are expected to gain alike from drafting."""
+    heat = "greedy" if temperature == 0.0 else "cool" if temperature <= 0.8 else "warm"
+    return f"{heat}+grammar" if has_grammar else heat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +82,9 @@ class StepLoad:
     context: float  # mean context length of the step's sequences, tokens
     free_slots: int  # most nodes in all
     num_sequences: int
-    decoding: tuple[SequenceGain, ...]  # sequences that may have a tree; those that run the drafter stand first
-    num_drafting: int  # how many of `decoding` run the drafter
+    decoding: tuple[SequenceGain, ...]  # those that run the drafter stand first
     prefilling: tuple[SequenceGain, ...] = ()
-    weights: Tensor | None = None  # [decoding] float32, value of one token of each; None: all the same
+    num_drafting: int = 0  # how many of `decoding` run the drafter
     tree_widths: tuple[int, ...] | None = None  # nodes that rows of a tree may be laid out for, from 0; None: any
 
     @property
@@ -80,11 +103,19 @@ class StepLoad:
         return self.decoding[self.num_drafting :]
 
     @property
-    def has_room(self) -> bool:
-        """Whether the smallest trees fit into the free slots."""
-        return (1 if self.tree_widths is None else self.num_decoding * self.tree_widths[1]) <= self.free_slots
+    def obstacle(self) -> str | None:
+        """Why no sequence can have a tree, one of REASONS; None: some can."""
+        if not any(one.may_draft for one in self.decoding):
+            return "no_candidates"
+        smallest = 1 if self.tree_widths is None else self.num_decoding * self.tree_widths[1]
+        return "slots" if smallest > self.free_slots else None
 
-    def node_counts(self, num_candidates: int) -> FloatArray:
+    def arranged(self, chosen: Collection[SequenceGain]) -> "StepLoad":
+        """The load with those decoding sequences first that were chosen to draft."""
+        decoding = sorted(self.decoding, key=lambda one: one not in chosen)
+        return replace(self, decoding=tuple(decoding), num_drafting=sum(one in chosen for one in decoding))
+
+    def node_rows(self, num_candidates: int) -> FloatArray:
         """Rows of nodes that the step may have, rising from 0. # -> [choices]"""
         if self.tree_widths is None:
             return np.arange(num_candidates + 1.0)
@@ -93,13 +124,19 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBudget:
-    """How many nodes a step verifies, and why. Tuples have one entry for each sequence of the step."""
+    """What a step drafts and verifies, and why. Tuples have one entry for each sequence of the step.
+
+    `Budget.decide` makes it; the number of nodes follows from the candidates, and their count from the device.
+    """
 
     load: StepLoad
     reason: str  # one of REASONS
-    node_rows: tuple[int, ...]  # rows laid out for nodes, padding included
-    drafted: bool  # whether the drafter ran
-    followed: bool  # whether the drafter takes in what the step reads and commits
+    drafted: bool  # whether the drafter runs
+    followed: bool  # whether the drafter reads and commits with the step, as some sequence may draft later
+    max_nodes: int = MAX_NODES  # of each tree
+    seconds: Callable[[StepLoad, int], FloatArray] = lambda load, num_candidates: _NO_PRICES
+    """Seconds of the step by number of nodes, as `CostBudget.step_seconds`; empty where the budget is not by cost."""
+    node_rows: tuple[int, ...] = ()  # rows laid out for nodes, padding included
     tree_sizes: Tensor | None = None  # [decoding, SIZES] int64 as of `Pruned`, on the device; None: no trees
     num_nodes: tuple[int, ...] = ()  # nodes verified, once the host knows them
 
@@ -114,58 +151,27 @@ class DraftBudget:
         return self.load.num_rows + sum(self.node_rows)
 
 
-def pace_weights(sequences: Sequence[Running], pace_seconds: float, now: float, device: torch.device) -> Tensor:
-    """Value of one token of each sequence where latency matters. # -> [sequences] float32
+class Budget(ABC):
+    """Decides once per step, and learns from what the step took."""
 
-    Token n is due n times the pace after the first; n tokens in s seconds count s / (n * pace), between 1 and 4.
-    """
-
-    def weight(sequence: Running) -> float:
-        if sequence.first_token_seconds is None:
-            return 1.0
-        due = pace_seconds * max(1, sequence.num_generated)
-        return min(_MOST_URGENT, max(1.0, (now - sequence.first_token_seconds) / due))
-
-    return torch.tensor([weight(sequence) for sequence in sequences], device=device)
-
-
-_NO_PRICES = np.empty(0)
-
-
-class BudgetPolicy(ABC):
-    """Decides for which sequences to draft, and how many nodes a step verifies."""
-
-    is_priced = False  # whether `step_seconds` returns prices
-
-    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
-        """Choose which of a step's sequences draft, now or once their prompts are read; `starts`: whether one starts to
-        run. The drafter follows the step if any is chosen."""
-        return [True] * len(sequences)
+    is_priced = False  # whether steps have prices: `DraftBudget.seconds`
 
     @abstractmethod
-    def refusal(self, load: StepLoad) -> str | None:
-        """Why the drafter does not run in this step, one of REASONS; None: it runs."""
-
-    def max_nodes(self, load: StepLoad) -> int:
-        """Most nodes of each tree."""
-        return MAX_NODES
-
-    def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
-        """Seconds of a step with each of `load.node_counts`, infinite above the free slots; empty where the budget is
-        not by cost. # -> [choices]"""
-        return _NO_PRICES
-
-    def on_weights_changed(self) -> None:  # noqa: B027  # a default, not a stub
-        """Forget what holds for the old weights of the drafter alone."""
+    def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
+        """Choose which sequences draft, now or once their prompts are read, and whether the drafter runs in this step.
+        The load is arranged by it. `starts`: whether a sequence starts to run."""
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
-        """Take in what a step took, and set the seconds saved in its record. Return the verify seconds that had been
-        predicted, None without predictions."""
+        """Learn from the seconds of a step, and set the seconds saved in its record. Returns the verify seconds that
+        had been predicted; None without predictions."""
         return None
 
     def outlook(self, load: StepLoad) -> DraftingOutlook | None:
         """What is believed of drafting at this load, for metrics."""
         return None
+
+    def on_weights_changed(self) -> None:  # noqa: B027  # a default, not a stub
+        """Forget what holds for the old weights of the drafter alone."""
 
     def state(self) -> Any:
         """What was learnt of drafting, as JSON, for `restore`."""
@@ -176,8 +182,8 @@ class BudgetPolicy(ABC):
         changes nothing."""
 
 
-class FixedBudget(BudgetPolicy):
-    """The same number of nodes in every step, or one for each number of drafting sequences."""
+class FixedBudget(Budget):
+    """The same number of nodes in every step, or one for each number of decoding sequences."""
 
     def __init__(self, nodes: int | Mapping[int, int]) -> None:
         """A mapping gives the nodes of each sequence from that many sequences on; it must have a key 1."""
@@ -185,22 +191,25 @@ class FixedBudget(BudgetPolicy):
         assert 1 in table, "the table has no entry for a single sequence"
         self._nodes_from = sorted(table.items())
 
-    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
-        return [any(nodes for _, nodes in self._nodes_from)] * len(sequences)
+    def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
+        nodes = [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_decoding)][-1]
+        drafts = any(nodes for _, nodes in self._nodes_from)
+        chosen = {one for one in (*load.decoding, *load.prefilling) if drafts and one.may_draft}
+        return DraftBudget(
+            load=load.arranged(chosen),
+            reason=load.obstacle or "fixed",
+            drafted=nodes > 0 and load.obstacle is None,
+            followed=bool(chosen),
+            max_nodes=nodes,
+        )
 
-    def refusal(self, load: StepLoad) -> str | None:
-        return None if self.max_nodes(load) else "fixed"
 
-    def max_nodes(self, load: StepLoad) -> int:
-        return [nodes for batch, nodes in self._nodes_from if batch <= max(1, load.num_decoding)][-1]
-
-
-class CostBudget(BudgetPolicy):
+class CostBudget(Budget):
     """The number of nodes that maximises expected tokens per second over the whole batch; none is plain decoding.
 
     Every N is looked at, because cost curves are staircases. Whether the drafter runs is decided by what whole steps
-    gained over plain ones of the same sequences (`DraftGate`). A plain step is taken as a baseline where its
-    uncertainty is the larger part of the doubt in a gain that may be none.
+    gained over plain ones of the same sequences. A plain step is taken as a baseline where its uncertainty is the
+    larger part of the doubt in a gain that may be none.
     """
 
     is_priced = True
@@ -210,23 +219,24 @@ class CostBudget(BudgetPolicy):
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
-        self._plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)  # by size of batch
         self._was_plain = False  # the last step
         self._step_seconds = 0.0  # of the last step without a prompt
 
-    def select(self, sequences: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
+    def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
+        sequences = *load.decoding, *load.prefilling
         # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
-        return self.gate.select(sequences, starts=starts, step_seconds=self._step_seconds)
-
-    def refusal(self, load: StepLoad) -> str | None:
-        if not load.num_drafting:
-            return "suspended"
-        baseline_sd = _BASELINE_STEPS * self._forwards(load).sd
-        return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences, baseline_sd) else None
+        drafts = self.gate.choose(sequences, starts=starts, step_seconds=self._step_seconds)
+        chosen = {one for one, drafting in zip(sequences, drafts, strict=True) if drafting and one.may_draft}
+        load = load.arranged(chosen)
+        reason = load.obstacle or self._reason(load)
+        return DraftBudget(
+            load=load, reason=reason, drafted=reason == "cost", followed=bool(chosen), seconds=self.step_seconds
+        )
 
     def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
-        """Without what the step's prompt rows take. # -> [choices]"""
-        nodes = load.node_counts(num_candidates)
+        """Seconds of a step with each of `load.node_rows`, without what its prompt rows take; infinite above the free
+        slots. # -> [choices]"""
+        nodes = load.node_rows(num_candidates)
         verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
         draft = self._drafts.draft_seconds(load.num_drafting) if load.num_drafting else 0.0
         seconds: FloatArray = verify + (draft + self._plain_seconds(load) - verify[0])
@@ -259,14 +269,16 @@ class CostBudget(BudgetPolicy):
         return self.gate.outlook((*load.decoding, *load.prefilling), load.num_sequences)
 
     def state(self) -> Any:
-        return {"gains": self.gate.state(), "plain": [[size, one.state()] for size, one in self._plain.items()]}
+        return self.gate.decision.state()
 
     def restore(self, state: Any, age_seconds: float) -> None:
-        plain: defaultdict[int, GainPosterior] = defaultdict(_plain_forwards)
-        for size, one in state["plain"]:
-            plain[size].restore(one)
-        self.gate.restore(state["gains"], age_seconds)
-        self._plain = plain
+        self.gate.restore(state, age_seconds)
+
+    def _reason(self, load: StepLoad) -> str:
+        """Why the drafter runs or not, where trees are possible."""
+        if not load.num_drafting:
+            return "suspended"
+        return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
 
     def _is_known(self, budget: DraftBudget) -> bool:
         """Whether a plain step among others tells too little: to learn from it takes 3 % of a small model's step."""
@@ -283,7 +295,7 @@ class CostBudget(BudgetPolicy):
 
     def _forwards(self, load: StepLoad) -> GainPosterior:
         """Posterior of a plain step's seconds, in predicted forwards of the decoding sequences alone."""
-        return self._plain[load.num_sequences.bit_length()]
+        return self.gate.decision.baseline(load.num_sequences)
 
     def _learn_plain(self, budget: DraftBudget, stats: StepStats) -> None:
         """Correct what a plain step takes, and charge what the drafter took to follow it."""
@@ -333,11 +345,130 @@ def _accepted_lengths(budget: DraftBudget, stats: StepStats) -> list[int]:
     return [next(accepted) if count else 0 for count in budget.num_nodes[: budget.load.num_decoding]]
 
 
-def _plain_forwards() -> GainPosterior:
-    return GainPosterior(mean=1.0, noise=_PLAIN_NOISE, drift=_PLAIN_DRIFT)
+class DraftGate:
+    """Decides for which sequences the drafter runs.
+
+    A traffic class (temperature and grammar) has one posterior per size of batch, each sequence one of its own. A class
+    that may gain drafts, except for sequences whose own steps show a loss; a class that loses does not, except for
+    sequences whose own steps show a gain. New sequences of a losing class get a few trial steps where the ledger covers
+    them.
+    """
+
+    def __init__(self, ledger: RegretLedger, single_step_seconds: float) -> None:
+        """`single_step_seconds`: a plain step of one sequence, the unit of the ledger's accounts."""
+        self.decision = Decision(DRAFTING, ledger)  # keys are traffic classes
+        self._single_step_seconds = single_step_seconds
+        self._suspended: set[tuple[str, int]] = set()  # traffic classes by size of batch
+
+    def gain(self, num_sequences: int, traffic: str = "") -> GainPosterior:
+        """Posterior of a class's mean gain in batches of this size."""
+        return self.decision.gain(num_sequences, traffic)
+
+    def choose(self, sequences: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
+        """Choose which of a step's sequences draft.
+
+        `step_seconds`: seconds of a step, the most that one with drafts can lose. A suspended class is tried again only
+        when a sequence starts (`starts`): a drafter that has not followed a sequence from its start knows little of it,
+        so a trial in the middle would speak against any drafter.
+        """
+        num_sequences, open_classes = len(sequences), set[str]()
+        size = num_sequences.bit_length()
+        classes = {one.traffic for one in sequences}
+        affordable = {traffic for traffic in classes if self.decision.can_afford(traffic, 1.0, step_seconds)}
+        for traffic in classes:
+            may_open = traffic in affordable and (starts or (traffic, size) not in self._suspended)
+            if may_open and self.gain(num_sequences, traffic).may_gain:
+                open_classes.add(traffic)
+                self._suspended.discard((traffic, size))
+            else:
+                self._suspended.add((traffic, size))
+        if starts:
+            for one in sequences:
+                if one.own is None and one.traffic not in open_classes:
+                    self._grant_trial(one, num_sequences, step_seconds)
+        return [
+            one.traffic in affordable and one.drafts(class_may_gain=one.traffic in open_classes) for one in sequences
+        ]
+
+    def needs_plain_step(self, sequences: Sequence[SequenceGain], num_sequences: int) -> bool:
+        """Whether a plain step would say more than another one with drafts."""
+        gains = [self.gain(num_sequences, traffic) for traffic in {one.traffic for one in sequences}]
+        deviation = _BASELINE_STEPS * self.decision.baseline(num_sequences).sd
+        return any(self.decision.needs_baseline(gain, deviation) for gain in gains)
+
+    def observe(
+        self,
+        sequences: Sequence[SequenceGain],
+        gains: Sequence[float],
+        own_gains: Sequence[float],
+        num_sequences: int,
+        *,
+        all_drafted: bool,
+    ) -> None:
+        """Update by what a step gained for each sequence that drafted in it, in plain steps.
+
+        `gains` share the step's extra time equally; `own_gains` count what leaving this one sequence out would have
+        lost. `all_drafted`: whether all decoding sequences of the step drafted.
+        """
+        for one in sequences:
+            one.trial_steps -= one.trial_steps > 0
+            if one.own is None:
+                one.own = GainPosterior(mean=self.gain(num_sequences, one.traffic).mean, sd=BETWEEN_SEQUENCES)
+        classes = {one.traffic for one in sequences}
+        for traffic in classes:
+            of_class = [gain for one, gain in zip(sequences, gains, strict=True) if one.traffic == traffic]
+            posterior = self.gain(num_sequences, traffic)
+            # The presumed noise is that of a mean over the whole batch.
+            is_whole = all_drafted and len(classes) == 1
+            noise = None if is_whole else posterior.noise * sqrt(num_sequences / len(of_class))
+            posterior.observe(fmean(of_class), noise)
+        for one, gain in zip(sequences, own_gains, strict=True):
+            assert one.own is not None
+            one.own.observe(gain)
+
+    def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
+        """Count a step in which these sequences did not draft: what is known of them ages."""
+        for traffic in {one.traffic for one in sequences}:
+            self.gain(num_sequences, traffic).advance()
+        for one in sequences:
+            if one.own is not None:
+                one.own.advance()
+
+    def settle(self, traffic: str, gained_seconds: float) -> None:
+        """Enter what a step gained, or lost below 0, in the account of a traffic class."""
+        self.decision.settle(traffic, gained_seconds, self._single_step_seconds)
+
+    def on_weights_changed(self) -> None:
+        """Keep the means but no certainty: what the old weights gained says little of the new ones."""
+        self.decision.widen()
+        self._suspended.clear()
+
+    def outlook(self, sequences: Sequence[SequenceGain], num_sequences: int) -> DraftingOutlook:
+        """What is believed of drafting for these sequences, for metrics."""
+        gains = [self.gain(num_sequences, one.traffic) for one in sequences]
+        balance, lost = self.decision.totals()
+        return DraftingOutlook(
+            sequences=1 << (num_sequences.bit_length() - 1),
+            gain=fmean(gain.mean for gain in gains),
+            gain_sd=fmean(gain.sd for gain in gains),
+            balance_seconds=balance,
+            lost_seconds=lost,
+        )
+
+    def restore(self, state: Any, age_seconds: float) -> None:
+        """Begin with posteriors saved `age_seconds` ago, widened by their age. Raises as `Decision.restore`."""
+        self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
+        self._suspended.clear()
+
+    def _grant_trial(self, one: SequenceGain, num_sequences: int, step_seconds: float) -> None:
+        """Give a new sequence of a losing class its trial, if it may be unlike the others and the ledger covers it."""
+        of_class = self.gain(num_sequences, one.traffic)
+        of_one = GainPosterior(mean=of_class.mean, sd=hypot(of_class.sd, BETWEEN_SEQUENCES))
+        if self.decision.can_afford(one.traffic, TRIAL_STEPS, step_seconds) and of_one.may_gain:
+            one.trial_steps = TRIAL_STEPS
 
 
-def restore_gains(policy: BudgetPolicy, file: Path, now: float | None = None) -> None:
+def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
     """Let the policy begin with what an earlier start learnt of drafting, widened by its age. A missing file is
     skipped, a damaged one is skipped with a warning."""
     try:
@@ -350,6 +481,6 @@ def restore_gains(policy: BudgetPolicy, file: Path, now: float | None = None) ->
         logger.warning("gains in %s cannot be read (%s): drafting is learnt anew", file, error)
 
 
-def keep_gains(policy: BudgetPolicy, file: Path) -> None:
+def keep_gains(policy: Budget, file: Path) -> None:
     """Save what the policy learnt of drafting, for the next start."""
     write_whole(file, {"saved": time.time(), "state": policy.state()})

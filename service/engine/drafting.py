@@ -18,13 +18,14 @@ from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, No
 from drafters.tree import ROOT, Candidates, DraftTree
 from kernels.graph_runner import Capture
 from kernels.staging import send_floats, send_lines
-from service.engine.budget import BudgetPolicy, DraftBudget, StepLoad, pace_weights
+from service.engine.budget import Budget, DraftBudget, StepLoad
 from service.engine.grammar import constrained, with_runs_of
 from service.engine.scheduler import StepBatch
 from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning, TreeWidth
 
+_MOST_URGENT = 4.0
 _REPORT_EVERY = 64
 """Steps between two readings of the calibration error, for which the host waits for the device."""
 
@@ -35,7 +36,7 @@ class DraftStage:
     def __init__(
         self,
         drafter: Drafter,
-        policy: BudgetPolicy,
+        policy: Budget,
         *,
         max_budget: int,
         device: torch.device,
@@ -87,35 +88,34 @@ class DraftStage:
         """Drop the drafter's state of a sequence that stops running; count the tokens its prediction had right."""
         sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
 
-    def arrange(self, batch: StepBatch) -> StepBatch:
-        """Sort the batch: sequences that run the drafter first, then other decoding ones, then prompts."""
-        selected = self.policy.select([item.sequence.gain for item in batch.items], starts=bool(batch.started))
-        drafting = {
-            item.sequence
-            for item, drafts in zip(batch.items, selected, strict=True)
-            if drafts and item.sequence.max_nodes != 0
-        }
-        items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence not in drafting))
-        return StepBatch(items, batch.started, len(drafting.intersection(batch.decoding)), follows=bool(drafting))
-
-    def draft(self, batch: StepBatch, num_free_slots: int, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
-        """The step's trees, one per sequence, and why they are as large; without `drafts` all are empty."""
+    def arrange(self, batch: StepBatch, num_free_slots: int) -> StepBatch:
+        """Decide on the step's budget, and sort the batch: sequences that run the drafter first, then other decoding
+        ones, then prompts."""
         self._notice_new_version()
-        load = self._load(batch, num_free_slots)
-        refusal = self._refusal(batch, load, drafts=drafts)
-        if refusal is None:
-            limits = self._limits(batch.decoding, load)
-            candidates = self._with_known_tokens(batch.decoding, self._grow(batch.decoding, load, limits))
-            return self._pruned(batch, load, candidates, limits, "cost" if self.policy.is_priced else "fixed")
-        if refusal == "suspended" and any(s.sampling.grammar or s.replay_tokens for s in batch.decoding):
-            candidates = self._with_known_tokens(batch.decoding, self._no_trees(load.num_decoding))
+        budget = self.policy.decide(self._load(batch, num_free_slots), starts=bool(batch.started))
+        drafting = set(budget.load.drafting)
+        items = sorted(batch.items, key=lambda item: (not item.decodes, item.sequence.gain not in drafting))
+        return StepBatch(items, batch.started, budget)
+
+    def draft(self, batch: StepBatch, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
+        """The step's trees, one per sequence, and its budget; without `drafts`, or where nothing was decided, all trees
+        are empty."""
+        budget = batch.budget
+        if budget is None or not drafts:
+            load = self._load(batch, 0) if budget is None else budget.load
+            followed = budget is None or budget.followed
+            budget = DraftBudget(load=load, reason="no_candidates", drafted=False, followed=followed)
+        if budget.drafted:
+            limits = self._limits(batch.decoding, budget.max_nodes)
+            candidates = self._with_known_tokens(batch.decoding, self._grow(batch.decoding, budget.load, limits))
+            return self._pruned(batch, budget, candidates, limits)
+        if budget.reason == "suspended" and any(s.sampling.grammar or s.replay_tokens for s in batch.decoding):
+            candidates = self._with_known_tokens(batch.decoding, self._no_trees(budget.load.num_decoding))
             if candidates.width:
-                return self._pruned(batch, load, candidates, self._limits(batch.decoding, load), "forced")
+                limits = self._limits(batch.decoding, budget.max_nodes)
+                return self._pruned(batch, replace(budget, reason="forced"), candidates, limits)
         none = (0,) * len(batch.items)
-        budget = DraftBudget(
-            load=load, reason=refusal, node_rows=none, drafted=False, followed=batch.follows, num_nodes=none
-        )
-        return self._no_trees(len(batch.items)), budget
+        return self._no_trees(len(batch.items)), replace(budget, node_rows=none, num_nodes=none)
 
     def with_node_counts(self, budget: DraftBudget, tree_sizes: Items[Items[int]]) -> DraftBudget:
         """Complete the budget once the host has read the trees' sizes, and choose the next step's width by them.
@@ -153,69 +153,61 @@ class DraftStage:
             stats.rank_predicted, stats.rank_right = ranks.predicted, ranks.right
 
     def _load(self, batch: StepBatch, num_free_slots: int) -> StepLoad:
-        pace, num_rows = self._pace_seconds, batch.num_extend_rows
         ends = sum(item.start + item.num_rows for item in batch.items)
         return StepLoad(
-            num_rows=num_rows,
+            num_rows=batch.num_extend_rows,
             context=ends / max(1, len(batch.items)),
-            free_slots=num_free_slots - num_rows,
+            free_slots=num_free_slots - batch.num_extend_rows,
             num_sequences=len(batch.items),
             decoding=tuple(s.gain for s in batch.decoding),
-            num_drafting=len(batch.decoding) if batch.num_drafting is None else batch.num_drafting,
             prefilling=tuple(item.sequence.gain for item in batch.items if not item.decodes),
-            weights=None if pace is None else pace_weights(batch.decoding, pace, time.monotonic(), self._device),
             tree_widths=self._pruning.width.choices,
         )
 
-    def _refusal(self, batch: StepBatch, load: StepLoad, *, drafts: bool) -> str | None:
-        """Why the drafter does not run, None where it does."""
-        if not drafts or all(sequence.max_nodes == 0 for sequence in batch.decoding):
-            return "no_candidates"
-        return self.policy.refusal(load) if load.has_room else "slots"
-
     def _pruned(
-        self, batch: StepBatch, load: StepLoad, candidates: Candidates, limits: "_Limits", reason: str
+        self, batch: StepBatch, budget: DraftBudget, candidates: Candidates, limits: "_Limits"
     ) -> tuple[DraftTree, DraftBudget]:
         """Prune candidates to the budget, at equal shares of the free slots where they would not fit."""
-        trees, tree_sizes, node_rows = self._prune(candidates, load, limits.max_depth, limits.max_nodes)
+        load, reason = budget.load, budget.reason
+        trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
         if sum(node_rows) > load.free_slots:  # prices account for the slots, fixed budgets do not
-            max_nodes = limits.max_nodes.clamp(max=load.free_slots // load.num_decoding)
-            trees, tree_sizes, node_rows = self._prune(candidates, load, limits.max_depth, max_nodes)
+            limits = limits._replace(max_nodes=limits.max_nodes.clamp(max=load.free_slots // load.num_decoding))
+            trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
             reason = reason if reason == "forced" else "slots"
-        num_sequences, drafted = len(batch.items), reason != "forced"
-        budget = DraftBudget(
-            load=load,
-            reason=reason,
-            node_rows=(*node_rows, *(0 for _ in range(num_sequences - len(node_rows)))),
-            drafted=drafted,
-            followed=drafted or batch.follows,
-            tree_sizes=tree_sizes,
-        )
-        return _with_empty_trees(trees, num_sequences), budget
+        padded = (*node_rows, *(0 for _ in range(load.num_sequences - len(node_rows))))
+        budget = replace(budget, reason=reason, node_rows=padded, tree_sizes=tree_sizes)
+        return _with_empty_trees(trees, load.num_sequences), budget
 
     def _prune(
-        self, candidates: Candidates, load: StepLoad, max_depth: Tensor, max_nodes: Tensor
+        self, candidates: Candidates, budget: DraftBudget, limits: "_Limits"
     ) -> tuple[DraftTree, Tensor, list[int]]:
         """Trees, their sizes as of `Pruned`, and the rows laid out for each."""
-        seconds = send_floats(self._device, self.policy.step_seconds(load, candidates.tokens.numel()))
-        weights = self._even_weights(candidates.batch) if load.weights is None else load.weights
-        width = self._pruning.width.choose(candidates, load.free_slots)
-        trees, tree_sizes = self._pruning.prune(candidates, max_depth, max_nodes, seconds, weights, width)
+        seconds = send_floats(self._device, budget.seconds(budget.load, candidates.tokens.numel()))
+        width = self._pruning.width.choose(candidates, budget.load.free_slots)
+        trees, tree_sizes = self._pruning.prune(
+            candidates, limits.max_depth, limits.max_nodes, seconds, limits.weights, width
+        )
         node_rows = self._pruning.width.node_rows(tree_sizes, width)
         return trees.first(candidates.batch, max(node_rows, default=0)), tree_sizes, node_rows
 
-    def _limits(self, decoding: Items[Sequence], load: StepLoad) -> "_Limits":
-        most = min(self._max_budget, self.policy.max_nodes(load))
-        rows, roots, seeds, max_depth, max_nodes = send_lines(
+    def _weights(self, decoding: Items[Sequence]) -> Tensor:
+        """Value of one token of each sequence. # -> [decoding] float32"""
+        if self._pace_seconds is None:
+            return self._even_weights(len(decoding))
+        return pace_weights(decoding, self._pace_seconds, time.monotonic(), self._device)
+
+    def _limits(self, decoding: Items[Sequence], max_nodes: int) -> "_Limits":
+        max_nodes = min(self._max_budget, max_nodes)
+        rows, roots, seeds, max_depth, most = send_lines(
             self._device,
             [s.table_row for s in decoding],
             [len(s.tokens) - 1 for s in decoding],
             [s.sampling.params.seed for s in decoding],
             [s.num_remaining - 1 for s in decoding],
-            [most if s.max_nodes is None else min(s.max_nodes, most) for s in decoding],
+            [max_nodes if s.max_nodes is None else min(s.max_nodes, max_nodes) for s in decoding],
         )
         temperatures = send_floats(self._device, [s.sampling.params.temperature for s in decoding])
-        return _Limits(rows, roots, seeds, max_depth, max_nodes, temperatures)
+        return _Limits(rows, roots, seeds, max_depth, most, temperatures, self._weights(decoding))
 
     def _grow(self, decoding: Items[Sequence], load: StepLoad, limits: "_Limits") -> Candidates:
         """Candidates of the sequences that run the drafter, and empty trees for the others. # [decoding, nodes]"""
@@ -244,6 +236,21 @@ class DraftStage:
             self.policy.on_weights_changed()
 
 
+def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, device: torch.device) -> Tensor:
+    """Value of one token of each sequence where latency matters. # -> [sequences] float32
+
+    Token n is due n times the pace after the first; n tokens in s seconds count s / (n * pace), between 1 and 4.
+    """
+
+    def weight(sequence: Sequence) -> float:
+        if sequence.first_token_seconds is None:
+            return 1.0
+        due = pace_seconds * max(1, sequence.num_generated)
+        return min(_MOST_URGENT, max(1.0, (now - sequence.first_token_seconds) / due))
+
+    return torch.tensor([weight(sequence) for sequence in sequences], device=device)
+
+
 class _Limits(NamedTuple):
     """Per decoding sequence, on the device: what the drafter reads, and how large a tree may be. All [decoding]."""
 
@@ -253,6 +260,7 @@ class _Limits(NamedTuple):
     max_depth: Tensor  # tokens after the root that can still be emitted
     max_nodes: Tensor  # by configuration, policy and request
     temperatures: Tensor  # float32
+    weights: Tensor  # float32, value of one token of each sequence
 
 
 def _with_empty_trees(trees: DraftTree, num_sequences: int) -> DraftTree:

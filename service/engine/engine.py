@@ -15,13 +15,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from drafters.decision import RegretLedger
 from drafters.protocol import Committed, Drafter, MemorySizes
 from drafters.readback import clock_of
-from drafters.regret import RegretLedger
 from kernels.rows import ForwardRows
 from kernels.tree_attention import NULL_SLOT
 from service.engine.accounting import LearningHooks, SentStep, StepAccounting, StepClock, finish_stats
-from service.engine.budget import BudgetPolicy
+from service.engine.budget import Budget
 from service.engine.drafting import DraftStage
 from service.engine.emit import (
     EmitStage,
@@ -108,7 +108,7 @@ class Engine:
         limits: EngineLimits,
         vocabulary: Vocabulary,
         drafter: Drafter,
-        policy: BudgetPolicy,
+        policy: Budget,
         *,
         ledger: RegretLedger | None = None,
         learning: LearningHooks | None = None,
@@ -152,7 +152,7 @@ class Engine:
         return not (self.scheduler.running or self.scheduler.queue.num_sequences or self._recovery.rejected)
 
     @property
-    def policy(self) -> BudgetPolicy:
+    def policy(self) -> Budget:
         """Decides how much is drafted."""
         return self._draft_stage.policy
 
@@ -222,14 +222,14 @@ class Engine:
     def _next_batch(self) -> tuple[StepBatch, bool]:
         """The next part of a step that failed, or else a new step. # -> the batch, and whether it may have drafts"""
         if not self._recovery.parts:
-            return self._draft_stage.arrange(self.scheduler.schedule()), True
+            return self._draft_stage.arrange(self.scheduler.schedule(), self.slots.num_free), True
         items = [item for item in self._recovery.parts.pop() if item.sequence.row is not None]
         return StepBatch(items, [item.sequence for item in items]), False
 
     def _draft_and_verify(self, batch: StepBatch, clock: StepClock, *, drafts: bool) -> StepResult:
         """Grow trees, run the target on them and accept. Until here only slots and the drafter's state change."""
         self._draft_stage.start(batch.started)
-        trees, budget = self._draft_stage.draft(batch, self.slots.num_free, drafts=drafts)
+        trees, budget = self._draft_stage.draft(batch, drafts=drafts)
         clock.lap("draft")
         rows = self._layout(batch.items, trees, budget.node_rows)
         output = self._forward(batch, rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 from drafters.protocol import HostMetadata
 from kernels.rows import ExtendRows
 from kernels.tree_attention import MAX_NODES
+from service.engine.budget import DraftBudget
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
 from service.engine.requests import Submission
@@ -75,8 +76,7 @@ class StepBatch:
 
     items: list[Scheduled]
     started: list[Sequence]  # those that start to run, or start again after preemption
-    num_drafting: int | None = None  # how many of the decoding ones, the first, run the drafter; None: all
-    follows: bool = True  # whether the drafter reads prompts and committed tokens, as some sequence may draft later
+    budget: DraftBudget | None = None  # by which they are sorted; None: not decided, the step has no drafts
 
     @cached_property
     def decoding(self) -> list[Sequence]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from service.engine.draft_gate import SequenceGain, traffic_class
+from service.engine.budget import SequenceGain, traffic_class
 from service.engine.prefix_cache import PrefixLease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState
@@ -199,4 +199,5 @@ class Finish:
 def new_sequence(request: GenerationRequest, index: int) -> Sequence:
     """A sequence that has not started."""
     kind = traffic_class(request.sampling.temperature, has_grammar=request.grammar is not None)
-    return Sequence(request, index, list(request.prompt), len(request.prompt), gain=SequenceGain(kind))
+    gain = SequenceGain(kind, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
+    return Sequence(request, index, list(request.prompt), len(request.prompt), gain=gain)

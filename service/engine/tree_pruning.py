@@ -102,7 +102,7 @@ class TreePruning:
     ) -> tuple[DraftTree, Tensor]:
         """Keep the nodes of most expected tokens per second. The next `learn` is about these trees.
 
-        max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32 as of `BudgetPolicy.step_seconds`;
+        max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32 as of `Budget.step_seconds`;
         weights [batch] float32 -> trees [batch or more, width], their padding not cut off; tree_sizes [batch, SIZES]
         """
         pruned = self._prune((candidates, max_depth, max_nodes, weights, seconds, width))

@@ -26,18 +26,18 @@ from adaptation.timing import TrainingTime
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter, in_place
 from adaptation.worker import Worker
 from drafters import folders as published
+from drafters.decision import RegretLedger
 from drafters.feedback import Query
 from drafters.network import checkpoint
 from drafters.network.checkpoint import DrafterError, weights_of
 from drafters.network.model import DrafterConfig
 from drafters.network.recording import FeedbackRecorder
 from drafters.network.served import ServingNetwork
-from drafters.regret import RegretLedger
 from kernels.cpu.library import use_threads
 from service.assembly import Assembly, device_of, load_target
 from service.config import ServiceConfig
 from service.drafter import LoadedDrafter, choose_drafter, embed_with, load_drafter, load_network, source_of
-from service.engine.budget import BudgetPolicy
+from service.engine.budget import Budget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.stats import StepStats
 from service.engine.weights import LoadedModel
@@ -132,7 +132,7 @@ def build_adaptive(
     *,
     folder: Path,
     emit: Emit,
-    budget: BudgetPolicy | None = None,
+    budget: Budget | None = None,
     limits: EngineLimits | None = None,
     tuning: Tuning | None = None,
     policy: Bandit | None = None,

@@ -23,7 +23,7 @@ PROMPTS = varied_prompts()[:4]
 @pytest.fixture(autouse=True)
 def _every_block_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether another block pays depends on seconds, which differ between runs."""
-    monkeypatch.setattr("drafters.regret.GainPosterior.may_gain", True)
+    monkeypatch.setattr("drafters.decision.GainPosterior.may_gain", True)
 
 
 def answers(assembly: Assembly, drafter: SteeredDrafter, temperature: float, concurrency: int = 4) -> list[Run]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 
 from drafters.asking import AskGate
+from drafters.decision import CAP_STEPS, RegretLedger
 from drafters.protocol import StepTimes
-from drafters.regret import CAP_STEPS, RegretLedger
 
 
 class Steps:

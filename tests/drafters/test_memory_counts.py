@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.memory.counts import MemoryCounts
 from drafters.memory.drafter import MemoryDrafter
-from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes, Noise
+from drafters.protocol import Committed, DraftContext, DraftingSizes, MemoryCounts, MemorySizes, Noise
 from drafters.readback import Readback
 from drafters.tree import VerifyResult
 from kernels.trees import DraftTree, select_nodes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters.memory.drafter import MemoryDrafter
-from drafters.memory.shares import Shares
+from drafters.memory.past import Shares
 from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes, Noise
 from drafters.tree import DraftTree, VerifyResult
 from kernels.trees import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 from adaptation.records import Emit, Event
 from service.assembly import Assembly, assemble
 from service.bench.driver import generate
-from service.engine.budget import BudgetPolicy
+from service.engine.budget import Budget
 from service.engine.engine import Engine, EngineLimits
 from service.engine.requests import GenerationRequest, SamplingParams, Scope
 from service.learning.adaptive import Adaptive, build_adaptive
@@ -41,7 +41,7 @@ def built(
     folder: Path,
     *,
     emit: Emit = lambda event: None,
-    budget: BudgetPolicy | None = None,
+    budget: Budget | None = None,
     limits: EngineLimits | None = None,
     **knobs: object,
 ) -> Adaptive:
@@ -57,7 +57,7 @@ def learning(
     folder: Path,
     *,
     events: list[Event] | None = None,
-    budget: BudgetPolicy | None = None,
+    budget: Budget | None = None,
     limits: EngineLimits | None = None,
     **knobs: object,
 ) -> Iterator[Adaptive]:

@@ -14,7 +14,7 @@ from service.config import ServiceConfig
 from service.engine.budget import FixedBudget
 from service.errors import StartupError
 from tests.service.engine.harness import alone, generate, greedy, request
-from tests.service.engine.test_drafting import Watcher
+from tests.service.engine.test_drafting import Watcher, weights_in
 from tests.tiny_models import tiny_model
 
 
@@ -68,19 +68,18 @@ def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_secon
     wish = {"stream_release": f"paced({pace_seconds:.9f})"}
     config = assembly.config.model_copy(update=wish)
     hurried = replace(assembly, limits=replace(assembly.limits, pace_seconds=config.pace_seconds))
-    watcher = Watcher()
-    tokens = alone(greedy(12), [5, 6, 7], hurried.engine(policy=watcher)).tokens
-    assert tokens == alone(greedy(12), [5, 6, 7]).tokens
-    weights = [load.weights.tolist() for load in watcher.loads if load.weights is not None and load.num_decoding]
+    engine = hurried.engine(policy=Watcher())
+    weights = weights_in(engine._draft_stage)
+    assert alone(greedy(12), [5, 6, 7], engine).tokens == alone(greedy(12), [5, 6, 7]).tokens
     assert len(weights) > 2
     assert weights == [[weight]] * len(weights)
 
 
-def test_by_default_no_one_is_weighed(assembly: Assembly) -> None:
-    watcher = Watcher()
-    alone(greedy(12), [5, 6, 7], assembly.engine(policy=watcher))
-    assert watcher.loads
-    assert all(load.weights is None for load in watcher.loads)
+def test_by_default_all_sequences_weigh_the_same(assembly: Assembly) -> None:
+    engine = assembly.engine(policy=Watcher())
+    weights = weights_in(engine._draft_stage)
+    alone(greedy(12), [5, 6, 7], engine)
+    assert {tuple(line) for line in weights} == {(1.0,)}
 
 
 @pytest.mark.parametrize(("values", "name"), [({}, "memory"), ({"drafter": "none"}, "none")])

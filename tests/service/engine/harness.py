@@ -11,8 +11,7 @@ from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
 from kernels.sample import ChosenTokens
 from service.drafter import make_drafter
-from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget, StepLoad
-from service.engine.draft_gate import SequenceGain
+from service.engine.budget import Budget, DraftBudget, FixedBudget, SequenceGain, StepLoad
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import (
@@ -98,7 +97,7 @@ def tiny_engine(
     family: str | LoadedModel = "llama",
     *,
     drafter: str | Drafter = "random",
-    policy: BudgetPolicy | None = None,
+    policy: Budget | None = None,
     num_slots: int = NUM_SLOTS,
     limits: EngineLimits = LIMITS,
     capture: Capture | None = None,

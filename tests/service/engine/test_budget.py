@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.regret import RegretLedger
+from drafters.decision import RegretLedger
 from drafters.tree import Candidates, DraftTree
 from kernels.survival import allocate_nodes
-from service.engine.budget import BudgetPolicy, CostBudget, FixedBudget, StepLoad, pace_weights
+from service.engine.budget import CostBudget, FixedBudget, StepLoad
 from service.engine.costs import FREE, CostTable, DraftCosts
+from service.engine.drafting import pace_weights
 from service.engine.sequence import Sequence
 from tests.service.engine.harness import load_of
 from tests.service.engine.test_scheduler import sequence_of
@@ -61,10 +62,12 @@ def by_cost(costs: CostTable) -> CostBudget:
     return CostBudget(costs, FREE, RegretLedger())
 
 
-def nodes_of(policy: BudgetPolicy, candidates: Candidates, limits: Tensor, load: StepLoad) -> list[int]:
+def nodes_of(
+    policy: CostBudget, candidates: Candidates, limits: Tensor, load: StepLoad, weights: Tensor | None = None
+) -> list[int]:
     """Nodes of each sequence by the policy's prices."""
     seconds = torch.tensor(policy.step_seconds(load, candidates.tokens.numel()), dtype=torch.float32)
-    weights = torch.ones(candidates.batch) if load.weights is None else load.weights
+    weights = torch.ones(candidates.batch) if weights is None else weights
     nodes: list[int] = allocate_nodes(candidates, limits, seconds, weights).tolist()
     return nodes
 
@@ -118,10 +121,9 @@ def test_no_one_goes_without_a_tree_where_there_is_room_for_all() -> None:
 def test_a_late_sequence_gets_more() -> None:
     candidates = candidates_of([[0.6, 0.5, 0.4], [0.6, 0.5, 0.4]])
     costs = table([1.0, 4.0, 5.0, 100.0], [1.0, 1.0, 50.0, 5000.0])
-    limits, even = torch.tensor([9, 9]), load_of(2)
-    assert nodes_of(by_cost(costs), candidates, limits, even) == [1, 1]
-    late = load_of(2, weights=torch.tensor([1.0, 3.0]))
-    assert nodes_of(by_cost(costs), candidates, limits, late) == [0, 2]
+    limits, load = torch.tensor([9, 9]), load_of(2)
+    assert nodes_of(by_cost(costs), candidates, limits, load) == [1, 1]
+    assert nodes_of(by_cost(costs), candidates, limits, load, torch.tensor([1.0, 3.0])) == [0, 2]
 
 
 @pytest.mark.parametrize(("num_drafting", "nodes"), [(1, 1), (0, 0)])
@@ -135,10 +137,10 @@ def test_drafting_seconds_count_where_the_drafter_runs(num_drafting: int, nodes:
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 3), (2, 3), (3, 1), (7, 1), (8, 0)])
 def test_a_table_by_batch_size_is_obeyed(batch: int, nodes: int) -> None:
-    policy = FixedBudget({1: 3, 3: 1, 8: 0})
-    assert policy.max_nodes(load_of(batch)) == nodes
-    assert not policy.step_seconds(load_of(batch), 4 * batch).size
-    assert policy.refusal(load_of(batch)) == (None if nodes else "fixed")
+    load = load_of(batch)
+    budget = FixedBudget({1: 3, 3: 1, 8: 0}).decide(load, starts=False)
+    assert (budget.max_nodes, budget.drafted, budget.reason, budget.followed) == (nodes, nodes > 0, "fixed", True)
+    assert not budget.seconds(load, 4 * batch).size
 
 
 def generating(tokens: int, first_token_seconds: float | None) -> Sequence:

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from drafters.calibration import SurvivalCalibration
-from drafters.regret import CAP_STEPS, SHARE, RegretLedger
+from drafters.decision import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
 from kernels.survival import correct_survival
-from service.engine.budget import CostBudget, StepLoad
+from service.engine.budget import CostBudget, SequenceGain, StepLoad
 from service.engine.costs import CostTable, DraftCosts
-from service.engine.draft_gate import SequenceGain
 from tests.service.engine.harness import budget_of, load_of, step_stats
 from tests.service.engine.test_budget import nodes_of
 
@@ -93,20 +92,15 @@ class World:
         rows = drafting + reads * self.prompt_rows
         if begins:
             self.texts = [SequenceGain() for _ in range(batch)]
-        texts = self.texts[:drafting]
-        selected = self.policy.select(self.texts, starts=begins)
-        asks = selected[:drafting]
-        texts = [text for text, asked in sorted(zip(texts, asks, strict=True), key=lambda pair: not pair[1])]
-        load = load_of(decoding=texts, num_drafting=sum(asks), free_slots=10_000)
-        load = replace(load, num_rows=rows, num_sequences=batch, decoding=tuple(texts))
-        drafted = self.policy.refusal(load) is None
+        load = load_of(decoding=self.texts[:drafting], free_slots=10_000, prefilling=tuple(self.texts[drafting:]))
+        budget = self.policy.decide(replace(load, num_rows=rows, num_sequences=batch), starts=begins)
+        load, drafted, followed = budget.load, budget.drafted, budget.followed
         keep, lengths = ([0] * drafting, [0] * drafting)
         if drafted:
             asked_keep, asked_lengths = self._draft(load.num_drafting, truth, load)
             keep[: load.num_drafting], lengths[: load.num_drafting] = asked_keep, asked_lengths
         accepted = sum(lengths)
         verify = true_seconds(rows + sum(keep)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-        followed = drafted or any(selected)
         draft, follow = DRAFT_SECONDS * drafted, self.follow_seconds * (followed and reads == (self.reads_every > 0))
         self.tokens += load.num_decoding + accepted
         self.seconds += verify + draft + follow + OTHER_SECONDS

@@ -3,18 +3,24 @@
 import json
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from drafters.regret import CAP_STEPS, TRIAL_STEPS, RegretLedger
+from drafters.decision import CAP_STEPS, TRIAL_STEPS, RegretLedger
 from kernels.graph_runner import Capture, rerun
-from service.engine.budget import CostBudget, keep_gains, restore_gains
+from service.engine.budget import (
+    DRAFTING,
+    CostBudget,
+    DraftGate,
+    SequenceGain,
+    keep_gains,
+    restore_gains,
+    traffic_class,
+)
 from service.engine.costs import FREE
-from service.engine.draft_gate import DRAFTING, DraftGate, SequenceGain, traffic_class
 from service.engine.requests import SamplingParams
-from tests.service.engine.harness import generate, greedy, load_of, request, tiny_engine
+from tests.service.engine.harness import generate, greedy, request, tiny_engine
 from tests.service.engine.test_budget import table
 from tests.tiny_models import random_prompts
 
@@ -36,7 +42,7 @@ def taught(
     """So many steps of these texts, whose gains have a deviation of 1; in how many texts' steps they were asked."""
     rng, asked_steps = random.Random(seed), 0
     for step in range(steps):
-        asks = gate.select(texts, starts=step % 100 == 0, step_seconds=1.0)
+        asks = gate.choose(texts, starts=step % 100 == 0, step_seconds=1.0)
         asked = [text for text, is_asked in zip(texts, asks, strict=True) if is_asked]
         others = [text for text, is_asked in zip(texts, asks, strict=True) if not is_asked]
         if asked:
@@ -58,7 +64,7 @@ def test_sequences_of_a_gaining_class_draft_and_those_of_a_losing_class_do_not()
     greedy_texts, warm = [SequenceGain("greedy") for _ in range(4)], [SequenceGain("warm") for _ in range(4)]
     taught(gate, 200, truth, [*greedy_texts, *warm])
     assert taught(gate, 500, truth, [*greedy_texts, *warm]) <= 500 * (4 + 0.4)
-    assert gate.select([*greedy_texts, *warm], starts=False, step_seconds=1.0) == [True] * 4 + [False] * 4
+    assert gate.choose([*greedy_texts, *warm], starts=False, step_seconds=1.0) == [True] * 4 + [False] * 4
 
 
 def test_alternating_texts_each_keep_what_they_have_alone() -> None:
@@ -80,11 +86,11 @@ def test_a_text_that_loses_leaves_though_its_kind_gains() -> None:
     for _ in range(150):
         texts = [*good, bad]
         asked = [
-            text for text, asks in zip(texts, gate.select(texts, starts=False, step_seconds=1.0), strict=True) if asks
+            text for text, asks in zip(texts, gate.choose(texts, starts=False, step_seconds=1.0), strict=True) if asks
         ]
         seen = [rng.gauss(-0.8 if text is bad else 0.5, 1.0) for text in asked]
         gate.observe(asked, seen, seen, 8, all_drafted=len(asked) == 8)
-    assert gate.select([*good, bad], starts=False, step_seconds=1.0) == [True] * 7 + [False]
+    assert gate.choose([*good, bad], starts=False, step_seconds=1.0) == [True] * 7 + [False]
 
 
 def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
@@ -94,7 +100,7 @@ def test_a_text_that_gains_stays_though_its_kind_loses() -> None:
         gate.observe([lucky], [rng.gauss(0.8, 1.0)], [rng.gauss(0.8, 1.0)], 1, all_drafted=True)
     for _ in range(400):
         gate.gain(1, "warm").observe(-0.5)
-    found = [gate.select([one], starts=False, step_seconds=1.0) for one in (lucky, SequenceGain("warm"))]
+    found = [gate.choose([one], starts=False, step_seconds=1.0) for one in (lucky, SequenceGain("warm"))]
     assert found == [[True], [False]]
 
 
@@ -107,11 +113,11 @@ def test_a_sequence_of_a_losing_class_is_tried_and_stays_where_it_gains(
     for _ in range(60):
         gate.gain(1, "greedy").observe(rng.gauss(-0.5, 1.0))
     assert not gate.gain(1, "greedy").may_gain
-    assert gate.select([one], starts=True, step_seconds=1.1) == [False], "the ledger covers no trial"
-    assert gate.select([one], starts=True, step_seconds=1.0) == [True]
+    assert gate.choose([one], starts=True, step_seconds=1.1) == [False], "the ledger covers no trial"
+    assert gate.choose([one], starts=True, step_seconds=1.0) == [True]
     steps = 0
     for _ in range(100):
-        if gate.select([one], starts=False, step_seconds=1.0) == [True]:
+        if gate.choose([one], starts=False, step_seconds=1.0) == [True]:
             seen = [rng.gauss(true_gain, 1.0)]
             gate.observe([one], seen, seen, 1, all_drafted=True)
             steps += 1
@@ -122,11 +128,11 @@ def test_a_class_that_surely_loses_a_step_is_not_tried() -> None:
     gate = gate_of(CAP_STEPS)
     for _ in range(300):
         gate.gain(1, "greedy").observe(-1.3)
-    assert gate.select([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
+    assert gate.choose([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
 
 
 def test_no_sequence_drafts_where_the_ledger_does_not_cover_a_step() -> None:
-    assert gate_of(0.9).select([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
+    assert gate_of(0.9).choose([SequenceGain("greedy")], starts=True, step_seconds=1.0) == [False]
 
 
 def budget() -> CostBudget:
@@ -177,17 +183,21 @@ def test_what_is_unsure_of_texts_that_do_not_draft_takes_no_baseline_from_those_
     known = [["greedy", size, [0.5, 0.0064, 1.0, 100]], ["warm", size, [-0.1, 0.0064, 1.0, 100]]]
     policy.restore({"gains": known, "plain": [[size, [1.0, 0.0025, 0.01, 100]]]}, 0.0)
     texts = SequenceGain("greedy"), SequenceGain("warm")
-    load = load_of(decoding=texts, num_drafting=1)
-    assert policy.refusal(load) is None
-    assert policy.refusal(replace(load, num_drafting=2)) == "reference"
-    assert policy.refusal(replace(load, num_drafting=0)) == "suspended"
+    assert not policy.gate.needs_plain_step(texts[:1], 2)
+    assert policy.gate.needs_plain_step(texts, 2)
 
 
-class OnlyGreedy(CostBudget):
+class OnlyGreedy(DraftGate):
     """Asks the drafter for texts at temperature 0 alone."""
 
-    def select(self, texts: Sequence[SequenceGain], *, starts: bool) -> list[bool]:
+    def choose(self, texts: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
         return [text.traffic == "greedy" for text in texts]
+
+
+def only_greedy() -> CostBudget:
+    policy = CostBudget(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
+    policy.gate = OnlyGreedy(RegretLedger(), 2e-3)
+    return policy
 
 
 @pytest.mark.parametrize("capture", [None, rerun], ids=["eager", "captured"])
@@ -196,11 +206,8 @@ def test_texts_that_draft_and_texts_that_do_not_stand_in_one_batch_and_are_plain
 ) -> None:
     params = [greedy(40), SamplingParams(seed=3, max_tokens=40, temperature=1.0, ignore_eos=True)] * 3
     asked = [request(str(n), prompt, params[n]) for n, prompt in enumerate(random_prompts(6, 20))]
-    plain = generate(
-        tiny_engine(drafter="none", policy=OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())), *asked
-    )
-    policy = OnlyGreedy(table([1.0, 100.0], [2e-3, 2e-3]), FREE, RegretLedger())
-    found = generate(tiny_engine(drafter="random", policy=policy, capture=capture), *asked)
+    plain = generate(tiny_engine(drafter="none", policy=only_greedy()), *asked)
+    found = generate(tiny_engine(drafter="random", policy=only_greedy(), capture=capture), *asked)
     assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in plain.items()}
     drafted = {name: one.end.speculation.drafted_per_step for (name, _), one in found.items() if one.end.speculation}
     assert all(any(nodes) == (int(name) % 2 == 0) for name, nodes in drafted.items())

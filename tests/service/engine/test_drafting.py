@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from drafters.memory.counts import MemoryCounts
-from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
-from drafters.regret import RegretLedger
+from drafters.decision import RegretLedger
+from drafters.protocol import Committed, DraftContext, MemoryCounts, Noise, RankOutcomes, Read, StepTimes
 from drafters.tree import Candidates, DraftTree, VerifyResult
-from service.engine.budget import BudgetPolicy, CostBudget, DraftBudget, FixedBudget, StepLoad
+from service.engine.budget import Budget, CostBudget, DraftBudget, FixedBudget, StepLoad
 from service.engine.costs import FREE, CostTable
-from service.engine.draft_gate import SequenceGain
 from service.engine.drafting import DraftStage
 from service.engine.requests import SamplingParams, Scope, SpeculationParams
 from service.engine.sampling import SamplingState
@@ -78,6 +77,7 @@ def decoding(
     sequence = sequence_of(8, max_tokens=max_tokens)
     sequence.request = request("r", [2] * 8, greedy(max_tokens), speculation=speculation)
     sequence.row, sequence.tokens = row, [2] * (8 + generated)
+    sequence.gain.may_draft = sequence.max_nodes != 0
     sequence.num_computed = len(sequence.tokens) - 1
     return sequence
 
@@ -91,9 +91,13 @@ def batch_of(*sequences: Sequence, reading: int = 0) -> StepBatch:
     return StepBatch(items, [])
 
 
+def draft(stage: DraftStage, batch: StepBatch, num_free_slots: int) -> tuple[DraftTree, DraftBudget]:
+    return stage.draft(stage.arrange(batch, num_free_slots))
+
+
 def sizes(*sequences: Sequence, free: int = 100, budget: int = 5, reading: int = 0) -> list[int]:
     stage = DraftStage(Recorder(), FixedBudget(99), max_budget=budget, device=CPU)
-    tree, _ = stage.draft(batch_of(*sequences, reading=reading), free)
+    tree, _ = draft(stage, batch_of(*sequences, reading=reading), free)
     assert tree.batch == len(sequences) + reading
     found: list[int] = tree.num_nodes.tolist()
     return found
@@ -118,7 +122,7 @@ def test_prompts_get_no_tree_and_leave_room_for_their_rows() -> None:
 def test_a_fixed_budget_obeys_slots(free: int, keep: list[int], reason: str) -> None:
     stage = DraftStage(Recorder(), FixedBudget(2), max_budget=5, device=CPU)
     batch = batch_of(*(decoding(row, speculation=SpeculationParams(max_budget=3 - row % 2 * 2)) for row in range(3)))
-    tree, budget = stage.draft(batch, 3 + free)
+    tree, budget = draft(stage, batch, 3 + free)
     assert (tree.num_nodes.tolist(), list(budget.node_rows), budget.reason) == (keep, keep, reason)
 
 
@@ -152,7 +156,7 @@ def test_the_drafter_is_given_the_noise_of_the_roots() -> None:
     one, two = decoding(4, generated=2), decoding(6)
     params = SamplingParams(seed=-5, max_tokens=9, temperature=0.5)
     one.sampling = SamplingState(params, [2] * 8, eos_ids=frozenset(), vocab=VOCAB_SIZE, device=CPU)
-    stage.draft(batch_of(one, two), 100)
+    draft(stage, batch_of(one, two), 100)
     ((rows, noise),) = recorder.asked
     assert rows == [4, 6]
     assert noise.seeds.tolist() == [-5, 0]
@@ -164,15 +168,15 @@ def test_a_drafter_that_no_one_wants_is_not_asked() -> None:
     recorder = Recorder()
     stage = DraftStage(recorder, FixedBudget(9), max_budget=5, device=CPU)
     off = SpeculationParams(enabled=False)
-    tree, budget = stage.draft(stage.arrange(batch_of(decoding(0, speculation=off), reading=1)), 100)
+    tree, budget = draft(stage, batch_of(decoding(0, speculation=off), reading=1), 100)
     assert tree.num_nodes.tolist() == [0, 0]
     assert recorder.asked == []
     assert budget.followed, "for the text whose prompt is being read"
-    _, budget = stage.draft(stage.arrange(batch_of(decoding(0, speculation=off))), 100)
+    _, budget = draft(stage, batch_of(decoding(0, speculation=off)), 100)
     assert not budget.followed
 
 
-class Watcher(BudgetPolicy):
+class Watcher(Budget):
     """A budget of two nodes that keeps what it was given, and refuses while `reason` is set."""
 
     def __init__(self) -> None:
@@ -181,15 +185,12 @@ class Watcher(BudgetPolicy):
         self.outcomes: list[tuple[DraftBudget, StepStats]] = []
         self.renewals = 0
 
-    def refusal(self, load: StepLoad) -> str | None:
+    def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
         self.loads.append(load)
-        return self.reason
-
-    def select(self, sequences: Items[SequenceGain], *, starts: bool) -> list[bool]:
-        return [self.reason is None] * len(sequences)
-
-    def max_nodes(self, load: StepLoad) -> int:
-        return 2
+        budget = FixedBudget(2).decide(load, starts=starts)
+        if self.reason is None:
+            return budget
+        return replace(budget, load=load.arranged(()), reason=self.reason, drafted=False, followed=False)
 
     def on_weights_changed(self) -> None:
         self.renewals += 1
@@ -215,7 +216,7 @@ def watched() -> tuple[DraftStage, Recorder, Watcher]:
 
 def test_the_policy_is_given_the_load_and_what_became_of_it() -> None:
     stage, _, watcher = watched()
-    tree, budget = stage.draft(batch_of(decoding(0), decoding(1), reading=1), 100)
+    tree, budget = draft(stage, batch_of(decoding(0), decoding(1), reading=1), 100)
     stage.learn(budget, committed(tree, 1), stats := step_stats(nodes=4, accepted=2))
     assert (stats.predicted_verify_seconds, stats.survival_error) == (7.0, None)
     assert (stats.drafted_blocks, stats.rank_predicted, stats.rank_right) == (2, {}, {})
@@ -231,7 +232,7 @@ def test_the_policy_is_given_the_load_and_what_became_of_it() -> None:
 def test_a_suspended_policy_asks_no_drafter() -> None:
     stage, recorder, watcher = watched()
     watcher.reason = "suspended"
-    tree, budget = stage.draft(stage.arrange(batch_of(decoding(0), reading=1)), 100)
+    tree, budget = draft(stage, batch_of(decoding(0), reading=1), 100)
     assert (tree.num_nodes.tolist(), budget.reason, recorder.asked) == ([0, 0], "suspended", [])
     stage.learn(budget, committed(tree, 0), step_stats())
     assert (watcher.outcomes[0][0].drafted, budget.followed) == (False, False)
@@ -242,7 +243,7 @@ def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
     watcher.reason = "suspended"
     again = decoding(0)
     again.request = replace(again.request, replayed=(tuple([2] * 9),))
-    tree, budget = stage.draft(batch_of(again), 100)
+    tree, budget = draft(stage, batch_of(again), 100)
     assert (budget.reason, tree.num_nodes.tolist(), recorder.asked) == ("forced", [2], [])
     assert not budget.drafted
 
@@ -250,7 +251,7 @@ def test_what_is_known_is_verified_without_the_drafter_and_its_time() -> None:
 def test_survival_is_corrected_by_what_became_of_trees() -> None:
     stage, _, _ = watched()
     for _ in range(64):
-        tree, budget = stage.draft(batch_of(decoding(0)), 100)
+        tree, budget = draft(stage, batch_of(decoding(0)), 100)
         stage.learn(budget, committed(tree, 0), stats := step_stats(nodes=2))
     assert tree.survival[0, 0] < 0.2  # 0.9 claimed, never right
     assert stats.survival_error is not None
@@ -261,24 +262,34 @@ def test_survival_is_corrected_by_what_became_of_trees() -> None:
 def test_a_new_version_of_the_drafter_gets_another_chance() -> None:
     stage, recorder, watcher = watched()
     for _ in range(64):
-        tree, budget = stage.draft(batch_of(decoding(0)), 100)
+        tree, budget = draft(stage, batch_of(decoding(0)), 100)
         stage.learn(budget, committed(tree, 0), step_stats(nodes=2))
     before = float(tree.survival[0, 0])
     recorder.version = 1
-    tree, _ = stage.draft(batch_of(decoding(0)), 100)
+    tree, _ = draft(stage, batch_of(decoding(0)), 100)
     assert tree.survival[0, 0] > 1.5 * before
     assert watcher.renewals == 1
 
 
+def weights_in(stage: DraftStage) -> list[list[float]]:
+    """Weights of the decoding sequences in each step from now on that has trees."""
+    prune, seen = stage._pruning.prune, list[list[float]]()
+
+    def noted(*given: Any) -> Any:
+        seen.append(given[4].tolist())
+        return prune(*given)
+
+    stage._pruning.prune = noted  # type: ignore[method-assign]
+    return seen
+
+
 def test_late_sequences_weigh_more_where_a_pace_is_promised() -> None:
-    watcher = Watcher()
-    stage = DraftStage(Recorder(), watcher, max_budget=5, device=CPU, pace_seconds=1e-9)
+    stage = DraftStage(Recorder(), Watcher(), max_budget=5, device=CPU, pace_seconds=1e-9)
     late = decoding(0)
     late.first_token_seconds = 0.0
-    stage.draft(batch_of(late, decoding(1)), 100)
-    weights = watcher.loads[0].weights
-    assert weights is not None
-    assert weights.tolist() == [4.0, 1.0]
+    weights = weights_in(stage)
+    draft(stage, batch_of(late, decoding(1)), 100)
+    assert weights == [[4.0, 1.0]]
 
 
 def test_why_costs_allow_no_node_is_reported() -> None:
@@ -287,8 +298,8 @@ def test_why_costs_allow_no_node_is_reported() -> None:
     for max_tokens, reason in ((100, "does_not_pay"), (4, "no_candidates")):
         stage = DraftStage(Recorder(), policy := CostBudget(dear, FREE, RegretLedger()), max_budget=5, device=CPU)
         for _ in range(2):  # baseline probes
-            policy.learn(stage.draft(batch_of(decoding(0)), 100)[1], step_stats())
-        _, decided = stage.draft(batch_of(decoding(0, max_tokens=max_tokens)), 100)
+            policy.learn(draft(stage, batch_of(decoding(0)), 100)[1], step_stats())
+        _, decided = draft(stage, batch_of(decoding(0, max_tokens=max_tokens)), 100)
         assert decided.tree_sizes is not None
         budget = stage.with_node_counts(decided, decided.tree_sizes.tolist())
         assert (budget.reason, budget.num_nodes) == (reason, (0,))

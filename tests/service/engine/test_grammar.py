@@ -9,7 +9,7 @@ import torch
 from pydantic import JsonValue
 
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
-from service.engine.budget import FixedBudget
+from service.engine.budget import DraftBudget, FixedBudget, StepLoad
 from service.engine.grammar import constrained, forbidden_tokens, with_runs_of
 from service.engine.requests import SamplingParams
 from service.text.grammars import Grammar, GrammarCompiler
@@ -153,9 +153,15 @@ def test_drafting_changes_no_token(drafter: str, temperature: float) -> None:
     assert min(one.accepted for one in bound) > 10, "what is forced was drafted"
 
 
-def test_where_drafting_is_suspended_forced_tokens_are_verified_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = FixedBudget(8)
-    monkeypatch.setattr(policy, "refusal", lambda load: "suspended")
+class Suspended(FixedBudget):
+    """Never runs the drafter."""
+
+    def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
+        return replace(super().decide(load, starts=starts), reason="suspended", drafted=False)
+
+
+def test_where_drafting_is_suspended_forced_tokens_are_verified_all_the_same() -> None:
+    policy = Suspended(8)
     (prompt,) = random_prompts(1, 20, seed=9)
     grammar = COMPILER.compile("json_schema", SCHEMA)
     asked = replace(request("a", prompt, SamplingParams(seed=1, max_tokens=60)), grammar=grammar)
@@ -172,12 +178,8 @@ def params(seed: int, temperature: float) -> SamplingParams:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("refusal", [None, "suspended"])
-def test_what_was_written_before_is_verified_many_tokens_at_a_time(
-    temperature: float, refusal: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = FixedBudget(12)
-    monkeypatch.setattr(policy, "refusal", lambda load: refusal)
+@pytest.mark.parametrize("policy", [FixedBudget(12), Suspended(12)])
+def test_what_was_written_before_is_verified_many_tokens_at_a_time(temperature: float, policy: FixedBudget) -> None:
     asked = [
         request(str(seed), prompt, params(seed, temperature), n=2)
         for seed, prompt in enumerate(random_prompts(3, 20, seed=9))

@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.checkpoint import DRAFTER, write_dummy
 from drafters.asking import AskGate
+from drafters.decision import RegretLedger
 from drafters.memory.drafter import MemoryDrafter
 from drafters.protocol import Drafter, DraftingSizes
 from drafters.readback import Readback
-from drafters.regret import RegretLedger
 from service.assembly import Assembly, assemble
 from service.config import ServiceConfig
 from service.engine.budget import CostBudget, FixedBudget
@@ -89,7 +89,7 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     monkeypatch.setattr("drafters.readback.readback_of", lambda device: Readback(late=True))
     free = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=np.array([1.0, 99.0]), seconds=np.ones((1, 1, 2)))
     budget = CostBudget(free, FREE, RegretLedger())
-    monkeypatch.setattr(budget, "refusal", lambda load: None)
+    monkeypatch.setattr(budget.gate, "needs_plain_step", lambda *given: False)
     drafter = two_drafters() if num_drafters == 2 else "random"
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
 

@@ -10,7 +10,7 @@ from drafters.feedback import Query
 from drafters.protocol import Drafter
 from kernels.sample import gumbel_noise_of
 from service.drafter import make_drafter
-from service.engine.budget import BudgetPolicy, DraftBudget, FixedBudget
+from service.engine.budget import Budget, DraftBudget, FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import Scope
 from service.engine.stats import StepStats
@@ -57,7 +57,7 @@ class Heard:
 
 
 def engine_for(
-    heard: Heard, drafter: str = "random", num_slots: int | None = None, policy: BudgetPolicy | None = None
+    heard: Heard, drafter: str = "random", num_slots: int | None = None, policy: Budget | None = None
 ) -> Engine:
     loaded = loaded_tiny("llama")
     target = tiny_target(loaded)

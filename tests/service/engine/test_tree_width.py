@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from drafters.calibration import SurvivalCalibration
+from drafters.decision import RegretLedger
 from drafters.protocol import DraftingSizes
-from drafters.regret import RegretLedger
 from drafters.tree import MAX_DEPTH, ROOT, DraftTree
 from kernels.graph_runner import Capture
 from kernels.settle import accept

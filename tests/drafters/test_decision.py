@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.regret import SHARE, GainPosterior, PosteriorsBySize, RegretLedger
+from drafters.decision import SHARE, Decision, GainPosterior, RegretLedger
 
 CAP = 64.0
 WORST = 0.8
@@ -175,15 +175,15 @@ class TestPosterior:
         assert (posterior.mean, posterior.sd) == (mean, 1.0)
 
     def test_a_size_never_seen_begins_with_its_neighbours_mean(self) -> None:
-        gains = PosteriorsBySize()
+        gains = Decision("x", RegretLedger())
         for _ in range(100):
-            gains.of(4).observe(-0.5)
-        assert gains.of(7) is gains.of(4)
-        assert gains.of(8).mean == gains.of(2).mean == gains.of(4).mean < 0
-        assert gains.of(64).mean == 0.0
-        assert gains.of(8).may_gain
-        assert not gains.may_gain(4, [None])
-        assert gains.may_gain(16, [None]), "nothing is known of it"
+            gains.gain(4).observe(-0.5)
+        assert gains.gain(7) is gains.gain(4)
+        assert gains.gain(8).mean == gains.gain(2).mean == gains.gain(4).mean < 0
+        assert gains.gain(64).mean == 0.0
+        assert gains.gain(8).may_gain
+        assert gains.may_gain(4, None) is False
+        assert gains.may_gain(16, None) is None
 
 
 class TestTogether:

@@ -1,15 +1,17 @@
-"""Whether to take an action of uncertain gain: draft in this step, ask the network as well, train, record.
+"""Whether to take an action of uncertain gain: draft in this step, run the network as well, train, record.
 
     act if the ledger covers the worst case, and mean + z * sd > 0
 
 `GainPosterior` estimates one action's mean net gain; `RegretLedger` bounds what all actions together may lose, whatever
-their posteriors say. Where the gain is clear the posterior decides and the ledger stays full; where it is not, finding
-out costs what the ledger holds, and then a share of the time.
+their posteriors say. `Decision` holds both for an action that is taken or left in each step. Where the gain is clear
+the posterior decides and the ledger stays full; where it is not, finding out costs what the ledger holds, and then a
+share of the time.
 """
 
 import math
 import threading
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 SHARE = 0.01
 """Share of serving time that may be lost in the long run."""
@@ -18,8 +20,8 @@ CAP_STEPS = 16.0
 1 step^2 per step what gains 10 %, with 1 % to lose, is at the end of them exp(-2 * 0.11 * 16) = 3 % of the time (a
 reflected random walk)."""
 TRIAL_STEPS = 8
-"""Steps that the ledger must cover before a drafter takes in a new sequence, half of the cap: fewer would say little,
-and taking in the prompt costs as well."""
+"""Steps that the ledger must cover before a drafter follows a new sequence, half of the cap: fewer would say little,
+and reading the prompt costs as well."""
 _DOUBT = 2.0
 """z: of actions that neither gain nor lose anything one in 44 is given up by bad luck."""
 _DRIFT = 1.0 / 128**2
@@ -29,6 +31,10 @@ _NOISE_PRIOR = 8.0
 """Observations that the presumed noise counts for."""
 _NOISE_MEMORY = 128.0  # observations: as many as the mean remembers
 _FARTHEST = 4.0  # standard deviations; no single observation, however odd, decides
+_TIME_NOISE = 0.1
+"""Standard deviation of a baseline's observation: the seconds of one step as a share of those expected."""
+_TIME_DRIFT = _TIME_NOISE**2 / 512
+"""After 512 steps without one a baseline is as uncertain as after its first."""
 
 
 class GainPosterior:
@@ -54,6 +60,11 @@ class GainPosterior:
     def sd(self) -> float:
         """Standard deviation of the mean."""
         return math.sqrt(self._variance)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether any observation of presumed noise was made."""
+        return self._count > 0
 
     @property
     def noise(self) -> float:
@@ -84,7 +95,7 @@ class GainPosterior:
         return abs(self.mean) > _DOUBT * math.hypot(self.sd, deviation)
 
     def observe(self, gain: float, noise: float | None = None) -> None:
-        """Take in the gain of one step; `noise`: standard deviation of this observation, where it is known."""
+        """Update by the gain of one step; `noise`: standard deviation of this observation, where it is known."""
         variance = self._noise if noise is None else noise * noise
         farthest = _FARTHEST * math.sqrt(self._variance + variance)
         surprise = min(max(gain - self.mean, -farthest), farthest)
@@ -118,51 +129,6 @@ class GainPosterior:
         if not (math.isfinite(mean) and 0.0 < variance <= self._first and 0.0 < noise < math.inf and count >= 0):
             raise ValueError(f"{state} is not the state of a posterior")
         self.mean, self._variance, self._noise, self._count = mean, variance, noise, int(count)
-
-
-class PosteriorsBySize:
-    """A posterior for each size of batch, in powers of two, and each kind of step. A step's gain is a mean over its
-    sequences, so that its variance falls with their number. A new size begins with the mean of a neighbouring one."""
-
-    def __init__(self, noise: float = 1.0) -> None:
-        """`noise`: presumed standard deviation of one observation of one sequence."""
-        self._noise = noise
-        self._known: dict[tuple[Hashable, int], GainPosterior] = {}
-
-    def of(self, num_sequences: int, kind: Hashable = None) -> GainPosterior:
-        """Return the posterior for so many sequences, a new one if there is none."""
-        size = num_sequences.bit_length()
-        found = self._known.get((kind, size))
-        if found is None:
-            near = (self._known.get((kind, other)) for other in (size - 1, size + 1))
-            neighbour = next((one for one in near if one is not None), None)
-            mean, noise = neighbour.mean if neighbour else 0.0, self._noise * 2.0 ** (-(size - 1) / 2)
-            drift = self._noise**2 * _DRIFT
-            found = self._known[kind, size] = GainPosterior(mean=mean, noise=noise, drift=drift)
-        return found
-
-    def state(self) -> list[tuple[Hashable, int, list[float]]]:
-        """Return kind, size of batch and state of each posterior, for `restore`."""
-        return [(kind, size, posterior.state()) for (kind, size), posterior in self._known.items()]
-
-    def restore(self, state: Sequence[tuple[Hashable, int, Sequence[float]]], widened: float) -> None:
-        """Continue from what `state` returned, each widened by this share. Raises ValueError, TypeError for anything
-        else."""
-        for kind, size, posterior in state:
-            found = self.of(1 << (size - 1), kind)
-            found.restore(posterior)
-            found.widen(widened)
-
-    def may_gain(self, num_sequences: int, kinds: Collection[Hashable]) -> bool:
-        """Whether any of these kinds may gain for so many sequences; True where none was observed."""
-        known = (self._known.get((kind, num_sequences.bit_length())) for kind in kinds)
-        found = [one for one in known if one is not None]
-        return not found or any(one.may_gain for one in found)
-
-    def widen(self) -> None:
-        """Make every mean as uncertain as at first."""
-        for posterior in self._known.values():
-            posterior.widen()
 
 
 class RegretLedger:
@@ -217,30 +183,97 @@ class RegretLedger:
             self._caps[account] = max(self._caps[account], seconds)
 
 
-class StepAccount:
-    """An account that is counted in steps; opened with a full balance once the seconds of a step are known."""
+class Decision:
+    """Whether to take an action in a step. Its gain, in plain steps, has a posterior for each key and size of batch,
+    and so have the seconds of a step without it, the *baseline*. Accounts in the ledger bound what it may lose.
 
-    def __init__(self, name: str, ledger: RegretLedger) -> None:
-        self._name, self._ledger = name, ledger
+    Sizes of batches count in powers of two. A step's gain is a mean over its sequences, so its variance falls with
+    their number. A new size begins with the mean of a neighbouring one.
+    """
 
-    @property
-    def balance_seconds(self) -> float:
-        """What it may still lose."""
-        return self._ledger.balances.get(self._name, 0.0)
+    def __init__(
+        self, name: str, ledger: RegretLedger, *, noise: float = 1.0, baseline: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        """`name`: prefix of its accounts; `noise`: presumed standard deviation of one sequence's gain in one step;
+        `baseline`: mean and standard deviation of each baseline before any observation."""
+        self._name, self._ledger, self._noise, self._baseline = name, ledger, noise, baseline
+        self._gains: dict[tuple[Hashable, int], GainPosterior] = {}
+        self._baselines: dict[tuple[Hashable, int], GainPosterior] = {}
+        self._accounts: dict[str, str] = {}  # their names in the ledger
 
-    @property
-    def lost_seconds(self) -> float:
-        """What its actions have lost, without gains."""
-        return self._ledger.lost_seconds.get(self._name, 0.0)
+    def gain(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
+        """The posterior of the gain for so many sequences, a new one if there is none."""
+        size = num_sequences.bit_length()
+        found = self._gains.get((key, size))
+        if found is None:
+            near = (self._gains.get((key, other)) for other in (size - 1, size + 1))
+            neighbour = next((one for one in near if one is not None), None)
+            mean, noise = neighbour.mean if neighbour else 0.0, self._noise * 2.0 ** (-(size - 1) / 2)
+            drift = self._noise**2 * _DRIFT
+            found = self._gains[key, size] = GainPosterior(mean=mean, noise=noise, drift=drift)
+        return found
 
-    def can_afford(self, steps: float, step_seconds: float) -> bool:
-        """Whether the balance covers the loss of so many steps; True before it is opened."""
-        return self._name not in self._ledger.balances or self._ledger.can_afford(self._name, steps * step_seconds)
+    def baseline(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
+        """The posterior of what a step of so many sequences takes without the action, a new one if there is none."""
+        place = key, num_sequences.bit_length()
+        if place not in self._baselines:
+            mean, sd = self._baseline
+            self._baselines[place] = GainPosterior(mean=mean, sd=sd, noise=_TIME_NOISE, drift=_TIME_DRIFT)
+        return self._baselines[place]
 
-    def record(self, gained_seconds: float, step_seconds: float) -> None:
-        """Record a gain, or a loss where negative; `step_seconds`: 0 where unknown."""
-        if self._name not in self._ledger.balances:
+    def may_gain(self, num_sequences: int, key: Hashable) -> bool | None:
+        """Whether the action may gain for so many sequences; None where it was never observed."""
+        known = self._gains.get((key, num_sequences.bit_length()))
+        return None if known is None else known.may_gain
+
+    @staticmethod
+    def needs_baseline(gain: GainPosterior, deviation: float) -> bool:
+        """Whether a step without the action would say more than one with it: the baseline's error, of this standard
+        deviation, is the larger part of the doubt in a gain whose sign is unknown."""
+        return deviation >= gain.sd and not gain.is_sign_known(deviation)
+
+    def can_afford(self, account: str, steps: float, step_seconds: float) -> bool:
+        """Whether the account covers the loss of so many steps; True before it is opened."""
+        name = self._named(account)
+        return name not in self._ledger.balances or self._ledger.can_afford(name, steps * step_seconds)
+
+    def settle(self, account: str, gained_seconds: float, step_seconds: float) -> None:
+        """Enter what a step gained, or lost where negative. The account is opened with a full balance once the seconds
+        of a step are known; `step_seconds`: 0 where unknown."""
+        name = self._named(account)
+        if name not in self._ledger.balances:
             if not step_seconds:
                 return
-            self._ledger.open(self._name, CAP_STEPS * step_seconds)
-        self._ledger.record(self._name, gained_seconds)
+            self._ledger.open(name, CAP_STEPS * step_seconds)
+        self._ledger.record(name, gained_seconds)
+
+    def totals(self) -> tuple[float, float]:
+        """Seconds that its accounts may still lose, and seconds lost by steps that lost, gains not deducted."""
+        ledger, names = self._ledger, self._accounts.values()
+        balances, losses = ([of.get(name, 0.0) for name in names] for of in (ledger.balances, ledger.lost_seconds))
+        return sum(balances), sum(losses)
+
+    def widen(self) -> None:
+        """Make every mean as uncertain as at first, as other weights draft now."""
+        for posterior in self._gains.values():
+            posterior.widen()
+
+    def state(self) -> dict[str, list[Any]]:
+        """All posteriors as JSON, for `restore`."""
+        gains = [[key, size, posterior.state()] for (key, size), posterior in self._gains.items()]
+        return {"gains": gains, "plain": [[size, one.state()] for (_, size), one in self._baselines.items()]}
+
+    def restore(self, state: dict[str, list[Any]], widened: float) -> None:
+        """Continue from a state whose baselines have no keys, with gains widened by this share of the prior. Raises
+        ValueError, KeyError or TypeError for anything else, and then changes nothing."""
+        fresh = Decision(self._name, self._ledger, noise=self._noise, baseline=self._baseline)
+        for size, posterior in state["plain"]:
+            fresh.baseline(1 << (size - 1)).restore(posterior)
+        for key, size, posterior in state["gains"]:
+            found = fresh.gain(1 << (size - 1), key)
+            found.restore(posterior)
+            found.widen(widened)
+        self._gains, self._baselines = fresh._gains, fresh._baselines
+
+    def _named(self, account: str) -> str:
+        return self._accounts.setdefault(account, f"{self._name} {account}")
