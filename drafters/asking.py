@@ -49,7 +49,7 @@ class AskGate:
     def __init__(self, name: str, ledger: RegretLedger) -> None:
         self._decision = Decision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
         self._step = Step()
-        self._last_seconds = 0.0  # of a step; 0 before the first
+        self._last_seconds = 0.0  # seconds of the last step; 0 before the first
         self.on_weights_changed: Callable[[], None] = self._decision.widen
 
     @property
@@ -176,8 +176,8 @@ class GatedNetwork:
         self._gate = AskGate(drafter.name, sizes.ledger)
         self._survivals = readback.readback_of(sizes.device)
         self._expected = 0.0  # accepted tokens per sequence, by the last memory's tree that was read back
-        self._ran = False  # in this step
-        self._follows = True  # reads texts
+        self._ran = False  # whether it ran in this step
+        self._follows = True  # whether it reads texts
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
         """Begin to read these sequences, if the ledger covers the time for a whole text."""

@@ -25,7 +25,7 @@ _CLAIM_PRIOR, _RANK_PRIOR = 6.0, 30.0  # predicted hits that trust in the claim 
 _CLAIM_DECAY, _RANK_DECAY = 0.99, 0.998  # per verified step: memory of about 100 and 500 steps
 _CLAIM_LIMITS, _RANK_LIMITS = (0.01, 2.0), (0.2, 3.0)
 _OLD_WEIGHTS = 0.25  # what labels of replaced weights count for
-_BINS = 10  # of the calibration error
+_BINS = 10  # bins of survival in the calibration error
 _BIN_DECAY = 0.998
 
 
@@ -76,8 +76,8 @@ class SurvivalCalibration:
         return self._table.rates
 
     def learn(self, trees: DraftTree, claimed: Tensor, buckets: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Learn from verified nodes. # claimed, buckets [batch, nodes] as of `Pruned`; tokens [batch, longest], counts
-        [batch] as of `Committed`"""
+        """Learn from verified nodes. # claimed, buckets [batch, nodes], see `Pruned`; tokens [batch, longest], counts
+        [batch], see `Committed`"""
         known = trees, claimed, buckets, tokens, counts
         self._ops.count_claims(self._table.counts, self._bins, _BIN_DECAY, *known)
 

@@ -87,7 +87,7 @@ class GainPosterior:
         return self.mean - _DOUBT * self.sd
 
     def restore_sd(self, sd: float) -> None:
-        """Set the mean's standard deviation to an earlier one, at most that of the prior."""
+        """Set the mean's standard deviation to an earlier one, at most the prior's."""
         self._variance = min(self._first, sd * sd)
 
     def is_sign_known(self, deviation: float) -> bool:
@@ -146,8 +146,8 @@ class RegretLedger:
         """`share`: of serving time, added to all accounts together."""
         self._share = share
         self._caps: dict[str, float] = {}
-        self.balances: dict[str, float] = {}  # by account
-        self.lost_seconds: dict[str, float] = {}  # by account; gains are not deducted
+        self.balances: dict[str, float] = {}  # seconds by account
+        self.lost_seconds: dict[str, float] = {}  # seconds by account; gains are not deducted
         self._lock = threading.Lock()
 
     def open(self, account: str, cap: float, balance: float | None = None) -> None:
@@ -185,7 +185,7 @@ class RegretLedger:
 
 class Decision:
     """Whether to take an action in a step. Its gain, in plain steps, has a posterior for each key and size of batch,
-    and so have the seconds of a step without it, the *baseline*. Accounts in the ledger bound what it may lose.
+    and so have the seconds of a step without it, the *baseline*. Accounts in the ledger bound its losses.
 
     Sizes of batches count in powers of two. A step's gain is a mean over its sequences, so its variance falls with
     their number. A new size begins with the mean of a neighbouring one.

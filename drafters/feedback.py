@@ -60,9 +60,9 @@ class Query:
     client: str
     store: bool  # False: must not be learnt from
     temperature: float
-    seed: int  # of its sampling noise, signed 64 bits
-    first_version: int  # of the drafter in its first step
-    version: int  # of the drafter in its last step
+    seed: int  # seed of its sampling noise, signed 64 bits
+    first_version: int  # version of the drafter in its first step
+    version: int  # version of the drafter in its last step
     accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
     plain_steps: int  # steps without one
     seconds: float  # its share of its steps; over all queries the time of serving without that of reading prompts
@@ -91,7 +91,7 @@ class QueryFeedback:
     top_ids: Tensor  # [length - prompt, top] int32, by position from `prompt` on
     top_logprobs: Tensor  # [length - prompt, top] float16
     draft_labels: DraftLabels
-    ready: torch.cuda.Event | None  # when the tensors may be read by another stream; None: at once
+    ready: torch.cuda.Event | None  # reached when another stream may read the tensors; None: at once
 
     @property
     def recorded(self) -> bool:

@@ -145,7 +145,8 @@ SIZES = 3
 
 
 class Pruned(NamedTuple):
-    """The trees of a step, with what is needed to count their outcome; values of padding are undefined."""
+    """The trees of a step, with the claims and buckets by which their outcome is counted; values of padding are
+    undefined."""
 
     trees: DraftTree  # [batch, width]
     claimed: Tensor  # [batch, width] float32, `Corrected.conditional` of their nodes
@@ -167,7 +168,7 @@ def prune_trees(
 ) -> Pruned:
     """The trees of most expected tokens per second, of at most `width` nodes each: survival is corrected by
     `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where rows are
-    laid out before, the nodes wanted are those of `allocate_width`, and as many are kept as fit.
+    laid out before, `allocate_width` says how many nodes are wanted, and as many are kept as fit.
 
     candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; requested [batch] int64, most nodes
     of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
@@ -231,8 +232,8 @@ def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
 
 
 def allocate_width(candidates: DraftTree, limits: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor) -> Tensor:
-    """Nodes per sequence where all trees get rows for the same number of nodes: those of the width with the most
-    expected tokens per second. # -> [batch] int64
+    """Nodes per sequence if all trees get rows for the same number of nodes: the width with the most expected tokens
+    per second. # -> [batch] int64
 
     widths [choices] int64, nodes per tree that rows may be laid out for; seconds [choices] float32, of a step of that
     width, infinite for more than fit; limits, weights [batch] as in `allocate_nodes`.

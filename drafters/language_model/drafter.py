@@ -15,8 +15,7 @@ from torch import Tensor
 from drafters.asking import ForwardGates
 from drafters.calibration import MIN_SURVIVAL, RankCalibration
 from drafters.coupling import TreeNoise
-from drafters.language_model.forward import LanguageModel, TreeForward
-from drafters.language_model.sequences import OwnKeys, SequenceTable
+from drafters.language_model.forward import LanguageModel, OwnKeys, SequenceTable, TreeForward
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, HostMetadata, Noise, Read, StepTimes
 from drafters.tree import Candidates, DraftTree
 from kernels import ops
@@ -28,7 +27,7 @@ BEAM = 8
 """Nodes of a level that are continued."""
 DEPTH = 8
 """Levels: forwards of a tree."""
-_ROWS = 1 + (DEPTH - 1) * BEAM  # of a tree: its root, and all nodes that are continued
+_ROWS = 1 + (DEPTH - 1) * BEAM  # rows of a tree: its root, and all nodes that are continued
 _MOST_MISSING = MAX_DEPTH + 1
 """Positions of a sequence that are run together with the roots: as many as one step can commit."""
 
@@ -141,7 +140,7 @@ class LanguageModelDrafter(Drafter):
         return _Level(lattice, picked, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
-        """Return the likeliest nodes of all levels; keep what is needed to learn from them."""
+        """The likeliest nodes of all levels, kept for calibration until their outcome is known."""
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
         raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read

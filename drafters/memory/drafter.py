@@ -43,7 +43,7 @@ class MemoryDrafter(Drafter):
         self._own_buckets = text_buckets(sizes.max_length)
         self._first_own = shares * buckets
         self._no_share = shares  # weights of rows without a share
-        self._spare_row = rows  # of no sequence, for answers of other replicas
+        self._spare_row = rows  # a row without a sequence, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
         self.past = PastAnswers(self._memory, sizes.memory)

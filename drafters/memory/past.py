@@ -26,7 +26,7 @@ class ScopeAnswers:
 
     scope: str
     share: int
-    generation: int  # of the share: it grows each time the share is cleared
+    generation: int  # counts how often the share was cleared
     entries: Tensor  # [buckets, WAYS] int64
     weights: Tensor  # [KINDS, FEATURES] float32
     squares: Tensor  # like weights
@@ -44,8 +44,8 @@ class PastListener(Protocol):
 
 class _RunningAnswer(NamedTuple):
     scope: str
-    tokens: Sequence[int]  # of the sequence, which grows while it runs
-    num_known: int  # of the tokens, that listeners need not hear of
+    tokens: Sequence[int]  # prompt and answer; grows while the sequence runs
+    num_known: int  # tokens at the beginning that listeners are not notified of
 
 
 class PastAnswers:
@@ -59,7 +59,7 @@ class PastAnswers:
         self._memory = memory
         self._shares = Shares(sizes)
         self._held: dict[int, int] = {}  # share by row, of running sequences that have one
-        self._running: dict[int, _RunningAnswer] = {}  # by row, of running sequences that store
+        self._running: dict[int, _RunningAnswer] = {}  # sequences that store, by row
         self._generations = [0] * num_shares(sizes)
         used = len(self._generations) * self.share_buckets
         self._counts = MemoryCounts(reserved_bytes=used * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))

@@ -32,7 +32,7 @@ class SentStep(NamedTuple):
     budget: DraftBudget
     committed: Committed
     clock: "StepClock"
-    sent: list[list[SequenceOutput]]  # by completing sequence
+    sent: list[list[SequenceOutput]]  # outputs by completing sequence
     gaps: tuple[float, ...]  # seconds between emissions
     preemptions: int
 
@@ -79,11 +79,11 @@ class LearningHooks(Protocol):
         ...
 
     def stepped(self, stats: StepStats) -> bool:
-        """Take in a step's record. # -> whether its times are those of serving alone, with no training beside it"""
+        """Record a step. # -> whether it ran without training beside it"""
         ...
 
     def ended(self, query: Query) -> None:
-        """Take in a finished query; what was recorded in its row stays there until the next step."""
+        """Record a finished query; the recorder's row keeps its data until the next step."""
         ...
 
 
@@ -101,7 +101,7 @@ class StepAccounting:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next step may have drafts: what it loses can be entered in the ledger, or hardly counts."""
+        """Whether the next step may have drafts: its loss can be entered in the ledger, or hardly counts."""
         return not (self._num_plain or self.guard.is_off("end_step") or self.guard.is_off("learn"))
 
     def start_step(self) -> StepClock:
@@ -157,7 +157,7 @@ class StepAccounting:
         preemptions: int,
     ) -> tuple[StepStats, bool]:
         """Record a step: `accepted` lengths by completing sequence, `gaps` in seconds between emissions.
-        # -> its record, and whether its times are those of serving alone"""
+        # -> its record, and whether it ran without training beside it"""
         clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)
         seconds = clock.seconds()
@@ -186,7 +186,7 @@ class StepAccounting:
         self, sequences: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
     ) -> list[FinishStats]:
         """Hand finished queries to learning; `rows` of the slot table and last outputs by sequence.
-        # -> the records of those that finished"""
+        # -> records of the finished ones"""
         finished = []
         for sequence, row, output in zip(sequences, rows, outputs, strict=True):
             if output.finish_reason is not None:
@@ -212,7 +212,7 @@ def charge(
     """Charge a step to the queries that took part: `num_nodes` by sequence of the batch, `accepted` lengths by
     completing sequence, `seconds` by phase.
 
-    Decoding sequences share all seconds but those of the step's prompts. These have their share, by rows, of everything
+    Decoding sequences share all seconds but the share of the step's prompts. These have theirs, by rows, of everything
     after drafting: all rows go through the same layers, and one reading of the weights serves them all. It is charged
     to no query, as no drafter makes a prompt shorter.
     """

@@ -58,7 +58,7 @@ class SequenceGain:
 
     traffic: str = ""  # its class
     may_draft: bool = True  # False: its request asks for no speculation
-    own: GainPosterior | None = None  # from its own steps, once it has drafted
+    own: GainPosterior | None = None  # gain of its own steps, once it has drafted
     trial_steps: int = 0  # steps left in which it drafts although its class loses
 
     def drafts(self, *, class_may_gain: bool) -> bool:
@@ -133,7 +133,7 @@ class DraftBudget:
     reason: str  # one of REASONS
     drafted: bool  # whether the drafter runs
     followed: bool  # whether the drafter reads and commits with the step, as some sequence may draft later
-    max_nodes: int = MAX_NODES  # of each tree
+    max_nodes: int = MAX_NODES  # most nodes of a tree
     seconds: Callable[[StepLoad, int], FloatArray] = lambda load, num_candidates: _NO_PRICES
     """Seconds of the step by number of nodes, as `CostBudget.step_seconds`; empty where the budget is not by cost."""
     node_rows: tuple[int, ...] = ()  # rows laid out for nodes, padding included
@@ -220,7 +220,7 @@ class CostBudget(Budget):
         self._drafts = OnlineDraftCosts(drafts)
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
         self._was_plain = False  # the last step
-        self._step_seconds = 0.0  # of the last step without a prompt
+        self._step_seconds = 0.0  # seconds of the last step without a prompt
 
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
         sequences = *load.decoding, *load.prefilling
@@ -313,7 +313,8 @@ class CostBudget(Budget):
             self._forwards(load).observe(stats.verify_seconds / whole + others / self._forward_seconds(load))
 
     def _learn_drafted(self, budget: DraftBudget, stats: StepStats) -> None:
-        """Enter what a step gained: the plain steps that its accepted tokens save, less what it took beyond one."""
+        """Enter the gain of a step: the plain steps that its accepted tokens save, less its time beyond one plain
+        step."""
         load = budget.load
         context, sequences = load.context, load.num_sequences
         predicted = self._costs.forward_seconds(budget.num_rows, context, sequences)
@@ -427,7 +428,7 @@ class DraftGate:
             one.own.observe(gain)
 
     def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
-        """Count a step in which these sequences did not draft: what is known of them ages."""
+        """Count a step in which these sequences did not draft: their posteriors become less certain."""
         for traffic in {one.traffic for one in sequences}:
             self.gain(num_sequences, traffic).advance()
         for one in sequences:

@@ -55,12 +55,12 @@ class CapturedForward:
 
 
 def _tensors_of(attention: AttentionRows) -> tuple[Tensor, ...]:
-    """All fields, for a runner of graphs. # shapes as of `AttentionRows`"""
+    """All fields, for a runner of graphs. # shapes: see `AttentionRows`"""
     return tuple(getattr(attention, name) for name in AttentionRows.__slots__)
 
 
 def _forward(target: Target, tokens: Tensor, attention: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Logits, and features where the target taps them. # tokens, inputs as of `Target.compute`; attention as of
+    """Logits, and features where the target taps them. # tokens, inputs: see `Target.compute`; attention: see
     `_tensors_of`"""
     output = target.compute(tokens, AttentionRows(*attention), *inputs)
     return (output.logits,) if output.features is None else (output.logits, output.features)

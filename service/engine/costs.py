@@ -49,7 +49,7 @@ class CostTable:
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
-    """Lower each value to the least of those after it: noise only adds, so fewer rows take no longer than more did."""
+    """Lower each value to the least later one: noise only adds, so fewer rows take no longer than more did."""
     backwards = (*(slice(None),) * axis, slice(None, None, -1))
     made: FloatArray = np.minimum.accumulate(seconds[backwards], axis=axis)[backwards]
     return made
@@ -103,7 +103,7 @@ class Costs:
 
     verify: CostTable
     drafts: DraftCosts
-    gains_file: Path | None = None  # where what drafting gained is kept from one start to the next
+    gains_file: Path | None = None  # file of the gains, kept from one start to the next
 
 
 _PER_OCTAVE = 2
@@ -197,7 +197,7 @@ class _Near(NamedTuple):
     """Where a number of rows lies between two points."""
 
     point: int  # index of the point before
-    share: float  # of the way to the next one
+    share: float  # share of the way to the next one, 0 to 1
     prior: FloatArray  # [points] prior covariance with this place
     variance: float  # prior, of this place
 

@@ -119,7 +119,7 @@ class DraftStage:
 
     def with_node_counts(self, budget: DraftBudget, tree_sizes: Items[Items[int]]) -> DraftBudget:
         """Complete the budget once the host has read the trees' sizes, and choose the next step's width by them.
-        # tree_sizes [completing, SIZES] as of the budget's"""
+        # tree_sizes [completing, SIZES], see `Pruned`"""
         if budget.tree_sizes is None:
             return budget
         wanted, nodes, useful = zip(*tree_sizes[: budget.load.num_decoding], strict=True)
@@ -133,7 +133,7 @@ class DraftStage:
     def learn(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
         """Let calibration, drafter and policy learn from the step, and complete its record with their figures.
 
-        `timed`: whether the step's seconds are those of serving alone. Of the committed sequences the decoding ones
+        `timed`: whether the step ran without training beside it. Of the committed sequences the decoding ones
         stand first.
         """
         load = budget.load
@@ -181,7 +181,7 @@ class DraftStage:
     def _prune(
         self, candidates: Candidates, budget: DraftBudget, limits: "_Limits"
     ) -> tuple[DraftTree, Tensor, list[int]]:
-        """Trees, their sizes as of `Pruned`, and the rows laid out for each."""
+        """Trees, their sizes (see `Pruned`), and the rows laid out for each."""
         seconds = send_floats(self._device, budget.seconds(budget.load, candidates.tokens.numel()))
         width = self._pruning.width.choose(candidates, budget.load.free_slots)
         trees, tree_sizes = self._pruning.prune(
@@ -258,7 +258,7 @@ class _Limits(NamedTuple):
     roots: Tensor  # absolute positions
     seeds: Tensor
     max_depth: Tensor  # tokens after the root that can still be emitted
-    max_nodes: Tensor  # by configuration, policy and request
+    max_nodes: Tensor  # the least of configuration, policy and request
     temperatures: Tensor  # float32
     weights: Tensor  # float32, value of one token of each sequence
 

@@ -19,13 +19,13 @@ class LoadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingOutlook:
-    """What the budget expects of drafting, for batches like that of the last step."""
+    """Expected gain of drafting for batches like the last step's."""
 
     sequences: int  # size of the batch, rounded down to a power of two
     gain: float  # expected, in plain steps per step
     gain_sd: float
-    balance_seconds: float  # of the ledger
-    lost_seconds: float  # in steps that lost, since the start
+    balance_seconds: float  # balance of drafting's accounts in the ledger
+    lost_seconds: float  # lost by steps that lost, since the start
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class StepStats:
     verify_seconds: float
     other_seconds: float
     preemptions: int
-    follow_seconds: float = 0.0  # part of `other_seconds`: the drafter takes in prompts and answers
-    itl_seconds: tuple[float, ...] = ()  # for each sequence that emitted: time since it emitted last
-    predicted_verify_seconds: float | None = None  # by the corrected cost table; None without one
+    follow_seconds: float = 0.0  # part of `other_seconds`: the drafter reads prompts and commits answers
+    itl_seconds: tuple[float, ...] = ()  # inter-token latency of each sequence that emitted
+    predicted_verify_seconds: float | None = None  # predicted by the corrected cost table; None without one
     drafting: DraftingOutlook | None = None  # None with a fixed budget
-    saved_seconds: float | None = None  # by drafts, against plain decoding; below 0: lost; None: not measured
+    saved_seconds: float | None = None  # saved against plain decoding, below 0 lost; None: not measured
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
     drafted_blocks: int = 0
     memory: MemoryCounts | None = None  # since the start; None: the drafter keeps no past answers
@@ -56,8 +56,8 @@ class StepStats:
     survival_error: float | None = None  # expected calibration error (ECE) of survival
     rank_predicted: Mapping[str, float] = field(
         default_factory=dict
-    )  # by class of the rank head: recent tokens expected to be right
-    rank_right: Mapping[str, float] = field(default_factory=dict)  # and those that were
+    )  # recent tokens expected to be right, by class of the rank head
+    rank_right: Mapping[str, float] = field(default_factory=dict)  # recent tokens that were right, by class
 
     @property
     def seconds(self) -> float:
@@ -72,5 +72,5 @@ class FinishStats:
     finish_reason: str
     timings: Timings
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    cached_tokens: int  # prompt tokens found in the prefix cache
     output_tokens: int

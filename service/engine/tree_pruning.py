@@ -49,13 +49,13 @@ class TreeWidth:
         return min(enough, default=max(fitting, default=0))
 
     def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
-        """Rows laid out for each tree. # tree_sizes [batch, SIZES] as of `Pruned`; width from `choose`"""
+        """Rows laid out for each tree. # tree_sizes [batch, SIZES], see `Pruned`; width from `choose`"""
         if self.choices is None:
             return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
         return [width] * tree_sizes.shape[0]
 
     def learn(self, num_wanted: Sequence[int]) -> None:
-        """Take in how many nodes each of the last trees should have had."""
+        """Choose the next width by how many nodes each of the last trees should have had."""
         self._num_wanted = max(num_wanted, default=0)
 
 
@@ -102,7 +102,7 @@ class TreePruning:
     ) -> tuple[DraftTree, Tensor]:
         """Keep the nodes of most expected tokens per second. The next `learn` is about these trees.
 
-        max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32 as of `Budget.step_seconds`;
+        max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32, see `CostBudget.step_seconds`;
         weights [batch] float32 -> trees [batch or more, width], their padding not cut off; tree_sizes [batch, SIZES]
         """
         pruned = self._prune((candidates, max_depth, max_nodes, weights, seconds, width))
@@ -111,7 +111,7 @@ class TreePruning:
 
     def learn(self, tokens: Tensor, counts: Tensor) -> None:
         """Calibrate survival by what was committed of the last trees.
-        # tokens [batch, longest], counts [batch] as of `Committed`"""
+        # tokens [batch, longest], counts [batch], see `Committed`"""
         self._learn((tokens, counts), self._pruned)
 
     def _run_prune(

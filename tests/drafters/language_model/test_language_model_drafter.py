@@ -9,7 +9,7 @@ import torch
 
 from drafters.calibration import RankCalibration
 from drafters.language_model.drafter import DEPTH
-from drafters.language_model.sequences import OwnKeys
+from drafters.language_model.forward import OwnKeys
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
 from service.engine.requests import GenerationRequest, SamplingParams, SpeculationParams
 from service.errors import StartupError
