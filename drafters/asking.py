@@ -86,8 +86,7 @@ class AskGate:
         return partial(self._observe, self._step) if self._step.asked else None
 
     def timed(self, times: StepTimes, *, followed: bool = True) -> None:
-        """Record the times of the step. `followed`: whether its `follow_seconds` were spent for what is decided
-        here."""
+        """Record the times of the step. `followed`: whether this decision caused its `follow_seconds`."""
         step, self._step = self._step, Step(self._step.batch, self._step.account)
         if times.reads_prompts:
             if followed:

@@ -120,8 +120,8 @@ class RankCalibration:
         return self._table.rates[self.buckets(block)]
 
     def keep(self, rows: Tensor, tree: Candidates, chosen: Tensor, predicted: Tensor, buckets: Tensor) -> None:
-        """Keep these rows' trees until `learn`. # rows [batch]; chosen as of `merge_trees`, the tree's nodes among all
-        that were predicted; predicted [batch, all nodes]; buckets [all nodes]"""
+        """Keep these rows' trees until `learn`. # rows [batch]; chosen [batch, nodes], the tree's nodes among all
+        predicted ones; predicted [batch, all nodes]; buckets [all nodes]"""
         self._ops.keep_proposed(self._trees, rows, tree, chosen, predicted, buckets)
 
     def learn(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
