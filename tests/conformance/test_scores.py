@@ -11,7 +11,9 @@ from tests.conformance.checkpoints import CHECKPOINTS, POSITIONS, Checkpoint, ma
 from tests.conformance.judges import TEXTS, LlamaCpp, scores_of
 from tests.conformance.measures import FORMS, KINDS, Form, of_file, of_folder, small
 
-JUDGED = pytest.mark.slow("llama.cpp is installed first", covers="service/engine kernels tests/conformance")
+COVERS = "service/engine kernels tests/conformance"
+MEASURED = pytest.mark.slow("two seconds a family; tests/e2e compares the texts of each", covers=COVERS)
+JUDGED = pytest.mark.slow("llama.cpp is installed first", covers=COVERS)
 PEAKED, SPREAD = 0.25, 2.0
 
 
@@ -19,6 +21,7 @@ def test_the_table_has_every_family_that_is_served() -> None:
     assert {one.model_type for one in CHECKPOINTS} == VERIFIED
 
 
+@MEASURED
 @pytest.mark.parametrize("checkpoint", small(), ids=str)
 def test_a_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
     of_folder(checkpoint, FORMS["bfloat16 in parts"], tmp_path, options=False).assert_conforms()

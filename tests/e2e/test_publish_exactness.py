@@ -143,7 +143,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-@pytest.mark.parametrize("publishes", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("publishes", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_plain_whatever_is_published(
     assembly: Assembly,

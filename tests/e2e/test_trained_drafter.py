@@ -46,11 +46,18 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     assert result.total.mismatched_tokens == 0
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a target and of a drafter for it."""
+    root = tmp_path_factory.mktemp("shared")
+    folder = save_two_layers(root / "model")
+    return folder, save_drafter(root / "drafter", assemble(settings_for(folder)))
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
 @pytest.mark.parametrize("growth", ["best_first", "rank"])
-def test_every_number_of_blocks_and_policy_drafts(tmp_path: Path, blocks: int, growth: str) -> None:
-    folder = save_two_layers(tmp_path / "model")
-    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(folder)))
+def test_every_number_of_blocks_and_policy_drafts(shared: tuple[Path, Path], blocks: int, growth: str) -> None:
+    folder, drafter = shared
     assembly = assembled_with(folder, drafter, "specblock", draft_blocks=blocks, budget_policy="fixed")
     assert assembly.weights is not None
     grown = replace(assembly.weights, policy=growth)
@@ -66,19 +73,19 @@ def test_every_number_of_blocks_and_policy_drafts(tmp_path: Path, blocks: int, g
         assert answers("specblock", temperature) == answers("none", temperature)
 
 
-def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
-    drafter = save_drafter(tmp_path / "drafter", assemble(settings_for(save_two_layers(tmp_path / "one"))))
+def test_a_drafter_of_another_target_is_refused(shared: tuple[Path, Path], tmp_path: Path) -> None:
+    _, drafter = shared
     other = save_two_layers(tmp_path / "other", hidden_size=48)
     with pytest.raises(StartupError, match=r"trained for target .* train a drafter for it"):
         assembled_with(other, drafter)
 
 
-def test_a_trained_drafter_needs_weights(tmp_path: Path) -> None:
-    settings = settings_for(save_two_layers(tmp_path)).model_copy(update={"drafter": "specblock"})
+def test_a_trained_drafter_needs_weights(shared: tuple[Path, Path]) -> None:
+    settings = settings_for(shared[0]).model_copy(update={"drafter": "specblock"})
     with pytest.raises(StartupError, match="set drafter_path"):
         assemble(settings)
 
 
-def test_without_weights_the_automatic_choice_is_memory(tmp_path: Path) -> None:
-    assembly = assemble(settings_for(save_two_layers(tmp_path)))
+def test_without_weights_the_automatic_choice_is_memory(shared: tuple[Path, Path]) -> None:
+    assembly = assemble(settings_for(shared[0]))
     assert (assembly.drafter_name, assembly.weights) == ("memory", None)
