@@ -1,6 +1,4 @@
-"""`adaptree doctor`: what `serve` would find on this machine, and what to do about each problem.
-
-It makes the checks of a start, with its messages, and loads no weights."""
+"""`adaptree doctor`: makes the checks of a start on this machine, with the same messages, and loads no weights."""
 
 import os
 import platform
@@ -12,8 +10,6 @@ from pathlib import Path
 
 import httpx
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from kernels import ops
 from service import __version__
@@ -35,7 +31,7 @@ _ANSWER_SECONDS = 2.0  # a probe takes milliseconds, and the server may be busy
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the page: what was looked at, and what was found or what to do."""
+    """The result of one check: what was found, or the problem and its remedy."""
 
     subject: str
     text: str
@@ -43,7 +39,7 @@ class Finding:
 
 
 def findings(config: ServiceConfig) -> Iterator[Finding]:
-    """Yield what each check finds for this configuration; a problem that two meet, once."""
+    """Run all checks of this configuration. A problem that several of them find is yielded once."""
     problems = set[str]()
     for subject, check in _CHECKS.items():
         try:
@@ -55,24 +51,13 @@ def findings(config: ServiceConfig) -> Iterator[Finding]:
 
 
 def show(config: ServiceConfig) -> bool:
-    """Print the page. # -> whether a server can start as configured"""
-    found = list(findings(config))
-    problems = sum(one.is_problem for one in found)
-    table = Table(
-        "",
-        "",
-        Column(overflow="fold"),
-        show_header=False,
-        box=None,
-        title=f"adaptree {__version__}",
-        title_justify="left",
-    )
-    for one in found:
-        mark = "[red]problem[/]" if one.is_problem else "[green]ok[/]"
-        table.add_row(mark, one.subject, one.text)
-    console = Console()
-    console.print(table)
-    console.print(
+    """Print what each check finds, one line each. # -> whether a server can start as configured"""
+    print(f"adaptree {__version__}")
+    problems = 0
+    for one in findings(config):
+        problems += one.is_problem
+        print(f"{'problem' if one.is_problem else 'ok':9}{one.subject:11}{one.text}")
+    print(
         f"{problems} to solve before `adaptree serve`" if problems else "no problem found: start with `adaptree serve`"
     )
     return not problems
@@ -135,7 +120,7 @@ def _memory(config: ServiceConfig) -> str:
 
 
 def _weight_bytes(model: str) -> int:
-    """The size of a model's files; 0 for one on the hub, which is not downloaded for this."""
+    """Size of a model's files in bytes; 0 for one on the hub, which is not downloaded for this."""
     file = gguf_file(model)
     files = part_paths(file) if file is not None else Path(model).expanduser().glob("*.safetensors")
     return sum(one.stat().st_size for one in files)
@@ -156,7 +141,7 @@ def _port(config: ServiceConfig) -> str:
 
 
 def _serving_there(config: ServiceConfig) -> str:
-    """What an adaptree server at the configured address says of itself; empty: there is none that is ready."""
+    """State of an adaptree server at the configured address, as the end of a message; empty: none is ready there."""
     host = "127.0.0.1" if config.host in ("", "0.0.0.0", "::") else config.host
     try:
         url = httpx.URL(scheme="http", host=host, port=config.port, path="/readyz")
