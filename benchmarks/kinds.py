@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from benchmarks import baselines
 from benchmarks.draft_records import SteeredDrafter, observed
 from benchmarks.quality import COVERED, quality_of
 from drafters.decision import RegretLedger
@@ -125,6 +126,7 @@ def run(
 ) -> bool:
     """Compare kinds of drafters: how well they predict, tau, cost and speedup, with a picture next to --out. Exit code
     1 if any token differs from plain decoding."""
+    baselines.register()
     compared, budgets = kinds_of(kinds), budgets_of(nodes)
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     largest = max([loaded.config.max_budget, *(count for count in budgets if count is not None)])

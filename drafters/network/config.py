@@ -64,6 +64,7 @@ class DrafterConfig(ABC):
 
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # consecutive blocks that training goes through
+    least_layers: ClassVar[int] = 1
     family: ClassVar[str | None] = None  # of the layers as the kind is published; None: the target's
     with_target: ClassVar[bool] = False  # published together with the target, and never trained from the beginning
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values are made of their condition
@@ -78,9 +79,10 @@ class DrafterConfig(ABC):
     trained_length: int = 512  # longest context seen in training, tokens
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "trained_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"drafter config: {name} must be at least 1")
+        for name in ("num_layers", "draft_vocab_size", "block_size", "rank_hidden", "trained_length"):
+            least = self.least_layers if name == "num_layers" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"drafter config: {name} must be at least {least}")
         layers = self.target.get("model_type")
         if layers not in FUSED_FAMILIES:
             raise ValueError(

@@ -1,0 +1,37 @@
+"""Falcon (arXiv 2412.12639), semi-autoregressive: K = 2 positions in one forward, the second depends on the first
+through attention and shift; three forwards in a row, each on the drafter's own states. Trained without the paper's
+glancing."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from benchmarks.baselines.parallel import ParallelStructure
+from drafters.network.config import DrafterConfig, Fields
+from drafters.network.kind import TrainedKind
+from drafters.network.structure import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class FalconConfig(DrafterConfig):
+    """A Falcon drafter."""
+
+    kind: ClassVar[str] = "falcon"
+    trained_blocks: ClassVar[int] = 3
+
+    def structure(self) -> Structure:
+        return ParallelStructure(self)
+
+    @property
+    def options(self) -> Fields:
+        return {"broadcast": False}
+
+    @classmethod
+    def options_of(cls, fields: Fields) -> Fields:
+        return {}
+
+    @property
+    def num_shifts(self) -> int:
+        return self.num_layers - 1
+
+
+KIND = TrainedKind(FalconConfig, {"block_size": 2, "num_layers": 2, "broadcast": False})
