@@ -88,8 +88,7 @@ class Learner:
     @property
     def waits(self) -> bool:
         """Whether a piece of an update is under way in another process, which the scores of a query may need too."""
-        process = self.training.process
-        return process is not None and process.is_asked
+        return self.training.waits
 
     def work(self) -> bool:
         """Do the next piece of an update: an optimizer step, or a replay; begin an update if one is due. # -> whether
@@ -181,8 +180,8 @@ class Learner:
 
     def recover(self, error: str) -> None:
         """Forget the update under way and train on from what is served."""
-        if self.training.process is not None:
-            self.training.process.quiet()
+        if self.training.waits:  # for an answer that the thread which died has asked for
+            self.training.close()
         self.abandon()
         self.log.add("failed", error)
         self._charge()

@@ -140,11 +140,6 @@ class TrainingProcess:
         self._revive()
         return cast(float, (yield from self._ask("replay", example)))
 
-    def quiet(self) -> None:
-        """End the process if a request is under way: the thread that sent it may have died."""
-        if self.is_asked:
-            self.close()
-
     def close(self) -> None:
         """End the process, by force if it computes or does not end. The next request starts another one."""
         with self._closing:
@@ -165,8 +160,7 @@ class TrainingProcess:
 
     def _revive(self) -> None:
         """Start another process if this one does not run, or still computes for a thread that died."""
-        self.quiet()
-        if self._process is not None and self._process.poll() is not None:
+        if self.is_asked or (self._process is not None and self._process.poll() is not None):
             self.close()
         self.start()
 
@@ -221,6 +215,21 @@ class Training:
         self.pace = Pace()
         time.disturbs = process is None
         self.num_updates: Counter[Arm] = Counter()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the process computes."""
+        return self.process is not None and self.process.is_asked
+
+    def start(self) -> None:
+        """Start the process, if one trains. Raises OSError."""
+        if self.process is not None:
+            self.process.start()
+
+    def close(self) -> None:
+        """End the process; the next update starts another one."""
+        if self.process is not None:
+            self.process.close()
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample]) -> Pieces[UpdateReport]:
         """As `OnlineTrainer.update`, at the pace of the arm."""

@@ -67,19 +67,17 @@ class Adaptive:
     def start(self, wake: Callable[[], None] = lambda: None) -> None:
         """Start learning. `wake` lets an idle engine take one step, so that new weights do not wait for a request."""
         self.learner.weights.on_staged = wake
-        if self.learner.training.process is not None:
-            try:
-                self.learner.training.process.start()  # its imports would slow serving down
-            except OSError as error:
-                logger.error("the process that trains did not start; the first query tries again: %s", error)
+        try:
+            self.learner.training.start()  # now, because its imports would slow serving down
+        except OSError as error:
+            logger.error("the process that trains did not start; the first query tries again: %s", error)
         self.worker.start()
         self.replicas.start()
 
     def stop(self) -> None:
         """Stop learning; the state is saved."""
         stop_learning(self.worker, self.replicas)
-        if self.learner.training.process is not None:
-            self.learner.training.process.close()
+        self.learner.training.close()
 
     def status(self) -> AdaptationStatus:
         """The status of learning. Like all methods below, waits for an optimizer step under way. Raises CancelledError

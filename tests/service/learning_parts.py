@@ -69,8 +69,7 @@ def learning(
         yield adaptive
     finally:
         assert adaptive.worker.stop()
-        if adaptive.learner.training.process is not None:
-            adaptive.learner.training.process.close()
+        adaptive.learner.training.close()
 
 
 def requests(prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int) -> list[GenerationRequest]:
