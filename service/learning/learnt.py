@@ -22,7 +22,7 @@ from adaptation.weights import ANCHOR
 from drafters import folders as published
 from drafters.files import replace_file, replacing
 from drafters.network import checkpoint
-from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, Description, DrafterError
+from drafters.network.checkpoint import CARD_FILE, CONFIG_FILE, VOCABULARY, WEIGHTS_FILE, DrafterError
 from drafters.network.config import DrafterConfig, config_from
 from service import __version__
 from service.config import ServiceConfig
@@ -103,23 +103,35 @@ class Learnt:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Contents of a drafter folder as JSON values. Raises StartupError for one that cannot be used."""
-    description = checked(folder)
-    config = description.config
-    weights = checkpoint.read_weights(folder, config)
-    shapes = checkpoint.shapes_of(config)
+    """Check a drafter folder as far as possible without the target, and return its contents as JSON values. Raises
+    StartupError for a folder that no server can use."""
+    if published.form_of(folder) is not None:
+        raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
+    try:
+        found = checkpoint.describe(folder)
+        weights = checkpoint.read_weights(folder, found.config)
+        sha256, num_bytes = checkpoint.weights_sha256(folder), (folder / WEIGHTS_FILE).stat().st_size
+    except (DrafterError, OSError) as error:
+        raise StartupError(f"{error}; name a folder that `adaptree drafter export` or `train` has written") from error
+    if found.weights_sha256 not in (None, sha256):
+        raise StartupError(
+            f"drafter {folder}: {WEIGHTS_FILE} is not the file that {CONFIG_FILE} was written with: copy both again"
+        )
+    if not all_finite(weights.values()):
+        raise StartupError(f"drafter {folder}: holds weights that are not finite: export or train it again")
+    shapes = checkpoint.shapes_of(found.config)
     return {
         "folder": str(folder),
         "architecture": checkpoint.ARCHITECTURE,
-        "target_identity": description.target_identity,
-        "drafter": json.loads(config.as_json),
+        "target_identity": found.target_identity,
+        "drafter": json.loads(found.config.as_json),
         "parameters": sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != VOCABULARY),
-        "stores_head": "lm_head.weight" in weights,
+        "stores_head": checkpoint.HEAD in weights,
         "dtype": str(weights["rank_head.0.weight"].dtype).removeprefix("torch."),
         "tensors": {name: list(shape) for name, shape in shapes.items()},
-        "bytes": (folder / WEIGHTS_FILE).stat().st_size,
-        "weights_sha256": checkpoint.weights_sha256(folder),
-        "facts": dict(description.facts),
+        "bytes": num_bytes,
+        "weights_sha256": sha256,
+        "facts": dict(found.facts),
     }
 
 
@@ -160,25 +172,6 @@ def _described_version(snapshots: Path, version: int, saved: SavedLearner) -> di
         "taken_back": version in saved.condemned,
         "complaint": complaint,
     }
-
-
-def checked(folder: Path) -> Description:
-    """Check all that can be checked without the target. Raises StartupError for a folder that no server can use."""
-    if published.form_of(folder) is not None:
-        raise StartupError(f"drafter {folder}: in its authors' form it is read where it lies: set drafter_path to it")
-    try:
-        described = checkpoint.describe(folder)
-        weights = checkpoint.read_weights(folder, described.config)
-        found = checkpoint.weights_sha256(folder)
-    except (DrafterError, OSError) as error:
-        raise StartupError(f"{error}; name a folder that `adaptree drafter export` or `train` has written") from error
-    if described.weights_sha256 not in (None, found):
-        raise StartupError(
-            f"drafter {folder}: {WEIGHTS_FILE} is not the file that {CONFIG_FILE} was written with: copy both again"
-        )
-    if not all_finite(weights.values()):
-        raise StartupError(f"drafter {folder}: holds weights that are not finite: export or train it again")
-    return described
 
 
 def new_folder(out: Path) -> Path:
