@@ -1,5 +1,5 @@
 """The drafter of a configuration: its kind, the folder of its weights, and the object that drafts. The service builds
-drafters nowhere else; which kinds there are is `drafters.registry`'s."""
+drafters nowhere else; `drafters.registry` knows the kinds."""
 
 import hashlib
 import json

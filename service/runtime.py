@@ -303,7 +303,7 @@ class Runtime:
                     stream.put(output)
                 except Exception as error:  # tokens were not counted: the reservation stands as the charge
                     self._loaded().engine.guard.count("limits", error)
-        self._check_engine()  # a thread that fails delivers nothing, as its last
+        self._check_engine()  # the last delivery of a thread that failed is empty
 
     def _check_engine(self) -> None:
         if self.state == "failed" or self._served is None or self._served.engine.failure is None:

@@ -1,4 +1,4 @@
-"""Which targets are refused, by their config and their files, before or after their weights are loaded."""
+"""Refuses targets that cannot be served: by their config, their family, and the tensors in their files."""
 
 import json
 from collections.abc import Collection, Mapping

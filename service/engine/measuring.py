@@ -233,8 +233,7 @@ def measure_costs(target: Target, limits: EngineLimits, *, progress: Progress = 
 
 
 def _is_faster_now(target: Target, costs: Costs) -> bool:
-    """Whether a step takes clearly less than the kept costs say: measured under other load, they would stay for
-    ever."""
+    """Whether steps are clearly faster than the stored costs, which were then measured under other load."""
     sequences, context = int(costs.verify.sequences[-1]), int(costs.verify.contexts[0])
     trial = dummy_texts(target, sequences=sequences, length=context)
     now = _best_seconds(partial(run_point, trial, Point(sequences, context, sequences)))

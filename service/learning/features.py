@@ -137,7 +137,7 @@ def dense_attention(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, window: int, softcap: float | None) -> Tensor:
-    """softmax(cap(q k)) v over the last `window` positions. # as in `dense_attention` -> [batch, heads, length, dim]"""
+    """softmax(cap(q k)) v over the last `window` positions. # query and result [batch, heads, length, dim]"""
     row = torch.arange(query.shape[2], device=query.device)
     distance = row[:, None] - row
     seen = (distance >= 0) & (distance < window)  # [length, length]

@@ -125,7 +125,7 @@ class _Start:
 
 
 def kept_length(out: Path) -> Length | None:
-    """Length of the run in a folder; None: there is none, or its state lacks it. Raises StartupError."""
+    """Length of the run in a folder; None: there is no run. Raises StartupError."""
     kept = _kept_notes(out).get("length")
     return None if kept is None else Length(**kept)
 
@@ -291,7 +291,7 @@ def _begin(loaded: LoadedModel, plan: FitPlan, manifest: Manifest, examples: lis
 
 
 def _adapted(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """A folder's drafter; its head is trained if it is not the target's."""
+    """Load a folder's drafter to be trained; its head is trained unless it is the target's."""
     model = published.load(folder, loaded.parts, dtype=torch.float32, device=loaded.model.device).requires_grad_(True)
     model.lm_head.requires_grad_(checkpoint.HEAD in published.names_in_file(folder, loaded.parts))
     return model

@@ -257,7 +257,7 @@ def _origin_of(chosen: Learnt) -> Origin:
 
 
 def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
-    """Raises StartupError for a damaged snapshot, or one that does not fit its drafter."""
+    """Read a snapshot. Raises StartupError for a damaged one, or one that does not fit its drafter."""
     try:
         snapshot = read_snapshot(chosen.folder / SNAPSHOTS, version, None)
         found = {name: tuple(value.shape) for name, value in snapshot.tensors.items()}
@@ -275,6 +275,6 @@ def _read(chosen: Learnt, version: int, origin: Origin) -> Snapshot:
 
 
 def _shown_name(origin: Origin) -> str:
-    """The target's name without the folders of this machine."""
+    """The target's name without a path of this machine."""
     name = origin.model or f"target {origin.target_identity}"
     return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
