@@ -61,7 +61,7 @@ class SnapshotRing:
     def __init__(self, folder: Path, *, size: int) -> None:
         self._folder = folder
         self._size = size
-        for path in folder.glob(f"{UNFINISHED}*"):  # of a crash
+        for path in folder.glob(f"{UNFINISHED}*"):  # left by a crash
             shutil.rmtree(path, ignore_errors=True)
 
     @property

@@ -1,5 +1,5 @@
-"""Saves and restores what a later process needs to go on: which version serves, what policy and monitors know, and the
-training copy. Also decides which process owns a learning folder.
+"""Saves and restores the learner's state: the serving version, policy and monitors, and the training copy. Also decides
+which process owns a learning folder.
 """
 
 import itertools
@@ -44,7 +44,7 @@ TensorKind = Literal["training", "sums", "anchor"]
 
 @dataclass(frozen=True, slots=True)
 class SavedLearner:
-    """State of an earlier process; the defaults are those of a first start."""
+    """State of an earlier process; the defaults describe a first start."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -52,8 +52,8 @@ class SavedLearner:
     origin: NonNegativeInt = 0  # the version that first had the serving weights
     condemned: set[NonNegativeInt] = field(default_factory=set)  # never to go back to
     parts: Mapping[str, State] = field(default_factory=dict)
-    complaints: tuple[str, ...] = ()  # what was passed over, and why
-    paused: bool = False  # by an operator
+    complaints: tuple[str, ...] = ()  # files that were not used, and why
+    paused: bool = False  # learning was paused by an operator
 
 
 _SAVED = TypeAdapter(SavedLearner)
@@ -98,7 +98,7 @@ class LearnerCheckpoint:
             raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
 
     def load(self) -> SavedLearner:
-        """Read the newest undamaged state, perhaps another process's; `complaints` names what was passed over."""
+        """Read the newest undamaged state, perhaps another process's; `complaints` names unusable files."""
         complaints: list[str] = []
         for path in (self._current, self._previous):
             try:
@@ -200,7 +200,7 @@ class Persistence:
         """Save the state, and with `training` the training copy with its optimizers.
 
         The training copy is ten times as large as the serving weights: it is saved when the process ends, not at every
-        publish. A process that is killed goes on from what it served, with new optimizers.
+        publish. A process that was killed resumes from the serving weights, with new optimizers.
         """
         weights, origin = self._weights, self._weights.latest.origin
         states = {name: part.state() for name, part in self._parts.items()}

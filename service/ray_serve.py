@@ -3,14 +3,16 @@
 Ray places, scales, replaces and routes; the ingress resumes streams as in front of plain processes.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import uvicorn
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -18,27 +20,30 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from drafters.files import lock
+from service.api.connections import listen, server_config, started, url_of
 from service.config_sources import load_config
 from service.errors import QueueFull
 from service.ingress.app import create_ingress
-from service.ingress.forwarding import WholeAnswer
-from service.ingress.replicas import Broken, ForwardedRequest, Headers, ReplicaAnswer, answer_locally
+from service.ingress.forwarding import STALL_SECONDS, WholeAnswer
+from service.ingress.replicas import Broken, ForwardedRequest, Headers, HttpReplicas, ReplicaAnswer
 from service.logging import configure_logging
 from service.serve import application
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_MIN_REPLICAS = 2  # with one, interrupted streams wait until another has loaded
+_MIN_REPLICAS = 2  # a single one would keep interrupted streams waiting until another has loaded
 _MAX_TRIES = 3
-_MAX_STREAMS = 10_000  # of one ingress
+_MAX_STREAMS = 10_000  # open streams per ingress
 _INGRESS_DRAIN_SECONDS = 600.0
 _HEALTH_SECONDS = 5.0
 _RETRY_AFTER_SECONDS = 5
+_HOST = "127.0.0.1"
+_CLOSE_SECONDS = 5
 
 
 def app(settings: dict[str, Any]) -> Any:
     """Build the Ray application for `serve run service.ray_serve:app NAME=VALUE` or the `args` of a configuration file.
 
-    `settings`: those of `adaptree serve` by their flat names, and `config`, the path of a file with further ones.
+    `settings`: settings of `adaptree serve` by their flat names, and `config`, the path of a file with further ones.
     Raises StartupError.
     """
     return deployed(settings, _MIN_REPLICAS)
@@ -67,22 +72,32 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
 
 
 class ServerReplica:
-    """One server without a socket."""
+    """One server, which only its own node can reach: requests come through Ray."""
 
     async def __init__(self, settings: Mapping[str, object]) -> None:  # type: ignore[misc]  # Ray awaits it
         config = load_config(settings).config
         configure_logging(config.log_level, as_json=config.log_json)
-        self._app, self._runtime = application(config)
-        self._running = AsyncExitStack()
+        app, self._runtime = application(config)
+        listening = listen(_HOST, 0)
+        http = server_config(app, _HOST, 0, shutdown_seconds=_CLOSE_SECONDS)
+        http.forwarded_allow_ips = _HOST  # whatever the environment trusts: this process forwards
+        self._server = uvicorn.Server(http)
         async with _alone_on_this_node(config.state_dir):
-            await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
+            self._serving = asyncio.create_task(self._server.serve([listening]))
+            await started(self._server, self._serving)
             await self._runtime.wait_until_loaded()
+        self._replicas = HttpReplicas([url_of(self._server)], stall_seconds=STALL_SECONDS)
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
         """Yield status and headers, then the body in pieces."""
-        async with aclosing(answer_locally(self._app, request)) as pieces:
-            async for piece in pieces:
-                yield piece
+        answer = await self._replicas.send(request, set())
+        assert answer is not None, "there is one replica"
+        try:
+            yield answer.status, answer.headers
+            async for chunk in answer.chunks:
+                yield chunk
+        finally:
+            await answer.close()
 
     async def check_health(self) -> None:
         """Raise RuntimeError if Ray must replace the replica."""
@@ -91,7 +106,9 @@ class ServerReplica:
 
     async def __del__(self) -> None:
         """Stop the server; Ray calls this when running requests have ended, or after drain_seconds."""
-        await self._running.aclose()
+        self._server.should_exit = True
+        await self._serving
+        await self._replicas.close()
 
 
 class Ingress:

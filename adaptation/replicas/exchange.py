@@ -1,14 +1,13 @@
-"""The thread through which a replica learns with others: it leads or follows, sends and fetches.
+"""A replica that learns with others through Redis: it leads or follows, sends and fetches.
 
-Only this thread waits for the store. When the store is lost, the replica learns by itself after the time of a lease,
-and reconnects by itself.
+Only its thread waits for the store. When the store is lost, the replica learns alone after the time of a lease, and
+reconnects by itself.
 """
 
 import hashlib
 import logging
 import os
 import platform
-import random
 import secrets
 import threading
 import time
@@ -19,20 +18,17 @@ from adaptation.learner import Learner, worker_of
 from adaptation.records import Refused, ReplicaStatus, Role, StoreLost
 from adaptation.replicas.follower import Follower, QuerySender, Replica, ServedWeights, VersionState
 from adaptation.replicas.leader import Leader
-from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore
+from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, Lease, RedisStore, talk
 from adaptation.replicas.wire import QueryCodec, QueryShape, weights_to_bytes
 from adaptation.weights import ServedDrafter
-from adaptation.worker import Worker, lower_priority
+from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 
 logger = logging.getLogger(__name__)
 
-
-_STEP_SECONDS: Final = 0.1
-_FIRST_RETRY_SECONDS: Final = 0.1
-_LONGEST_RETRY_SECONDS: Final = 2.0
-_COMMANDS_PER_LEASE: Final = 2  # that may fail before a lease has run out
-_FORMAT: Final = 4  # of what is sent; 0.2.0 had 3, whose queries lack fields
+_STOP_SECONDS: Final = 5.0
+_COMMANDS_PER_LEASE: Final = 2  # so many may time out before a lease has run out
+_FORMAT: Final = 4  # version of the wire format; queries of 0.2.0, version 3, lack fields
 
 
 class LocalOnly:
@@ -58,7 +54,7 @@ class LocalOnly:
 
 
 class Exchange:
-    """Owner of the thread that talks to the shared store, as leader or follower."""
+    """This replica as leader or follower, in the thread that talks to the shared store."""
 
     def __init__(self, replica: Replica, *, max_queries: int = MAX_QUERIES) -> None:
         self.connected = False
@@ -69,7 +65,6 @@ class Exchange:
         self._sender = QuerySender(replica, max_queries=max_queries)
         self._follower = Follower(replica)
         self._leader = Leader(replica, self._follower)
-        self._retry_seconds = _FIRST_RETRY_SECONDS
         self._answered_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
@@ -78,11 +73,11 @@ class Exchange:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, timeout_seconds: float = 5.0) -> bool:
+    def stop(self) -> bool:
         """End the thread, and let another replica lead at once. # -> whether it has ended in time"""
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join(timeout_seconds)
+            self._thread.join(_STOP_SECONDS)
         return not self._thread.is_alive()
 
     def offer(self, feedback: QueryFeedback) -> None:
@@ -108,17 +103,15 @@ class Exchange:
         )
 
     def _run(self) -> None:
-        lower_priority(self._replica.worker.niceness)
-        while not self._stopping.is_set():
-            self._stopping.wait(self.attempt())
+        talk(self.attempt, self._stopping, self._replica.worker.niceness)
         try:
             self._replica.lease.release()
         except StoreLost as error:
             logger.info("the lease was not released, and ends by itself: %s", error)
         self._replica.store.close()
 
-    def attempt(self) -> float:
-        """Take one step and handle its errors. # -> seconds until the next, with exponential backoff and jitter"""
+    def attempt(self) -> bool:
+        """Take one step and handle its errors. # -> whether this replica is connected with the store"""
         try:
             self.step()
         except StoreLost as error:
@@ -126,11 +119,7 @@ class Exchange:
         except Exception:
             logger.exception("learning with other replicas failed; trying again")
             self._disconnected("an error of this process")
-        else:
-            return _STEP_SECONDS
-        longest = self._retry_seconds
-        self._retry_seconds = min(_LONGEST_RETRY_SECONDS, 2 * longest)
-        return random.uniform(longest / 2, longest)
+        return self.connected
 
     def step(self) -> None:
         """Lead or follow, and send queries, once. Raises StoreLost."""
@@ -152,10 +141,9 @@ class Exchange:
         try:
             self._replica.store.inherit(lambda raw: self._replica.state.check(raw).sha256)
         except Refused as refusal:
-            logger.warning("what replicas of 0.3.0 left in the store is not taken over: %s", refusal)
+            logger.warning("the state that replicas of 0.3.0 left in Redis is not used: %s", refusal)
         self._replica.lease.raise_epoch(self._replica.state.record.epoch)
         self.connected = True
-        self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("connected with the other replicas")
 
     def _disconnected(self, reason: str) -> None:
@@ -196,16 +184,13 @@ def join_replicas(
         return worker, LocalOnly(worker)
     name, fingerprint = f"{platform.node()}:{os.getpid()}", fingerprint_of(drafter, target_identity)
     secret = None if config.redis_secret is None else config.redis_secret.get_secret_value().encode()
-    try:
-        store = RedisStore(
-            config.redis_url.get_secret_value(),
-            f"adaptree:{fingerprint[:16]}",
-            name=f"{name}:{secrets.token_hex(8)}",  # unique per start of a process
-            timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE,
-            max_queries=max_queries,
-        )
-    except ValueError as error:
-        raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
+    store = RedisStore(
+        config.redis_url.get_secret_value(),
+        f"adaptree:{fingerprint[:16]}",
+        name=f"{name}:{secrets.token_hex(8)}",  # unique per start of a process
+        timeout_seconds=lease_seconds / _COMMANDS_PER_LEASE,
+        max_queries=max_queries,
+    )
     served, network = ServedWeights(learner.weights), drafter.config
     shape = QueryShape(
         width=len(network.tap_layers) * network.hidden_size,

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUERY_BYTES: Final = 16 << 20
 _MESSAGES_AT_ONCE: Final = 8  # per step
-_REFUSED_SECONDS: Final = 2.0  # before a refused version is checked again
+_REFUSED_SECONDS: Final = 2.0  # pause before a refused version is checked again
 _REMEMBERED_VERSIONS: Final = 256
 
 UNKNOWN: Final = VersionRecord(
@@ -113,7 +113,7 @@ class ServedWeights:
 class Replica:
     """This replica: what its leader and follower parts share."""
 
-    name: str  # as shown to others; the store uses one that is unique per start
+    name: str  # shown to others; the store has another one, unique per start
     store: RedisStore
     lease: Lease
     codec: QueryCodec
@@ -121,8 +121,8 @@ class Replica:
     served: ServedWeights
     learner: Learner
     worker: Worker
-    queries: Counter[str] = field(default_factory=Counter)  # by outcome
-    versions: Counter[str] = field(default_factory=lambda: Counter(announced=0))  # by outcome
+    queries: Counter[str] = field(default_factory=Counter)  # queries by outcome
+    versions: Counter[str] = field(default_factory=lambda: Counter(announced=0))  # versions by outcome
 
 
 @dataclass(frozen=True, slots=True)

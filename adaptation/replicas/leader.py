@@ -23,7 +23,7 @@ from adaptation.replicas.wire import VersionRecord, sign, verify
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_AT_ONCE: Final = 4  # that wait for the learner; each holds the features of a text
+_MESSAGES_AT_ONCE: Final = 4  # queries waiting for the learner; each holds the features of a text
 _MAX_SENDERS: Final = 4096
 _SHARE_SECONDS: Final = 5.0
 
@@ -44,7 +44,7 @@ class QueryReceiver:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._store, self._counts = replica.store, replica.queries
-        self._offsets: dict[str, int] = {}  # by sender, the last sequence number handed over
+        self._offsets: dict[str, int] = {}  # last sequence number handed over, by sender
         self._waiting: deque[_Handed] = deque()
 
     def take_over(self) -> None:
@@ -106,7 +106,7 @@ class Leader:
         self._follower = follower
         self._receiver = QueryReceiver(replica)
         self._store, self._state, self._served = replica.store, replica.state, replica.served
-        self._epoch = 0  # of the lease that was taken over
+        self._epoch = 0  # epoch of the present term; 0: none has begun
         self._sharing: Future[dict[str, JsonValue]] | None = None
         self._share_at = 0.0
 
@@ -155,7 +155,7 @@ class Leader:
         record = self._next_record(epoch, served)
         if not self._store.put(served.sha256, served.data, lambda: self._holds(epoch)):
             return
-        self._state.accept(record, record.encode(self._state.secret))
+        self._state.accept(record, sign("version", record, self._state.secret))
         if self._store.announce(epoch, self._state.raw, served.sha256, before):
             self._replica.versions["announced"] += 1
             logger.info("announced version %s, weights %s", record.order, served.sha256[:16])

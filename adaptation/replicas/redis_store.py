@@ -1,9 +1,12 @@
-"""What replicas keep in Redis: the leader's lease, the announced version, and the stream of finished queries.
+"""The loop that talks to Redis, and what replicas keep there: the leader's lease, the announced version, and the
+stream of finished queries.
 
 The only module that imports redis, which is an extra. Contents are opaque bytes. Every command returns within a bounded
-time or raises StoreLost; the one thread that calls waits and retries.
+time or raises StoreLost; the thread of the loop waits and tries again.
 """
 
+import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +15,14 @@ from itertools import chain
 from typing import Any, Final
 
 from adaptation.records import Refused, StoreLost, StoreRefused
+from adaptation.worker import lower_priority
 
-LEASE_SECONDS: Final = 3.0  # without renewal, after which another leads; also how long a store may be unreachable
-MAX_QUERIES: Final = 128  # that wait in the store, and in each replica
+LEASE_SECONDS: Final = 3.0  # lifetime without renewal, and how long a store may be unreachable
+MAX_QUERIES: Final = 128  # most queries waiting in the store, and in each replica
 CHUNK_BYTES: Final = 1 << 20
+_STEP_SECONDS: Final = 0.1
+_FIRST_RETRY_SECONDS: Final = 0.1
+_LONGEST_RETRY_SECONDS: Final = 2.0
 _KEPT_SECONDS: Final = 600  # lifetime of weights that are not announced (any more), for replicas still reading them
 _RENEWALS: Final = 3  # per lease time
 _GROUP: Final = "learner"
@@ -110,9 +117,11 @@ class RedisStore:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ModuleNotFoundError as error:
-            raise ValueError(f"{error}: install it with `pip install 'adaptree[redis]'`") from error
+            raise ValueError(
+                f"adaptation.redis_url: {error}: install it with `pip install 'adaptree[redis]'`"
+            ) from error
         self.name = name
-        self.prefix = f"{{{prefix}}}"  # in braces, by which a cluster keeps all keys on one node, as scripts need
+        self.prefix = f"{{{prefix}}}"  # a hash tag: a cluster keeps all keys on one node, which scripts need
         self.lease_keys = f"{self.prefix}:lease", f"{self.prefix}:epoch"
         self._version, self._weights = f"{self.prefix}:version", f"{self.prefix}:weights:"
         self._queries, self._offsets = f"{self.prefix}:queries", f"{self.prefix}:heard"
@@ -122,7 +131,10 @@ class RedisStore:
         options: dict[str, Any] = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_seconds)
         # A second try would double the time that a command may take.
         options |= {"protocol": _RAW_REPLIES, "retry": Retry(NoBackoff(), 0)}
-        self._client: Any = redis.Redis.from_url(url, **options)
+        try:
+            self._client: Any = redis.Redis.from_url(url, **options)
+        except ValueError as error:
+            raise ValueError(f"adaptation.redis_url cannot be used: {error}") from error
         self._as_cluster: Callable[[], Any] | None = partial(redis.RedisCluster.from_url, url, **options)
 
     def command(self, *parts: Part) -> Any:
@@ -220,7 +232,7 @@ class RedisStore:
 
     def inherit(self, sha256_of: Callable[[bytes], str]) -> None:
         """Take over what replicas of 0.3.0 left under names without braces, unless a version is announced.
-        `sha256_of`: that of a version's weights; what it raises is passed on."""
+        `sha256_of`: hash of a version's weights; may raise."""
         former = self.prefix[1:-1]
         raw: bytes | None = self.command("GET", f"{former}:version")
         if raw is None or self.current() is not None:
@@ -257,6 +269,19 @@ class RedisStore:
         self.script(_ACKNOWLEDGE, [self._queries, self._offsets], _GROUP, len(entry_ids), *entry_ids, *pairs)
 
 
+def talk(attempt: Callable[[], bool], stopping: threading.Event, niceness: int) -> None:
+    """Call `attempt` regularly until the event is set, and with exponential backoff and jitter while it returns that
+    the store is lost: False."""
+    lower_priority(niceness)
+    longest = _FIRST_RETRY_SECONDS
+    while not stopping.is_set():
+        if attempt():
+            wait, longest = _STEP_SECONDS, _FIRST_RETRY_SECONDS
+        else:
+            wait, longest = random.uniform(longest / 2, longest), min(_LONGEST_RETRY_SECONDS, 2 * longest)
+        stopping.wait(wait)
+
+
 class Lease:
     """The lease of the leader: one replica at a time holds it, each under a higher epoch than the one before."""
 
@@ -270,7 +295,7 @@ class Lease:
     ) -> None:
         """`eligible`: whether this replica may lead."""
         self.seconds = seconds
-        self.epoch = 0  # of the held lease; 0: not held
+        self.epoch = 0  # epoch of the held lease; 0: not held
         self._store = store
         self._clock = clock
         self._eligible = eligible

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -32,6 +32,7 @@ from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.network.checkpoint import VOCABULARY, names_tokens
 
+Record = TypeVar("Record")
 Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None
 """Signing key of all replicas; None: messages are not signed, and all that reaches the store is trusted."""
@@ -60,6 +61,17 @@ def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
         raise Refused("torn", f"a {kind} that is {error}") from error
 
 
+def verify_record(
+    kind: Kind, form: TypeAdapter[Record], raw: bytes, secret: Secret, *, incomplete: str = "torn"
+) -> Record:
+    """Decode a record that `sign` encoded. Raises Refused, for missing or wrong fields with the reason `incomplete`."""
+    content = verify(kind, raw, secret)
+    try:
+        return form.validate_python(content)
+    except ValidationError as error:
+        raise Refused(incomplete, f"a {kind} with wrong fields: {error.errors()[0]['msg']}") from error
+
+
 def _signature(kind: Kind, data: bytes, secret: Secret) -> bytes:
     """HMAC over kind and data, so that a message of one kind is invalid as another."""
     if secret is None:
@@ -73,12 +85,12 @@ class VersionRecord:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    epoch: PositiveInt  # of the leader's lease
+    epoch: PositiveInt  # epoch of the leader's lease
     number: NonNegativeInt  # consecutive across leaders
-    sha256: Sha256  # of the weights as they are sent
+    sha256: Sha256  # hash of the encoded weights
     parent: str  # sha256 of the version before; empty for the first
     num_bytes: PositiveInt
-    fingerprint: str  # of target and drafter, which weights must fit
+    fingerprint: str  # hash of target and drafter, which weights must fit
     leader: str
     date: str  # ISO 8601, UTC
 
@@ -87,17 +99,10 @@ class VersionRecord:
         """Sort key: epoch, number."""
         return self.epoch, self.number
 
-    def encode(self, secret: Secret) -> bytes:
-        """The signed record."""
-        return sign("version", self, secret)
-
     @staticmethod
     def decode(raw: bytes, secret: Secret) -> "VersionRecord":
         """Decode a signed record. Raises Refused."""
-        try:
-            return _VERSION.validate_python(verify("version", raw, secret))
-        except ValidationError as error:
-            raise Refused("torn", "a version that lacks something") from error
+        return verify_record("version", _VERSION, raw, secret)
 
 
 def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
@@ -120,7 +125,7 @@ def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> 
 class QueryShape:
     """Sizes and type that all queries of one target and drafter share."""
 
-    width: int  # of features
+    width: int  # features per token
     hidden: int
     top: int
     vocab: int
@@ -139,7 +144,7 @@ class QueryHeader:
     fingerprint: str
     tensors_sha256: str
     first_weights: str  # SHA-256 of the weights in the query's first step; empty: not known
-    weights: str  # in its last step
+    weights: str  # SHA-256 of the weights in its last step
     client: Annotated[str, Field(max_length=200)]
     temperature: Seconds
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -197,11 +202,7 @@ class QueryCodec:
         return header, _feedback(header, tensors, version_of)
 
     def _header(self, message: QueryMessage) -> QueryHeader:
-        content = verify("query", message.header, self._secret)
-        try:
-            header = _HEADER.validate_python(content)
-        except ValidationError as error:
-            raise Refused("misfit", f"a query's header: {error.errors()[0]['msg']}") from error
+        header = verify_record("query", _HEADER, message.header, self._secret, incomplete="misfit")
         if header.fingerprint != self._fingerprint:
             raise Refused("foreign", f"a query of fingerprint {header.fingerprint[:16]}")
         if hashlib.sha256(message.tensors).hexdigest() != header.tensors_sha256:

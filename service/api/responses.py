@@ -82,7 +82,7 @@ def responses_router(server: Server) -> APIRouter:
         is_large = await _is_large(request, body, previous)
 
         async def away(call: Callable[[], Result]) -> Result:
-            return await runtime.off_loop(call) if is_large else call()
+            return await runtime.in_turn(scope.account, call) if is_large else call()
 
         async def built() -> Job:
             origin = None if resumed is None else resumed.origin
@@ -115,7 +115,7 @@ def responses_router(server: Server) -> APIRouter:
     async def retrieve_response(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
             how = f"send the request that made it again, with '{HEADER}'"
-            raise InvalidRequest(f"Stored responses are not streamed; to go on with a stream {how}.", param="stream")
+            raise InvalidRequest(f"Stored responses are not streamed; to resume a stream {how}.", param="stream")
         turn = store.get(server.scope_of(request).owner, response_id)
         return Response(turn.response(), media_type="application/json")
 
@@ -128,7 +128,7 @@ def responses_router(server: Server) -> APIRouter:
 
 
 def _previous(body: ResponsesRequest, store: ResponseStore, owner: str) -> Turn | None:
-    """The turn from which the conversation goes on; None: it begins. Raises InvalidRequest."""
+    """The turn before this one; None: the conversation begins. Raises InvalidRequest."""
     if body.previous_response_id is None:
         return None
     turn = store.find(owner, body.previous_response_id)

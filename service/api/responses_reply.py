@@ -21,7 +21,7 @@ class _ItemType(NamedTuple):
     """How items of one type are written."""
 
     name: str
-    prefix: str  # of ids
+    prefix: str  # prefix of ids
     events: str  # name of the events with which one grows
     part: Json | None  # the fixed fields of its content part; None: it is a call
     field: str = "text"  # which grows
@@ -87,7 +87,7 @@ class ResponseReply:
         self._reader = job.reader()
         self._done: list[JsonValue] = []
         self._open: _Item | None = None
-        self._text = ""  # of the open item
+        self._text = ""  # text of the open item
         self._reason: FinishReason | None = None
         self._has_begun = False
 

@@ -72,11 +72,11 @@ class ItemReference(Body):
     id: str
 
 
-_MAX_TYPE_CHARACTERS = 80  # of one that is no type, in an error's message
+_MAX_TYPE_CHARACTERS = 80  # longest unknown type that an error's message quotes
 
 
 def item_type(item: object) -> str:
-    """The type of an item as it was sent: clients leave out that of a message and of a reference."""
+    """The type of an item; clients may leave it out of messages and references."""
     if not isinstance(item, dict):
         return "message"
     if item.get("type") is not None:

@@ -1,4 +1,4 @@
-"""Stored responses: each holds what its turn added to a conversation, and the turn that it goes on from."""
+"""Stored responses: each holds what its turn added to a conversation, and the turn before it."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class Turn:
     not written again, when it is read."""
 
     previous: "Turn | None"
-    items: tuple[bytes, ...]  # of input and output, as far as the next turn reads them; some may be joined by commas
+    items: tuple[bytes, ...]  # input and output that the next turn reads; some may be joined by commas
     head: bytes  # the response without its braces and `output`
     outputs: Mapping[str, bytes]  # the items of the response, by id
     num_holders: int = field(default=0, init=False)  # its owner, and later turns that are stored
@@ -46,8 +46,8 @@ class _Shelf:
     found: what is forgotten is no longer found, but never breaks what is."""
 
     def __init__(self) -> None:
-        self.found: OrderedDict[str, Turn] = OrderedDict()  # by the response's id, the least recently used first
-        self.items: dict[str, bytes] = {}  # of these responses, by id
+        self.found: OrderedDict[str, Turn] = OrderedDict()  # by response id, least recently used first
+        self.items: dict[str, bytes] = {}  # items of these responses, by id
         self.num_bytes = 0
 
     def add(self, response_id: str, turn: Turn) -> None:
@@ -79,7 +79,7 @@ class ResponseStore:
 
     If all take too much memory, the owner of the most loses the least recently used one. Of n owners each may thus hold
     an n-th, whatever the others do; what some leave free the others may use. Response by response, the last turn of a
-    conversation outlives those before it: it is the one from which a client goes on, and it needs their items.
+    conversation outlives the turns before it: clients continue from it, and it needs their items.
 
     Used on the event loop only, but for `item`.
     """

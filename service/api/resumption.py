@@ -42,7 +42,7 @@ class StreamPosition(NamedTuple):
 
     tokens: int = 0  # received completely
     partial: int = 0  # further tokens, which came in several chunks
-    chunks: int = 0  # of these chunks so many were received
+    chunks: int = 0  # number of these chunks received
 
     def __str__(self) -> str:
         return f"{self.tokens}+{self.partial}:{self.chunks}" if self.partial else str(self.tokens)
@@ -98,7 +98,7 @@ def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
     if not body.stream:
         raise InvalidRequest(f"'{param}' is only allowed when 'stream' is true.", param=param)
     if body.speculation is not None and body.speculation.trace:
-        reason = "the steps of the first run cannot be repeated, so a trace cannot go on."
+        reason = "the steps of the first run cannot be repeated, so a trace cannot be resumed."
         raise InvalidRequest(f"'speculation.trace' beside '{param}': {reason}", param="speculation.trace")
     if isinstance(value, str):
         return _parsed(value, param)
@@ -121,7 +121,8 @@ async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runt
 
 
 def _digests_of(job: Job, sent: BaseModel, system_fingerprint: str) -> Digests:
-    """Digests of all fields but those of streaming, and of the prompts: a template may insert the time."""
+    """Digests of the model and the request. Prompts are included, because a template may insert the time; fields that
+    only concern streaming are not."""
     fields = sent.model_dump_json(exclude={"stream_options", _FIELD})
     prompts = [(list(request.prompt), request.sampling.max_tokens) for request in job.requests]
     return Digests(_digest(system_fingerprint), _digest(f"{type(sent).__name__} {prompts} {fields}"))

@@ -243,7 +243,7 @@ async def collect(request: Request, stream: OutputStream, release: Release) -> l
 async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
     loop = asyncio.get_running_loop()
     began, outputs = loop.time(), [output async for output in stream]
-    if release.seconds is not None:  # as late as the last token would have been streamed
+    if release.seconds is not None:  # answer when the last token would have been streamed
         num_tokens = sum(len(output.token_ids) for output in outputs)
         await asyncio.sleep(began + release.seconds * num_tokens - loop.time())
     return outputs

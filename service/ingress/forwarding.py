@@ -74,8 +74,8 @@ class Forwarding:
         self._lost: set[str] = set()  # replicas that broke off, tried again only if there is no other
         self._breaks = 0  # consecutive ones, without a new event between them
         self._num_events = 0  # passed on to the client
-        self._last_id: bytes | None = None  # of these events
-        self._tokens = b""  # of the answer, as the ids of events hold them
+        self._last_id: bytes | None = None  # id of the last of these events, without tokens
+        self._tokens = b""  # the answer's tokens, encoded as in ids of events
 
     async def close(self) -> None:
         """Close the present answer, if there is one."""
@@ -112,7 +112,7 @@ class Forwarding:
                 if not self._request.path.startswith(_RESPONSES):
                     yield DONE
                 return
-            logger.info("a stream goes on after %.3f s elsewhere", time.monotonic() - broke)
+            logger.info("another replica resumed a stream after %.3f s", time.monotonic() - broke)
             yield GOES_ON
 
     def _note(self, what: str, error: Broken) -> None:

@@ -1,26 +1,22 @@
-"""Requests to replicas and their answers: to server processes over HTTP, and to an application in this process."""
+"""Requests to replicas, which are server processes, and their answers."""
 
 import asyncio
 import hashlib
 import json
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import httpx
 from pydantic import JsonValue
 from starlette.datastructures import Headers as NamedHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Scope
 
 from service.api.body import is_packed, unpack
 from service.api.settings import MAX_REQUEST_BYTES
 from service.errors import RequestError, StartupError, parsed_json
-
-logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -34,7 +30,7 @@ _CONNECTION_HEADERS = frozenset(
     b"upgrade expect content-length date server".split()
 )
 _PROMPT_FIELDS = ("messages", "prompt", "input")
-_AFFINITY_CHARACTERS = 1024  # of a prompt, by which a replica is chosen
+_AFFINITY_CHARACTERS = 1024  # the beginning of a prompt, by which a replica is chosen
 _MAX_IMBALANCE = 4  # further requests that the replica with affinity may run, compared with the idlest one
 _CONNECT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0
@@ -54,7 +50,7 @@ class ForwardedRequest:
     """A client's request in the form in which it is forwarded."""
 
     method: str
-    path: str  # with the query
+    path: str  # path and query
     headers: Headers
     body: bytes
     affinity: str  # digest of the prompt's beginning: a replica that has it in its prefix cache is faster
@@ -162,7 +158,7 @@ class HttpReplicas:
             self._running[url] -= 1
 
     async def _response(self, url: str, request: ForwardedRequest) -> httpx.Response:
-        """The response once its headers are here; those of an unstreamed one come with its body. Raises Unreachable."""
+        """The response once its headers are here; an unstreamed one sends them with its body. Raises Unreachable."""
         built = self._client.build_request(
             request.method, url + request.path, headers=request.headers, content=request.body
         )
@@ -214,7 +210,7 @@ async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers without those of the connection, with lower-case names."""
+    """Headers that concern no single connection, with lower-case names."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _CONNECTION_HEADERS)
 
 
@@ -250,79 +246,3 @@ def _fields_in(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> dict[str,
 def _prompt_in(fields: dict[str, JsonValue]) -> str:
     prompts = [fields[name] for name in _PROMPT_FIELDS if fields.get(name)]
     return json.dumps(prompts[0], ensure_ascii=False)[:_AFFINITY_CHARACTERS] if prompts else ""
-
-
-async def answer_locally(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[tuple[int, Headers] | bytes, None]:
-    """Send a request to an application in this process. Yields status and headers, then the body in pieces; closing the
-    generator disconnects the client."""
-    async with aclosing(_messages(app, request)) as batches:
-        async for messages in batches:
-            for message in messages:
-                if message["type"] == "http.response.start":
-                    yield message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"])
-            body = b"".join(message.get("body", b"") for message in messages)
-            if body:
-                yield body
-
-
-async def _messages(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-    """The messages that an application sends, in batches of all that are there. Raises the exception that kept it from
-    completing the answer."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    left, has_body, is_complete = asyncio.Event(), True, False
-
-    async def receive() -> Message:
-        nonlocal has_body
-        if has_body:
-            has_body = False
-            return {"type": "http.request", "body": request.body, "more_body": False}
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def run() -> None:
-        try:
-            await app(_scope_of(request), receive, sent.put)
-        finally:
-            sent.put_nowait(None)
-
-    running = asyncio.create_task(run())
-    try:
-        message = await sent.get()
-        while message is not None:
-            messages = [message]
-            while not sent.empty() and (message := sent.get_nowait()) is not None:
-                messages.append(message)
-            is_complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body", False)
-            yield messages
-            if message is not None:
-                message = await sent.get()
-        try:
-            await running
-        except Exception:
-            if not is_complete:
-                raise
-            logger.exception("%s raised after its answer was complete", request.path)
-        if not is_complete:
-            raise RuntimeError(f"the answer of {request.path} is incomplete")
-    finally:
-        left.set()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def _scope_of(request: ForwardedRequest) -> Scope:
-    path, _, query = request.path.partition("?")
-    client = next((value.decode() for name, value in request.headers if name == FORWARDED_FOR), None)
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": request.method,
-        "scheme": "http",
-        "path": unquote(path),
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": [*request.headers],
-        "client": None if client is None else (client, 0),
-        "server": None,
-    }

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from adaptation.worker import lower_priority
-from drafters.files import UNFINISHED, create_private, lock, replacing
+from drafters.files import create_private, lock, replacing
 from drafters.memory.drafter import MemoryDrafter
 from drafters.memory.past import ScopeAnswers
 from kernels.memory import FEATURES, WAYS, WEIGHT_SETS
@@ -48,7 +48,7 @@ _WEIGHTS_SHAPE = (WEIGHT_SETS, FEATURES)
 
 
 def key_path(file: Path) -> Path:
-    """The file that holds the key of a file of past answers; its lock is that of both."""
+    """Path of the key of a file of past answers. Its lock covers both files."""
     return file.with_name(f"{file.name}.key")
 
 
@@ -56,7 +56,8 @@ def key_beside(file: Path) -> bytes:
     """The key of a file of past answers, which is created if it is missing. Raises StartupError."""
     path = key_path(file)
     try:
-        if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.stat().st_size == 0:
             _create_key(path)
         key = path.read_bytes()
     except OSError as error:
@@ -67,16 +68,12 @@ def key_beside(file: Path) -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    """Write a new key, unless another process is first. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}.{os.getpid()}")
-    with create_private(unfinished) as file:
-        file.write(secrets.token_bytes(_KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    with suppress(FileExistsError):
-        os.link(unfinished, path)
-    unfinished.unlink()
+    """Write a new key, unless another process was first. Raises OSError."""
+    with os.fdopen(lock(path, waits=True), "r+b") as file:
+        if not file.read():
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class AnswersFile:
@@ -269,7 +266,7 @@ class MemoryFile:
             if not isinstance(error, OSError):
                 raise
             if not self._write_failed:
-                logger.error("past answers cannot be kept in %s, serving goes on: %s", self.path, error)
+                logger.error("past answers cannot be kept in %s, serving continues: %s", self.path, error)
             self._write_failed = True
 
     def _remove(self) -> None:

@@ -1,28 +1,26 @@
 """Past answers that replicas share through Redis, with or without learning.
 
 Every replica adds its signed answers to one bounded stream per tokenizer, and reads those of the others. Scopes are
-keyed hashes, equal in all replicas with the same secret. A separate thread talks to Redis; without Redis only sharing
-stops.
+keyed hashes, equal in all replicas with the same secret. Without Redis only sharing stops.
 """
 
 import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from adaptation.config import AdaptationConfig
 from adaptation.records import Refused, StoreLost
-from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore
-from adaptation.replicas.wire import sign, verify
-from adaptation.worker import lower_priority
+from adaptation.replicas.redis_store import LEASE_SECONDS, MAX_QUERIES, RedisStore, talk
+from adaptation.replicas.wire import sign, verify_record
 from drafters.memory.drafter import MAX_ANSWER_TOKENS, MemoryDrafter
 from kernels.memory import CONTEXT
 from service.engine.thread import EngineThread
@@ -32,11 +30,9 @@ logger = logging.getLogger(__name__)
 
 _KEPT_ANSWERS = 8 * MAX_QUERIES
 """Answers kept in the stream: some MiB, and as many as a busy server gives while another one loads its model."""
-_KEPT_SECONDS = 3600  # after the last answer of all replicas
+_KEPT_SECONDS = 3600  # lifetime of the stream after the last answer
 _FIRST = "0-0"
 _READ_ANSWERS = 16  # per command
-_STEP_SECONDS = 0.1
-_LOST_SECONDS = 2.0  # between attempts to reach Redis
 _NICENESS = 10
 
 
@@ -68,63 +64,53 @@ class AnswerStream:
         assert config.redis_secret is not None
         self._secret = config.redis_secret.get_secret_value().encode()
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._sender = secrets.token_hex(8)  # unique to this start of this process
-        self.last: bytes | str = _FIRST if from_start else ""  # the last entry that was read; "": the newest
+        self.sender = secrets.token_hex(8)  # unique to this start of this process
+        self.last: bytes | str = _FIRST if from_start else ""  # id of the last entry that was read; "": the newest
         try:
             url, timeout = config.redis_url.get_secret_value(), LEASE_SECONDS / 2
-            self._store = RedisStore(url, f"adaptree:{tokenizer[:16]}", name=self._sender, timeout_seconds=timeout)
+            self.store = RedisStore(url, f"adaptree:{tokenizer[:16]}", name=self.sender, timeout_seconds=timeout)
         except ValueError as error:
-            raise StartupError(f"adaptation.redis_url cannot be used: {error}") from error
-        self._stream = f"{self._store.prefix}:answers"
+            raise StartupError(str(error)) from error
+        self._key = f"{self.store.prefix}:answers"
 
     def entry(self, scope: str | None, tokens: Sequence[int] = (), num_new: int = 0) -> SharedAnswer:
         """An entry of this replica."""
         return SharedAnswer(
-            sender=self._sender, tokenizer=self._tokenizer, scope=scope, tokens=list(tokens), num_new=num_new
+            sender=self.sender, tokenizer=self._tokenizer, scope=scope, tokens=list(tokens), num_new=num_new
         )
-
-    def is_own(self, answer: SharedAnswer) -> bool:
-        """Whether this replica has sent the entry."""
-        return answer.sender == self._sender
 
     def find_newest(self) -> None:
         """Start reading after the newest entry, unless a start is set already. Raises StoreLost."""
         if not self.last:
-            newest = self._store.command("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
+            newest = self.store.command("XREVRANGE", self._key, "+", "-", "COUNT", 1)
             self.last = newest[0][0] if newest else _FIRST
 
-    def delete(self) -> None:
-        """Delete the stream; the answers of others in it are not shared. Raises StoreLost."""
-        self._store.command("DEL", self._stream)
-
-    def send(self, answer: SharedAnswer) -> None:
-        """Add an entry. Raises StoreLost."""
+    def send(self, answer: SharedAnswer, *, alone: bool = False) -> None:
+        """Add an entry, and before that delete all others if it shall be `alone`. Raises StoreLost."""
+        if alone:
+            self.store.command("DEL", self._key)
         data = sign("answer", answer, self._secret)
-        self._store.command("XADD", self._stream, "MAXLEN", "~", _KEPT_ANSWERS, "*", "answer", data)
-        self._store.command("EXPIRE", self._stream, _KEPT_SECONDS)
+        self.store.command("XADD", self._key, "MAXLEN", "~", _KEPT_ANSWERS, "*", "answer", data)
+        self.store.command("EXPIRE", self._key, _KEPT_SECONDS)
 
-    def read(self) -> list[tuple[bytes, Any]]:
-        """The next entries: their ids and unchecked contents. Raises StoreLost."""
-        found = self._store.command("XREAD", "COUNT", _READ_ANSWERS, "STREAMS", self._stream, self.last) or []
-        return [(entry_id, dict(fields).get(b"answer")) for _, entries in found for entry_id, fields in entries]
+    def read(self) -> Iterator[object]:
+        """The unchecked contents of all further entries, each of which is read once. Raises StoreLost."""
+        while found := self.store.command("XREAD", "COUNT", _READ_ANSWERS, "STREAMS", self._key, self.last):
+            for _, entries in found:
+                for entry_id, fields in entries:
+                    self.last = entry_id
+                    yield dict(fields).get(b"answer")
 
     def check(self, raw: object) -> SharedAnswer:
-        """The entry of unchecked contents. Raises Refused."""
+        """The entry with these contents. Raises Refused."""
         if not isinstance(raw, bytes):
             raise Refused("torn", "an entry without an answer")
-        try:
-            answer = _ANSWER.validate_python(verify("answer", raw, self._secret))
-        except ValidationError as error:
-            raise Refused("torn", "an answer that lacks something") from error
+        answer = verify_record("answer", _ANSWER, raw, self._secret)
         if answer.tokenizer != self._tokenizer:
             raise Refused("foreign", "an answer of another tokenizer")
         if len(answer.tokens) < answer.num_new or max(answer.tokens, default=0) >= self._vocab:
-            raise Refused("misfit", "an answer of tokens that there are not")
+            raise Refused("misfit", "an answer with unknown tokens, or with fewer than it counts")
         return answer
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._store.close()
 
 
 class SharedAnswers:
@@ -147,7 +133,8 @@ class SharedAnswers:
         self._drafter, self._engine = drafter, engine
         self._to_send = deque[SharedAnswer](maxlen=MAX_QUERIES)
         self._to_forget = deque[SharedAnswer]()
-        self._is_forgetting = False  # on behalf of another replica
+        self._is_forgetting = False  # because another replica forgot
+        self._is_lost = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared answers", daemon=True)
         drafter.past.listeners.append(self)
@@ -176,42 +163,44 @@ class SharedAnswers:
             self._to_forget.append(self._stream.entry(scope))
 
     def _run(self) -> None:
-        lower_priority(_NICENESS)
-        is_lost, guard = False, self._engine.guard
-        while not (self._stopping.is_set() or guard.is_off("sharing")):
-            is_lost = guard.run("sharing", partial(self._attempt, was_lost=is_lost), lambda: False)
-            self._stopping.wait(_LOST_SECONDS if is_lost else _STEP_SECONDS)
-        self._stream.close()
+        talk(self._guarded, self._stopping, _NICENESS)
+        self._stream.store.close()
 
-    def _attempt(self, *, was_lost: bool) -> bool:
-        """Take one step. # -> whether Redis is lost"""
+    def _guarded(self) -> bool:
+        guard = self._engine.guard
+        is_connected = guard.run("sharing", self._attempt, lambda: True)
+        if guard.is_off("sharing"):
+            self._stopping.set()
+        return is_connected
+
+    def _attempt(self) -> bool:
+        """Take one step. # -> whether the store is connected"""
         try:
             self.step()
         except CancelledError:  # the server stops
-            return False
+            return True
         except StoreLost as error:
-            if not was_lost:
+            if not self._is_lost:
                 logger.warning("past answers are not shared at present: %s", error)
                 self.num_lost += 1
-            return True
-        return False
+            self._is_lost = True
+            return False
+        self._is_lost = False
+        return True
 
     def step(self) -> None:
         """Send what waits, then add new answers of others, one between two steps of the engine. Raises StoreLost, and
         CancelledError when the server stops."""
         self._stream.find_newest()
         while self._to_forget:
-            self._stream.delete()
-            self._stream.send(self._to_forget[0])
+            self._stream.send(self._to_forget[0], alone=True)
             self._to_forget.popleft()
         with suppress(IndexError):  # the engine's thread may empty the queue meanwhile
             while self._to_send:
                 self._stream.send(self._to_send.popleft())
                 self.num_sent += 1
-        while entries := self._stream.read():
-            for entry_id, raw in entries:
-                self._stream.last = entry_id  # first: an entry that raises is not read again
-                self._add(raw)
+        for raw in self._stream.read():
+            self._add(raw)
 
     def _add(self, raw: object) -> None:
         try:
@@ -221,7 +210,7 @@ class SharedAnswers:
                 logger.warning("past answers of others are refused: %s", error)
             self.num_refused += 1
             return
-        if not self._stream.is_own(answer):
+        if answer.sender != self._stream.sender:
             self._engine.between_steps(partial(self._apply, answer), self._stopping)
             self.num_added += 1
 

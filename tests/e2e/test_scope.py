@@ -1,6 +1,5 @@
 """Who finds whose prompts in the prefix cache: a whole server as its settings make it, asked over HTTP."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from service.ingress.replicas import ForwardedRequest, answer_locally
 from service.serve import application
 from tests.service.bench.parts import save_two_layers, settings_for
 
@@ -97,16 +96,10 @@ async def test_an_ingress_passes_on_what_the_scope_is_made_of(folder: Path) -> N
     """A replica behind it sees each sender's key and address."""
 
     async def is_found(app: FastAPI, question: str, key: str, address: str) -> bool:
-        headers = [("content-type", "application/json"), ("authorization", f"Bearer {key}"), ("host", "localhost")]
-        headers.append(("x-forwarded-for", address))
-        raw = tuple((name.encode(), value.encode()) for name, value in headers)
-        _, *pieces = [
-            piece
-            async for piece in answer_locally(
-                app, ForwardedRequest("POST", CHAT, raw, json.dumps(about(question)).encode(), "")
-            )
-        ]
-        return finds(json.loads(b"".join(piece for piece in pieces if isinstance(piece, bytes))))
+        behind = httpx2.ASGITransport(ProxyHeadersMiddleware(app), client=("127.0.0.1", 1))  # as uvicorn reads headers
+        headers = {"authorization": f"Bearer {key}", "x-forwarded-for": address}
+        async with httpx2.AsyncClient(transport=behind, base_url="http://localhost", headers=headers) as client:
+            return finds((await client.post(CHAT, json=about(question))).json())
 
     async with serving(folder, keys=["one", "two"], prefix_cache="per_client") as app:
         assert not await is_found(app, "1", "one", "a")

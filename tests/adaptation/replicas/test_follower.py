@@ -27,13 +27,13 @@ FIRST = VersionRecord(
 def knowing(*announcements: VersionRecord) -> VersionState:
     state = VersionState("ours", 100, OURS)
     for one in announcements:
-        state.accept(one, one.encode(OURS))
+        state.accept(one, sign("version", one, OURS))
     return state
 
 
 def checked(state: VersionState, one: VersionRecord) -> str:
     try:
-        return "accepted" if state.check(one.encode(OURS)) == one else "altered"
+        return "accepted" if state.check(sign("version", one, OURS)) == one else "altered"
     except Refused as refusal:
         return refusal.reason
 
@@ -67,7 +67,7 @@ def test_what_lacks_something_is_torn(content: dict[str, int]) -> None:
 
 def test_one_with_a_secret_is_believed_by_one_without() -> None:
     """Until a secret is given to all, those who have none go on."""
-    state, raw = VersionState("ours", 100, None), FIRST.encode(OURS)
+    state, raw = VersionState("ours", 100, None), sign("version", FIRST, OURS)
     state.accept(state.check(raw), raw)
     assert state.check(state.raw) == FIRST
 

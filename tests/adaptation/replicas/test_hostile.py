@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adaptation.replicas.redis_store import CHUNK_BYTES
-from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, weights_to_bytes
+from adaptation.replicas.wire import QueryCodec, Secret, VersionRecord, sign, weights_to_bytes
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.replicas.members import SHAPE, Member, agreed, member, until
@@ -46,7 +46,7 @@ def _put(server: RedisServer, version: VersionRecord, data: bytes, secret: Secre
     prefix = server.key("version").removesuffix(b":version")
     pieces = {number: data[number * CHUNK_BYTES :][:CHUNK_BYTES] for number in range(-(-len(data) // CHUNK_BYTES))}
     server.client.hset(prefix + b":weights:" + version.sha256.encode(), mapping=pieces)
-    server.client.set(prefix + b":version", version.encode(secret))
+    server.client.set(prefix + b":version", sign("version", version, secret))
 
 
 def other_weights(**changed: float) -> bytes:

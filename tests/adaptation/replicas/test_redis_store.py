@@ -1,6 +1,7 @@
 """A real server: commands, the lease, the version and the queries in it, and what is reported when there is none."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -8,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from adaptation.records import Refused, StoreLost, StoreRefused
-from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore
+from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore, talk
 from tests.adaptation.worlds import Clock
 from tests.redis_server import Redis, RedisCluster
 
@@ -302,3 +303,26 @@ def test_without_the_group_the_store_counts_as_lost(server: Redis, store: RedisS
         one.receive(1)
     one.join()
     assert received(one) == []
+
+
+def test_waits_for_a_lost_server_double_up_to_a_bound() -> None:
+    waits: list[float] = []
+
+    class Stopping(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            return self.is_set()
+
+    stopping, answers = Stopping(), iter([*[False] * 7, True, False, None])
+
+    def attempt() -> bool:
+        answer = next(answers)
+        if answer is None:
+            stopping.set()
+        return bool(answer)
+
+    talk(attempt, stopping, 0)
+    bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, None, 0.1]
+    assert waits[7] == 0.1
+    assert all(bound is None or bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=False))
