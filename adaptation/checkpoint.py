@@ -213,7 +213,7 @@ def seal(content: Mapping[str, JsonValue]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, JsonValue]:
-    """Decode what `seal` encoded. Raises Damaged unless these are exactly its bytes."""
+    """Decode sealed JSON. Raises Damaged for any other bytes."""
     try:
         outer = json.loads(data)
         again = seal(outer["content"])

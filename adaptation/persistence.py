@@ -175,7 +175,7 @@ class Part(Protocol):
         """The state as plain values."""
 
     def restore(self, state: State) -> None:
-        """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
+        """Load a state. Raises ValueError for an unusable one, and then nothing has changed."""
 
 
 class Persistence:
@@ -189,7 +189,7 @@ class Persistence:
         parts: Mapping[str, Part],
         log: EventLog,
     ) -> None:
-        """`parts`: by the names under which their states are saved."""
+        """`parts`: keys are the names under which their states are saved."""
         self.checkpoint = checkpoint
         self._weights = weights
         self._trainer = trainer

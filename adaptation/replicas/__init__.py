@@ -1,1 +1,1 @@
-"""Several replicas, one learner: who leads, what is sent to it, and how what it has learnt comes back."""
+"""Several replicas with one learner: election of the leader, queries to it, and its versions to all."""

@@ -136,7 +136,7 @@ class Exchange:
         self._answered_at = time.monotonic()
 
     def _connect(self) -> None:
-        """Join the store, which may be another one than before, or emptied."""
+        """Join the store, which may have been replaced or emptied."""
         self._replica.store.join()
         try:
             self._replica.store.inherit(lambda raw: self._replica.state.check(raw).sha256)
@@ -151,7 +151,7 @@ class Exchange:
             self.num_lost += 1
             logger.warning("the store of the replicas is lost: %s", reason)
         self.connected = False
-        self._replica.served.now()  # for the status: weights may change while the store is lost
+        self._replica.served.now()  # updates the status: weights may change while the store is lost
         if time.monotonic() - self._answered_at > self._replica.lease.seconds:
             if self.role != "alone":
                 logger.warning("learning without the other replicas until their Redis server answers: %s", reason)

@@ -78,7 +78,7 @@ class ServedVersion:
 
 
 class ServedWeights:
-    """Hashes of what this process serves, computed once per version. Called by one thread."""
+    """Hashes of the served weights, computed once per version. Called by one thread."""
 
     def __init__(self, weights: DrafterWeights) -> None:
         self._weights = weights
@@ -86,7 +86,7 @@ class ServedWeights:
         self.last_seen = self._look()  # result of the last `now`, readable from any thread
 
     def now(self) -> ServedVersion:
-        """What is served, or staged to be."""
+        """The weights that are served, or staged to be."""
         if self._weights.latest.version != self.last_seen.version:
             self.last_seen = self._look()
         return self.last_seen

@@ -1,4 +1,4 @@
-"""The leader's part: observe the queries of all replicas, announce what it serves, and share its state.
+"""The leader's part: observe the queries of all replicas, announce the served version, and share the policy's state.
 
 Every change of the weights served here is announced, whether by an update, a rollback or an operator. All calls come
 from the thread that talks to the store.
@@ -48,13 +48,13 @@ class QueryReceiver:
         self._waiting: deque[_Handed] = deque()
 
     def take_over(self) -> None:
-        """Continue where the leader before stopped. Raises StoreLost."""
+        """Continue where the previous leader stopped. Raises StoreLost."""
         self._waiting.clear()
         for sender, offset in self._store.take_over().items():
             self._offsets[sender] = max(offset, self._offsets.get(sender, offset))
 
     def step(self) -> None:
-        """Acknowledge what was observed, and hand over what has arrived. Raises StoreLost."""
+        """Acknowledge observed queries, and hand over new ones. Raises StoreLost."""
         self._conclude()
         room = _MESSAGES_AT_ONCE - len(self._waiting)
         for entry in self._store.receive(room) if room else ():
@@ -99,7 +99,7 @@ class QueryReceiver:
 
 
 class Leader:
-    """Announces versions under a lease, after adopting what the leader before announced."""
+    """Announces versions under a lease, after adopting the version of the previous leader."""
 
     def __init__(self, replica: Replica, follower: Follower) -> None:
         self._replica = replica

@@ -1,4 +1,4 @@
-"""The loop that talks to Redis, and what replicas keep there: the leader's lease, the announced version, and the
+"""The loop that talks to Redis, and the replicas' state there: the leader's lease, the announced version, and the
 stream of finished queries.
 
 The only module that imports redis, which is an extra. Contents are opaque bytes. Every command returns within a bounded
@@ -231,7 +231,7 @@ class RedisStore:
                 raise
 
     def inherit(self, sha256_of: Callable[[bytes], str]) -> None:
-        """Take over what replicas of 0.3.0 left under names without braces, unless a version is announced.
+        """Rename keys of 0.3.0, which had no braces, unless a version is announced.
         `sha256_of`: hash of a version's weights; may raise."""
         former = self.prefix[1:-1]
         raw: bytes | None = self.command("GET", f"{former}:version")
@@ -253,7 +253,7 @@ class RedisStore:
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
     def receive(self, most: int) -> list[Entry]:
-        """The next messages: what a leader before has left, then new ones."""
+        """The next messages: first those the previous leader did not acknowledge, then new ones."""
         if self._claim_from:
             claim = ("XAUTOCLAIM", self._queries, _GROUP, self.name, 0, self._claim_from, "COUNT", most)
             answer = self.command(*claim)
@@ -311,7 +311,7 @@ class Lease:
             self.epoch = 0
         if not self.epoch:
             self.epoch = self._store.script(_ACQUIRE, keys, name, milliseconds, known_epoch)
-        self._ask_at = now + self.seconds / _RENEWALS  # and at once after the store was lost
+        self._ask_at = now + self.seconds / _RENEWALS  # unchanged after StoreLost: then the next call asks at once
         return self.epoch > 0
 
     def raise_epoch(self, known_epoch: int) -> None:

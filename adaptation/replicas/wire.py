@@ -51,7 +51,7 @@ def sign(kind: Kind, content: object, secret: Secret) -> bytes:
 
 
 def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
-    """Decode what `sign` encoded. Raises Refused."""
+    """Check signature and hash, and decode the content. Raises Refused."""
     shown, _, data = raw.partition(_BETWEEN)
     if secret is not None and not hmac.compare_digest(_signature(kind, data, secret), shown):
         raise Refused("forged", f"a {kind} that is not signed with the shared secret")

@@ -157,8 +157,8 @@ def _prepared(
     find: Callable[[str], bytes | None],
     max_bytes: int,
 ) -> _Prepared:
-    """Read and validate the conversation. `find`: the stored item with an id; `max_bytes`: of a body, in which a client
-    could send what is read from the store. Raises RequestError."""
+    """Read and validate the conversation. `find`: the stored item with an id; `max_bytes`: largest size of the stored
+    items, equal to the limit of a body, in which a client could send them. Raises RequestError."""
     sent: Sequence[Item]
     sent = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     found = {index: _found(item, find, index) for index, item in enumerate(sent) if isinstance(item, ItemReference)}

@@ -24,7 +24,7 @@ class _ItemType(NamedTuple):
     prefix: str  # prefix of ids
     events: str  # name of the events with which one grows
     part: Json | None  # the fixed fields of its content part; None: it is a call
-    field: str = "text"  # which grows
+    field: str = "text"  # name of the field that grows
 
 
 _DUMPED = {"metadata", "text", "tool_choice", "tools"}
@@ -213,7 +213,7 @@ class ResponseReply:
 
 
 def echo_of(request: ResponsesRequest) -> Json:
-    """The fields of a response that repeat its request, with the defaults of those that were left out."""
+    """The fields of a response that repeat its request, with defaults for fields that were left out."""
     sent: Json = request.model_dump(mode="json", by_alias=True, exclude_none=True, include=_DUMPED)
     return {
         "instructions": request.instructions,

@@ -19,8 +19,8 @@ class Turn:
     head: bytes  # the response without its braces and `output`
     outputs: Mapping[str, bytes]  # the items of the response, by id
     num_holders: int = field(default=0, init=False)  # its owner, and later turns that are stored
-    item_bytes: int = field(init=False)  # for as long as anybody holds it
-    other_bytes: int = field(init=False)  # for as long as its owner can find it
+    item_bytes: int = field(init=False)  # memory held while num_holders > 0
+    other_bytes: int = field(init=False)  # memory held while its owner can find it
     conversation_bytes: int = field(init=False)  # items of this turn and of those before it
 
     def __post_init__(self) -> None:
@@ -30,7 +30,7 @@ class Turn:
         self.conversation_bytes = self.item_bytes + (self.previous.conversation_bytes if self.previous else 0)
 
     def conversation(self) -> bytes:
-        """The items of this turn and of those before it, in order, joined by commas. For any thread."""
+        """The items of the conversation up to this turn, in order, joined by commas. For any thread."""
         turns = [self]
         while turns[-1].previous is not None:
             turns.append(turns[-1].previous)
@@ -42,11 +42,11 @@ class Turn:
 
 
 class _Shelf:
-    """The responses of one owner. A turn's items stay for as long as it, or a later turn of its conversation, can be
-    found: what is forgotten is no longer found, but never breaks what is."""
+    """The responses of one owner. A turn's items stay while it, or a later turn of its conversation, can be found:
+    forgetting a turn never breaks a later one."""
 
     def __init__(self) -> None:
-        self.found: OrderedDict[str, Turn] = OrderedDict()  # by response id, least recently used first
+        self.found: OrderedDict[str, Turn] = OrderedDict()  # keys: response ids, least recently used first
         self.items: dict[str, bytes] = {}  # items of these responses, by id
         self.num_bytes = 0
 

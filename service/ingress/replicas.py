@@ -47,7 +47,7 @@ class Broken(Unreachable):
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A client's request in the form in which it is forwarded."""
+    """A client's request as it is forwarded."""
 
     method: str
     path: str  # path and query

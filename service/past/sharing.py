@@ -1,6 +1,6 @@
 """Past answers that replicas share through Redis, with or without learning.
 
-Every replica adds its signed answers to one bounded stream per tokenizer, and reads those of the others. Scopes are
+Every replica adds its signed answers to one bounded stream per tokenizer, and reads the answers of others. Scopes are
 keyed hashes, equal in all replicas with the same secret. Without Redis only sharing stops.
 """
 
@@ -56,7 +56,7 @@ _ANSWER = TypeAdapter(SharedAnswer)
 
 
 class AnswerStream:
-    """The stream in Redis: adds signed entries, and reads and checks those of all replicas."""
+    """The stream in Redis: adds signed entries, and reads and checks all entries."""
 
     def __init__(self, config: AdaptationConfig, *, tokenizer: str, vocab: int, from_start: bool) -> None:
         """`from_start`: read the answers that are there already. Raises StartupError."""
