@@ -1,4 +1,4 @@
-"""How often proposals come true, learned while serving: one table of rates by bucket, `HitTable`, and its two users.
+"""Acceptance rates of proposals, learned while serving: one table of rates by bucket, `HitTable`, and its two users.
 The survival of nodes is corrected by depth and claim (`SurvivalCalibration`), a drafter's predictions for its ranks by
 block and position (`RankCalibration`). A label is a node whose parent came true. Labels fade, so that a bucket without
 recent labels returns to its prior.
@@ -22,9 +22,9 @@ CLASS_NAMES = ("1", "2-4", "5-10")
 
 _CLASSES = len(CLASS_NAMES)
 _CLAIM_PRIOR, _RANK_PRIOR = 6.0, 30.0  # predicted hits that trust in the claim or prediction counts for
-_CLAIM_DECAY, _RANK_DECAY = 0.99, 0.998  # per verified step: memory of about 100 and 500 steps
+_CLAIM_DECAY, _RANK_DECAY = 0.99, 0.998  # decay per verified step: memory of about 100 and 500 steps
 _CLAIM_LIMITS, _RANK_LIMITS = (0.01, 2.0), (0.2, 3.0)
-_OLD_WEIGHTS = 0.25  # what labels of replaced weights count for
+_OLD_WEIGHTS = 0.25  # weight of labels from before the drafter's weights were replaced
 _BINS = 10  # bins of survival in the calibration error
 _BIN_DECAY = 0.998
 
@@ -37,7 +37,7 @@ class HitTable:
     def __init__(
         self, prior_true: Tensor, prior_expected: Tensor, *, decay: float, limits: tuple[float, float] = (0.0, 1.0)
     ) -> None:
-        """# prior_true, prior_expected [buckets]"""
+        """Rates begin at prior_true / prior_expected. # both [buckets]"""
         prior_true, prior_expected = prior_true.float(), prior_expected.float()
         came_true, expected, rates = (torch.zeros_like(prior_true) for _ in range(3))
         self.counts = HitCounts(prior_true, prior_expected, came_true, expected, rates, decay, *limits)
@@ -67,7 +67,7 @@ class SurvivalCalibration:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         even = torch.full((DEPTHS * CLAIMS,), _CLAIM_PRIOR, device=device)
         self._table = HitTable(even, even, decay=_CLAIM_DECAY, limits=_CLAIM_LIMITS)
-        self._bins = torch.zeros(3, _BINS, device=device)  # nodes, their survival, how many were accepted
+        self._bins = torch.zeros(3, _BINS, device=device)  # sums of nodes, survival and accepted nodes
         self._ops = ops.on(even.device)
 
     @property
@@ -82,7 +82,7 @@ class SurvivalCalibration:
         self._ops.count_claims(self._table.counts, self._bins, _BIN_DECAY, *known)
 
     def on_weights_changed(self) -> None:
-        """Make labels of the replaced weights count for less."""
+        """Weigh down labels from before the drafter's weights were replaced."""
         self._table.fade(_OLD_WEIGHTS)
 
     def error(self) -> float:

@@ -1,4 +1,4 @@
-"""What a drafter can learn from one finished query.
+"""Records of one finished query, from which a drafter can learn.
 Legend: rows = sequences of the engine's table, positions = committed ones, width = taps * hidden, top = likeliest
 tokens of the target that are kept, labels = positions for which the drafter had a state."""
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 NOWHERE = -1
 """Position of a label that is padding."""
-_BLOCK = 32  # scores whose maximum is looked at first
+_BLOCK = 32  # scores per block in the search for the highest
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Query:
 
     row: int
     tokens: Sequence[int]  # prompt and answer
-    num_prompt: int  # tokens of the prompt
+    num_prompt: int  # prompt tokens
     client: str
     store: bool  # False: must not be learnt from
     temperature: float
@@ -64,8 +64,8 @@ class Query:
     first_version: int  # version of the drafter in its first step
     version: int  # version of the drafter in its last step
     accepted: tuple[int, ...]  # accepted length of each verify with at least one drafted node
-    plain_steps: int  # steps without one
-    seconds: float  # its share of its steps; over all queries the time of serving without that of reading prompts
+    plain_steps: int  # decoding steps without drafted nodes
+    seconds: float  # its share of its steps' seconds, without reading prompts; all queries add up to decoding time
     offset: int = 0  # absolute position of the first of `tokens`, if earlier ones are left out
 
     @property
@@ -81,8 +81,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFeedback:
-    """What was recorded of one finished query. Labels and features reach from the end of the answer as far back as the
-    window; they are empty if the query was not recorded."""
+    """Training data recorded from one finished query. Labels and features reach from the end of the answer as far back
+    as the window; they are empty if the query was not recorded."""
 
     query: Query
     prompt: int  # position of the first label, where the answer or the kept part of it begins

@@ -157,7 +157,7 @@ class Pruned(NamedTuple):
 def prune_trees(
     candidates: DraftTree,
     deepest: Tensor,
-    requested: Tensor,
+    max_nodes: Tensor,
     rates: Tensor,
     seconds: Tensor,
     weights: Tensor,
@@ -170,51 +170,51 @@ def prune_trees(
     `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where rows are
     laid out before, `allocate_width` says how many nodes are wanted, and as many are kept as fit.
 
-    candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; requested [batch] int64, most nodes
+    candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; max_nodes [batch] int64, most nodes
     of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
     sequence gets what it requests; weights [batch] float32, the value of one token of each sequence -> [batch, width].
     """
     survival, claimed, buckets = correct(candidates, deepest, rates)
     num_alive = (survival > 0).sum(1)
-    limits = torch.minimum(requested, num_alive)
+    max_nodes = torch.minimum(max_nodes, num_alive)
     candidates = candidates._replace(survival=survival)
     if not seconds.shape[0]:
-        wanted = limits.clamp(min=0)
+        wanted = max_nodes.clamp(min=0)
     elif widths is None:
-        wanted = allocate_nodes(candidates, limits, seconds, weights)
+        wanted = allocate_nodes(candidates, max_nodes, seconds, weights)
     else:
-        wanted = allocate_width(candidates, limits, seconds, weights, widths)
-    kept = wanted if widths is None else limits
+        wanted = allocate_width(candidates, max_nodes, seconds, weights, widths)
+    kept = wanted if widths is None else max_nodes
     trees, chosen = select_nodes(candidates, kept.clamp(0, width), width)
     sizes = torch.stack([wanted, trees.num_nodes, num_alive], dim=1)
     return Pruned(trees, claimed.gather(1, chosen), buckets.gather(1, chosen), sizes)
 
 
-def allocate_nodes(candidates: DraftTree, limits: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
+def allocate_nodes(candidates: DraftTree, max_nodes: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
     """Nodes per sequence for the most expected tokens per second: the n that maximises
     (sum of weights + the n largest values survival * weight) / seconds[n]. # -> [batch] int64
 
-    limits [batch] int64, at most so many of each, below 0 for a padding row; seconds [batch * nodes + 1] float32, of a
-    step with 0, 1, ... nodes, infinite for more than fit; weights [batch] float32, the value of one token of each.
+    max_nodes [batch] int64, at most so many of each, below 0 for a padding row; seconds [batch * nodes + 1] float32, of
+    a step with 0, 1, ... nodes, infinite for more than fit; weights [batch] float32, the value of one token of each.
     """
-    values, owners = survival_order(candidates, limits, weights)
-    is_sequence = limits >= 0
+    values, owners = survival_order(candidates, max_nodes, weights)
+    is_sequence = max_nodes >= 0
     expected = (weights * is_sequence).sum() + torch.cat([values.new_zeros(1), values.cumsum(0)])
     best = (expected / seconds).argmax()
     if candidates.batch > 1:
         owners = torch.where(best > is_sequence.sum(), _best_of_each_first(owners, candidates.batch), owners)
     is_chosen = (torch.arange(owners.shape[0], device=owners.device) < best) & (owners >= 0)
-    return torch.zeros_like(limits).scatter_add_(0, owners.clamp(min=0), is_chosen.to(limits.dtype))
+    return torch.zeros_like(max_nodes).scatter_add_(0, owners.clamp(min=0), is_chosen.to(max_nodes.dtype))
 
 
-def survival_order(candidates: DraftTree, limits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """All sequences' candidates sorted together by survival * weight, highest first, at most limits[b] of sequence b.
-    # limits, weights [batch] -> values [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1 beyond
-    the last"""
+def survival_order(candidates: DraftTree, max_nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """All sequences' candidates sorted together by survival * weight, highest first, at most max_nodes[b] of sequence
+    b. # max_nodes, weights [batch] -> values [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1
+    beyond the last"""
     nodes = candidates.tokens.shape[1]
     survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
     ranks = torch.arange(nodes, device=survival.device)
-    allowed = ranks < torch.minimum(limits, candidates.num_nodes)[:, None]
+    allowed = ranks < torch.minimum(max_nodes, candidates.num_nodes)[:, None]
     together = survival.masked_fill(~allowed, -1.0).flatten().sort(descending=True, stable=True)
     exists = together.values >= 0
     owners = torch.where(exists, together.indices // max(nodes, 1), -1)
@@ -231,17 +231,19 @@ def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
     return owners[torch.where(is_best, places - owners.shape[0], places).argsort(stable=True)]
 
 
-def allocate_width(candidates: DraftTree, limits: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor) -> Tensor:
+def allocate_width(
+    candidates: DraftTree, max_nodes: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor
+) -> Tensor:
     """Nodes per sequence if all trees get rows for the same number of nodes: the width with the most expected tokens
     per second. # -> [batch] int64
 
     widths [choices] int64, nodes per tree that rows may be laid out for; seconds [choices] float32, of a step of that
-    width, infinite for more than fit; limits, weights [batch] as in `allocate_nodes`.
+    width, infinite for more than fit; max_nodes, weights [batch] as in `allocate_nodes`.
     """
     survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
     ranks = torch.arange(candidates.width, device=widths.device)
-    counted = survival * (ranks < torch.minimum(limits, candidates.num_nodes)[:, None])
+    counted = survival * (ranks < torch.minimum(max_nodes, candidates.num_nodes)[:, None])
     totals = torch.cat([counted.new_zeros(len(counted), 1), counted.cumsum(1)], 1)  # [batch, nodes + 1]
-    expected = (weights * (limits >= 0)).sum() + totals[:, widths.clamp(max=candidates.width)].sum(0)
+    expected = (weights * (max_nodes >= 0)).sum() + totals[:, widths.clamp(max=candidates.width)].sum(0)
     best = (expected / seconds).argmax(keepdim=True)
-    return torch.minimum(limits, widths.gather(0, best)).clamp(min=0)
+    return torch.minimum(max_nodes, widths.gather(0, best)).clamp(min=0)

@@ -1,1 +1,1 @@
-"""Drafters that are language models: another model, or the target's first layers."""
+"""Drafters that are language models: models with the target's tokenizer."""

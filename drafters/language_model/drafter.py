@@ -33,7 +33,7 @@ _MOST_MISSING = MAX_DEPTH + 1
 
 
 class _Level(NamedTuple):
-    """What one forward proposes: tokens below the nodes that were continued."""
+    """Proposals of one forward: tokens below the nodes that were continued."""
 
     lattice: Lattice
     picked: Picked  # nodes to continue
@@ -41,7 +41,7 @@ class _Level(NamedTuple):
 
 
 def scratch_places(max_sequences: int) -> int:
-    """Return the pool entries that trees of so many sequences need after the slots."""
+    """Number of pool entries, after the slots, for the trees of so many sequences."""
     return max_sequences * _ROWS
 
 
@@ -66,7 +66,7 @@ class LanguageModelDrafter(Drafter):
         self._ops = ops.on(self._ids.device)
         self._calibration = RankCalibration(1, sizes)
         self._gates = ForwardGates(self._depth - 1, sizes)
-        self._has_grown = False  # since the last commit
+        self._has_grown = False  # whether it drafted since the last commit
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class LanguageModelDrafter(Drafter):
             self._keys.run(row, root, self._table.slots[row, span.start : span.stop])
         logits, nodes = self._forward.root(rows, noise.positions, missing)
         levels = [self._level(logits, StartNodes.root(len(rows), rows.device), noise, 0)]
-        first = 0  # row of the level before among those of its tree
+        first = 0  # index of the previous level's first row in its tree
         for number in range(1, self._depth):
             picked = levels[-1].picked
             if not self._gates.ask(number - 1, picked.origin.survival):

@@ -26,7 +26,7 @@ class Output(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """# [logits, vocab]"""
+        """Logits of the rows asked for. # [logits, vocab]"""
 
 
 class LanguageModel(Protocol):
@@ -62,7 +62,7 @@ class SequenceTable:
             self.slots[context.row, : len(context.cached)] = context.cached
 
     def read(self, read: Read) -> None:
-        """Take in the slots of a piece of a prompt."""
+        """Store the slots of a piece of a prompt."""
         self.slots[read.row, read.start : read.start + len(read.slots)] = read.slots
 
     def commit(self, committed: Committed) -> None:
@@ -129,7 +129,7 @@ class TreeForward:
 
     @property
     def num_trees(self) -> int:
-        """Trees that there is room for."""
+        """Number of trees that fit into the pool."""
         return self._scratch.shape[0]
 
     def follow(self, row: int, positions: range) -> Tensor:

@@ -42,7 +42,7 @@ class MemoryDrafter(Drafter):
         shares, buckets = num_shares(sizes.memory), buckets_per_share(sizes.memory)
         self._own_buckets = text_buckets(sizes.max_length)
         self._first_own = shares * buckets
-        self._no_share = shares  # weights of rows without a share
+        self._no_share = shares  # row of the weights for sequences without a share
         self._spare_row = rows  # a row without a sequence, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
@@ -117,7 +117,7 @@ class MemoryDrafter(Drafter):
         return tree if proposed is None else self._join((rows, proposed)).first(rows.shape[0])
 
     def recall(self, rows: Tensor) -> DraftTree:
-        """Trees without the network. # rows [batch] int64"""
+        """Grow trees from the memory alone. # rows [batch] int64 -> trees [batch, max_nodes]"""
         return self._grow_alone((rows,)).first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
@@ -182,7 +182,7 @@ class MemoryDrafter(Drafter):
         self._add_text(row, TEXT, context.tokens[num_prompt:])
 
     def _part_of(self, share: int | None) -> tuple[int, int]:
-        """First bucket and number of buckets."""
+        """First bucket and number of buckets of a share; (0, 0) without one."""
         buckets = self.past.share_buckets
         return (0, 0) if share is None else (share * buckets, buckets)
 
@@ -205,11 +205,11 @@ def text_buckets(max_length: int) -> int:
 
 
 def _grow(memory: Memory, max_nodes: int, rows: Tensor, proposed: DraftTree | None = None) -> DraftTree:
-    """# rows [batch] int64; proposed [batch, nodes] -> [batch, max_nodes]"""
+    """Grow a tree for each row. # rows [batch] int64; proposed [batch, nodes] -> [batch, max_nodes]"""
     return ops.on(rows.device).grow_joint_tree(memory, rows, proposed, max_nodes, MIN_SURVIVAL)
 
 
 def _learn(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, tree: DraftTree, choices: Tensor) -> Tensor:
-    """# as `learn_committed`"""
+    """Update the memory by committed tokens. # shapes: see `learn_committed`"""
     given = memory, rows, tokens, counts, tree, choices, _LEARNING_RATE
     return ops.on(rows.device).learn_committed(*given)

@@ -22,14 +22,14 @@ _SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: the usage is 
 
 @dataclass(frozen=True, slots=True)
 class ScopeAnswers:
-    """The past answers of a scope, as views of tensors that later steps keep writing to."""
+    """Past answers of a scope, as views of tensors that later steps keep writing to."""
 
     scope: str
     share: int
     generation: int  # counts how often the share was cleared
     entries: Tensor  # [buckets, WAYS] int64
     weights: Tensor  # [KINDS, FEATURES] float32
-    squares: Tensor  # like weights
+    squares: Tensor  # [KINDS, FEATURES] float32, AdaGrad's sums
 
 
 class PastListener(Protocol):
@@ -81,8 +81,8 @@ class PastAnswers:
         return share
 
     def take(self, row: int, scope: str | None, *, stores: bool) -> int | None:
-        """The share that a row reads, and adds to if it stores: one of the scope's own, or one that was evicted for
-        it. None without a scope, and where no share is free."""
+        """Assign the share that a row reads, and writes if it stores: the scope's own, or one that was evicted for it.
+        None without a scope, and where no share is free."""
         self.end(row)
         if scope is None:
             return None
@@ -181,13 +181,13 @@ def power_of_two(limit: int) -> int:
 class _Share:
     number: int
     scope: str | None = None  # None: unused
-    readers: int = 0  # running sequences
+    readers: int = 0  # number of running sequences that read it
     last_used: int = 0
 
 
 @dataclass(slots=True)
 class Shares:
-    """Shares by scope, fixed in number: a new scope takes the share of its owner that was used longest ago."""
+    """Fixed number of shares by scope: a new scope takes its owner's least recently used share."""
 
     sizes: MemorySizes
     _owned: dict[str, list[_Share]] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class Shares:
         return found.number
 
     def release(self, number: int) -> None:
-        """One reader less."""
+        """Remove one reader of a share."""
         next(share for share in self._all() if share.number == number).readers -= 1
 
     def forget(self, scope: str | None = None) -> list[int]:
@@ -239,7 +239,7 @@ class Shares:
         return [share.number for share in cleared]
 
     def held(self) -> dict[str, int]:
-        """The share of each scope, the one that was used longest ago first."""
+        """Share of each scope, least recently used first."""
         shares = sorted(self._all(), key=lambda share: share.last_used)
         return {share.scope: share.number for share in shares if share.scope is not None}
 

@@ -135,7 +135,7 @@ def count_claims(
 def prune_trees(
     candidates: DraftTree,
     deepest: Tensor,
-    requested: Tensor,
+    max_nodes: Tensor,
     rates: Tensor,
     seconds: Tensor,
     weights: Tensor,
@@ -147,7 +147,7 @@ def prune_trees(
     kept = empty_tree(batch, min(width, candidates.width))
     claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
     sizes = torch.empty(batch, SIZES, dtype=torch.int64)
-    given, constants = contiguous(deepest, requested, rates), (DEPTHS, CLAIMS, CEILING)
+    given, constants = contiguous(deepest, max_nodes, rates), (DEPTHS, CLAIMS, CEILING)
     choices, written = (seconds, seconds.shape[0], weights, widths), (trees_of(kept), claimed, buckets, sizes)
     call("prune_trees", trees_of(candidates), batch, *given, *constants, *choices, *written)
     return Pruned(kept, claimed, buckets, sizes)

@@ -1,4 +1,4 @@
-"""What steps take and bring: their record for metrics, the ledger's time, and each query's costs for learning. All of
+"""Books of the engine's steps: records for metrics, the ledger's time, and each query's costs for learning. All of
 it is done after a step's outputs have left, and guarded: an exception costs no text."""
 
 import math
@@ -26,7 +26,7 @@ share of steps that drafting may lose, and no more."""
 
 
 class SentStep(NamedTuple):
-    """A step whose outputs have left, for its books."""
+    """A step whose outputs were delivered, and the data its books need."""
 
     batch: StepBatch
     budget: DraftBudget
@@ -38,17 +38,17 @@ class SentStep(NamedTuple):
 
 
 class Learn(Protocol):
-    """`DraftStage.learn`."""
+    """Signature of `DraftStage.learn`."""
 
     def __call__(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool) -> None:
         """Learn from a step, and complete its record."""
 
 
 class StepClock:
-    """Seconds of a step's phases, by when the device reaches their ends."""
+    """Measures a step's phases by the times at which the device reaches their ends."""
 
     def __init__(self, now: Clock, version: int = 0) -> None:
-        """`version`: of the drafter that serves the step."""
+        """`version`: version of the drafter that serves the step."""
         self.version = version
         self._now = now
         self._laps: list[tuple[str, Timestamp]] = [("", now())]
@@ -67,11 +67,12 @@ class StepClock:
 
 
 class LearningHooks(Protocol):
-    """What the engine calls for learning while serving. All calls come from the engine thread and must return fast."""
+    """Interface of learning while serving, as the engine calls it. All calls come from the engine thread and must
+    return fast."""
 
     @property
     def guard(self) -> Guard:
-        """What the engine's books are guarded by."""
+        """Guard of the engine's books."""
         ...
 
     def between_steps(self) -> int:
@@ -93,7 +94,7 @@ class StepAccounting:
     def __init__(
         self, drafter: Drafter, now: Clock, ledger: RegretLedger | None = None, learning: LearningHooks | None = None
     ) -> None:
-        """`ledger` gets the time that steps take."""
+        """The seconds of steps accrue in `ledger`."""
         self.guard = Guard() if learning is None else learning.guard
         self._drafter, self._now, self._ledger, self._learning = drafter, now, ledger, learning
         self._credited: dict[str, int] = dict(drafter.credits())
@@ -142,7 +143,7 @@ class StepAccounting:
         return finished, stats
 
     def _leave_unlearnt(self) -> None:
-        """What the step lost is in no account."""
+        """Forbid drafts for a while, because the step's loss is in no account."""
         self._num_plain = _PLAIN_STEPS if self._ledger is not None else 0
 
     def end_step(
@@ -197,7 +198,7 @@ class StepAccounting:
         return finished
 
     def _newly_credited(self, accepted: int) -> Mapping[str, int]:
-        """Tokens accepted in this step by who proposed them."""
+        """Tokens accepted in this step by source."""
         credits = self._drafter.credits()
         if not credits:
             return {self._drafter.name: accepted}
@@ -241,7 +242,7 @@ def leave_uncharged(batch: StepBatch) -> None:
 
 
 def query_of(sequence: Sequence, row: int) -> Query:
-    """The query of a finished sequence, which had this row of the slot table."""
+    """Query record of a finished sequence; `row`: its row of the slot table."""
     costs = sequence.costs
     return Query(
         row=row,
@@ -260,7 +261,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
 
 
 def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
-    """The record of a sequence that ends with this output."""
+    """Record of a sequence that ends with this output, for metrics."""
     assert output.finish_reason is not None, "the sequence has not ended"
     assert output.timings is not None, "the last output has the totals"
     return FinishStats(

@@ -48,13 +48,13 @@ _BASELINE_STEPS = 2.0
 _PLAIN_SURE = 0.03
 """Standard deviation up to which a plain step is known well enough: a third of that of a gain that is seen all the time
 (0.09, drafters/decision.py). The next one is learnt from some five steps later."""
-_MOST_TIMES = 1.5  # the expected seconds: a hiccup of the machine says nothing of the drafter
+_MOST_TIMES = 1.5  # cap on a step's seconds, in expected ones: a hiccup of the machine says nothing of the drafter
 _NO_PRICES = np.empty(0)
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGain:
-    """What is known of drafting for one sequence."""
+    """State of the drafting decision for one sequence."""
 
     traffic: str = ""  # its class
     may_draft: bool = True  # False: its request asks for no speculation
@@ -69,14 +69,14 @@ class SequenceGain:
 
 
 def traffic_class(temperature: float, *, has_grammar: bool) -> str:
-    """The class of sequences that are expected to gain alike from drafting."""
+    """Traffic class: sequences of one class are expected to gain alike from drafting."""
     heat = "greedy" if temperature == 0.0 else "cool" if temperature <= 0.8 else "warm"
     return f"{heat}+grammar" if has_grammar else heat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step runs before any node is drafted."""
+    """Rows and sequences of a step before any node is drafted."""
 
     num_rows: int  # rows of the forward without nodes: roots and prompt chunks
     context: float  # mean context length of the step's sequences, tokens
@@ -152,7 +152,7 @@ class DraftBudget:
 
 
 class Budget(ABC):
-    """Decides once per step, and learns from what the step took."""
+    """Decides what each step drafts, and learns from the seconds of steps."""
 
     is_priced = False  # whether steps have prices: `DraftBudget.seconds`
 
@@ -167,14 +167,14 @@ class Budget(ABC):
         return None
 
     def outlook(self, load: StepLoad) -> DraftingOutlook | None:
-        """What is believed of drafting at this load, for metrics."""
+        """Expected gain of drafting at this load, for metrics."""
         return None
 
     def on_weights_changed(self) -> None:  # noqa: B027  # a default, not a stub
-        """Forget what holds for the old weights of the drafter alone."""
+        """Called after the drafter's weights were replaced."""
 
     def state(self) -> Any:
-        """What was learnt of drafting, as JSON, for `restore`."""
+        """Serializable state for `restore`, as JSON."""
         return None
 
     def restore(self, state: Any, age_seconds: float) -> None:  # noqa: B027  # a default, not a stub
@@ -281,7 +281,8 @@ class CostBudget(Budget):
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
 
     def _is_known(self, budget: DraftBudget) -> bool:
-        """Whether a plain step among others tells too little: to learn from it takes 3 % of a small model's step."""
+        """Whether to skip learning from this plain step: its time is known well, and learning takes 3 % of a small
+        model's step."""
         load, alone = budget.load, budget.is_plain and not budget.followed and self._was_plain
         return alone and load.num_rows == load.num_decoding and self._forwards(load).sd < _PLAIN_SURE
 
@@ -298,7 +299,7 @@ class CostBudget(Budget):
         return self.gate.decision.baseline(load.num_sequences)
 
     def _learn_plain(self, budget: DraftBudget, stats: StepStats) -> None:
-        """Correct what a plain step takes, and charge what the drafter took to follow it."""
+        """Update the baseline by a plain step, and charge the drafter's time to follow it."""
         load = budget.load
         if budget.followed:  # a drafter that does not follow takes time too, which no decision could save
             stats.saved_seconds = -stats.follow_seconds
@@ -445,7 +446,7 @@ class DraftGate:
         self._suspended.clear()
 
     def outlook(self, sequences: Sequence[SequenceGain], num_sequences: int) -> DraftingOutlook:
-        """What is believed of drafting for these sequences, for metrics."""
+        """Expected gain of drafting for these sequences, for metrics."""
         gains = [self.gain(num_sequences, one.traffic) for one in sequences]
         balance, lost = self.decision.totals()
         return DraftingOutlook(
@@ -470,12 +471,12 @@ class DraftGate:
 
 
 def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
-    """Let the policy begin with what an earlier start learnt of drafting, widened by its age. A missing file is
-    skipped, a damaged one is skipped with a warning."""
+    """Restore the gains that an earlier start saved, widened by their age. A missing file is skipped, a damaged one is
+    skipped with a warning."""
     try:
         content = json.loads(file.read_text())
         policy.restore(content["state"], max(0.0, (now or time.time()) - float(content["saved"])))
-        logger.info("what drafting gained before the last stop is known from %s", file)
+        logger.info("gains of drafting restored from %s", file)
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -483,5 +484,5 @@ def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
 
 
 def keep_gains(policy: Budget, file: Path) -> None:
-    """Save what the policy learnt of drafting, for the next start."""
+    """Save the gains for the next start."""
     write_whole(file, {"saved": time.time(), "state": policy.state()})

@@ -55,7 +55,7 @@ class CapturedForward:
 
 
 def _tensors_of(attention: AttentionRows) -> tuple[Tensor, ...]:
-    """All fields, for a runner of graphs. # shapes: see `AttentionRows`"""
+    """All fields as a tuple, the form a graph runner takes. # shapes: see `AttentionRows`"""
     return tuple(getattr(attention, name) for name in AttentionRows.__slots__)
 
 
@@ -67,7 +67,7 @@ def _forward(target: Target, tokens: Tensor, attention: tuple[Tensor, ...], *inp
 
 
 def _padding(shape: Shape, length: int, target: Target) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-    """Arguments of `_forward` for dummy rows alone.
+    """Arguments of `_forward` that consist of dummy rows.
 
     They belong to a dummy sequence after all others, whose slot is never read by the others, so what they compute has
     no effect.
@@ -99,6 +99,6 @@ def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -
 
 @torch.inference_mode()
 def capture_forwards(target: Target, capture: Capture, *, max_sequences: int, max_nodes: int, max_length: int) -> None:
-    """Capture the forwards of decoding steps, and let the target run by them."""
+    """Capture the forwards of decoding steps, and make the target replay them."""
     shapes = shapes_for(max_sequences, max_nodes)
     target.run_by(CapturedForward(target, capture, shapes, max_length=max_length), capture)

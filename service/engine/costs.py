@@ -1,4 +1,4 @@
-"""What verifying and drafting cost: tables measured at start-up and kept on disk, and their correction while serving.
+"""Seconds of verifying and drafting: tables measured at start-up and kept on disk, and their correction while serving.
 
 Tables live on the host, in numpy: a prediction takes a few microseconds there, and a dozen launches on a device.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FloatArray = npt.NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 CostKey = Mapping[str, str | int]
-"""Everything that measured seconds depend on."""
+"""Model, machine and settings that measured seconds depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray
 
 
 def _place(points: FloatArray, value: float) -> tuple[int, float]:
-    """Index of the point above, and the share of the way to it from the one before; beyond the last point above 1."""
+    """Index of the next point, and the share of the way to it from the previous one; beyond the last point above 1."""
     above = min(max(bisect_left(points, value), 1), len(points) - 1)
     return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
 
@@ -99,7 +99,7 @@ FREE = DraftCosts(batches=np.ones(1), seconds=np.zeros(1))
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was measured at start-up."""
+    """Costs measured at start-up."""
 
     verify: CostTable
     drafts: DraftCosts
@@ -135,7 +135,7 @@ class OnlineCosts:
         self._known: dict[tuple[int, float, int], float] = {}  # predictions, until more is learnt
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
-        """Corrected seconds of forwards of rising numbers of rows, from 1 on. # [n] -> [n]"""
+        """Corrected seconds of forwards. # rows [n], rising, from 1 on -> [n]"""
         table = along(self._table.rows, self._curve(context, sequences), rows)
         # Fewer rows cannot take longer than more were seen to take, even if they have not run lately.
         return rising(table * np.exp(self._drift + self._correction(sequences).at(rows)))
@@ -149,7 +149,7 @@ class OnlineCosts:
         return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
-        """Correct the table by a forward's seconds; returns those that had been predicted."""
+        """Correct the table by a forward's measured seconds. Returns the seconds predicted before."""
         predicted = self.forward_seconds(rows, context, sequences)
         self._known.clear()
         if seconds <= 0.0 or predicted <= 0.0:
@@ -176,7 +176,7 @@ class _CurveCorrection:
         self._learnt = np.zeros_like(_PRIOR)  # [points, points], covariance that observations have taken from the prior
 
     def at(self, rows: FloatArray) -> FloatArray:
-        """# [n] -> [n]"""
+        """Logarithm of the factor at numbers of rows. # [n] -> [n]"""
         logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
         return logs
 
@@ -199,10 +199,10 @@ class _Near(NamedTuple):
     point: int  # index of the point before
     share: float  # share of the way to the next one, 0 to 1
     prior: FloatArray  # [points] prior covariance with this place
-    variance: float  # prior, of this place
+    variance: float  # prior variance at this number of rows
 
     def mean(self, before: Value, after: Value) -> Value:
-        """Interpolate between the values at two points."""
+        """Interpolate between the values at the two points."""
         return before * (1.0 - self.share) + after * self.share
 
 
@@ -217,11 +217,11 @@ def _near(rows: int) -> _Near:
 
 
 _DRAFT_RATE = 0.1
-_MOST_TIMES = 4.0  # the expected seconds: one hiccup must not pass for the price of drafting
+_MOST_TIMES = 4.0  # cap on drafting seconds, in expected ones: one hiccup must not pass for the price of drafting
 
 
 class OnlineDraftCosts:
-    """Drafting seconds as they are now, by powers of two of the batch; starts from the measured ones."""
+    """Moving averages of drafting seconds by batch size in powers of two, starting from the measured ones."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self._costs = costs
@@ -233,7 +233,7 @@ class OnlineDraftCosts:
         return self._costs.draft_seconds(batch) if known is None else known
 
     def learn(self, batch: int, seconds: float) -> float:
-        """Take in what drafting took; returns it without what a hiccup added."""
+        """Update the average by the drafting seconds of a step. Returns them, capped against hiccups."""
         expected = self.draft_seconds(batch)
         likely = min(seconds, _MOST_TIMES * expected) if expected > 0 else seconds
         self._seconds[batch.bit_length()] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
@@ -241,19 +241,19 @@ class OnlineDraftCosts:
 
 
 def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
-    """The file that holds costs of this key, or something else that was measured under the same conditions."""
+    """Path of the file with the costs of this key; `what`: prefix of other files kept under the same key."""
     text = json.dumps(key, sort_keys=True)
     return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read_costs(folder: Path, key: CostKey) -> Costs | None:
-    """The saved costs of this key; None without a file, or, with a warning, for one that is damaged or of another
+    """Load the costs saved for this key. None without a file, or, with a warning, if it is damaged or has another
     key."""
     file = cost_file(folder, key)
     try:
         content = json.loads(file.read_text())
         if content["key"] != key:
-            raise ValueError("they belong to something else")
+            raise ValueError("the file has another key")
         verify = CostTable(**_axes(content["verify"], "sequences", "contexts", "rows"))
         return Costs(verify, DraftCosts(**_axes(content["drafts"], "batches")))
     except FileNotFoundError:
@@ -278,7 +278,7 @@ def write_whole(file: Path, content: object) -> None:
     try:
         replace_file(file, json.dumps(content).encode(), shared=True)
     except OSError as error:
-        logger.warning("what was measured cannot be kept in %s: %s", file, error)
+        logger.warning("measurements cannot be saved in %s: %s", file, error)
 
 
 def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:
@@ -287,5 +287,5 @@ def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:
     if table["seconds"].shape != tuple(table[name].size for name in names):
         raise ValueError(f"a table of {table['seconds'].shape} numbers does not fit its axes")
     if not all(values.size and np.isfinite(values).all() for values in table.values()):
-        raise ValueError("numbers are missing")
+        raise ValueError("a table is empty or has values that are not finite")
     return table

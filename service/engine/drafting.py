@@ -98,8 +98,8 @@ class DraftStage:
         return StepBatch(items, batch.started, budget)
 
     def draft(self, batch: StepBatch, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
-        """The step's trees, one per sequence, and its budget; without `drafts`, or where nothing was decided, all trees
-        are empty."""
+        """Draft one tree per sequence. Returns the trees and the step's budget. Without `drafts`, or if the batch has
+        no budget, all trees are empty."""
         budget = batch.budget
         if budget is None or not drafts:
             load = self._load(batch, 0) if budget is None else budget.load
@@ -237,7 +237,7 @@ class DraftStage:
 
 
 def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, device: torch.device) -> Tensor:
-    """Value of one token of each sequence where latency matters. # -> [sequences] float32
+    """Value of one token of each sequence if a pace is promised. # -> [sequences] float32
 
     Token n is due n times the pace after the first; n tokens in s seconds count s / (n * pace), between 1 and 4.
     """
@@ -254,7 +254,7 @@ def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, de
 class _Limits(NamedTuple):
     """Per decoding sequence, on the device: what the drafter reads, and how large a tree may be. All [decoding]."""
 
-    rows: Tensor  # int64, as all but temperatures
+    rows: Tensor  # int64, as all others but the float32 ones
     roots: Tensor  # absolute positions
     seeds: Tensor
     max_depth: Tensor  # tokens after the root that can still be emitted

@@ -9,7 +9,7 @@ from service.engine.requests import Timings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStats:
-    """How busy the engine is now."""
+    """Current load of the engine."""
 
     num_running: int
     num_waiting: int
@@ -22,7 +22,7 @@ class DraftingOutlook:
     """Expected gain of drafting for batches like the last step's."""
 
     sequences: int  # size of the batch, rounded down to a power of two
-    gain: float  # expected, in plain steps per step
+    gain: float  # expected gain, in plain steps per step
     gain_sd: float
     balance_seconds: float  # balance of drafting's accounts in the ledger
     lost_seconds: float  # lost by steps that lost, since the start
@@ -30,7 +30,7 @@ class DraftingOutlook:
 
 @dataclass(slots=True, kw_only=True)
 class StepStats:
-    """One engine step, all sequences together."""
+    """Record of one engine step, all sequences together."""
 
     prompt_tokens: int  # prompt tokens computed in this step
     emitted_tokens: int
@@ -67,7 +67,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStats:
-    """One sequence, when it ends."""
+    """Record of one finished sequence."""
 
     finish_reason: str
     timings: Timings

@@ -26,7 +26,7 @@ def tree_widths_up_to(max_nodes: int) -> tuple[int, ...]:
 
 
 class TreeWidth:
-    """Chooses for how many nodes of each tree the rows of a step are laid out.
+    """Number of node rows that a step lays out per tree.
 
     Eager steps have as many rows as each tree has nodes: on a CPU the host knows them at once. Captured steps have one
     width for all trees, taken from what the step before wanted: reading the device's choice for this step would leave
@@ -38,14 +38,14 @@ class TreeWidth:
         """`choices` are the widths of captured steps, rising from 0; None: any."""
         self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None
         self.on_device = torch.tensor(self.choices, device=device) if captured else None  # [choices] int64
-        self._num_wanted = max_nodes
+        self._wanted = max_nodes
 
     def choose(self, candidates: Candidates, free_slots: int) -> int:
         """The width of the step's trees, which together take at most `free_slots` in captured steps."""
         if self.choices is None:
             return candidates.width
         fitting = [width for width in self.choices[1:] if width * candidates.batch <= free_slots]
-        enough = [width for width in fitting if width >= self._num_wanted]
+        enough = [width for width in fitting if width >= self._wanted]
         return min(enough, default=max(fitting, default=0))
 
     def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
@@ -54,9 +54,9 @@ class TreeWidth:
             return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
         return [width] * tree_sizes.shape[0]
 
-    def learn(self, num_wanted: Sequence[int]) -> None:
-        """Choose the next width by how many nodes each of the last trees should have had."""
-        self._num_wanted = max(num_wanted, default=0)
+    def learn(self, wanted: Sequence[int]) -> None:
+        """Set the next width from the number of nodes wanted in each of the last trees. # wanted [trees]"""
+        self._wanted = max(wanted, default=0)
 
 
 class TreePruning:
@@ -72,7 +72,7 @@ class TreePruning:
         is_priced: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        """With `capture` trees have the widths that `width` offers, candidates at most the largest of them.
+        """With `capture`, trees have one of the widths of `width`, and candidates have at most the largest one.
         `is_priced`: whether `prune` is called with seconds."""
         self.calibration, self.width = calibration, width
         self._pruned: Pruned
@@ -100,7 +100,7 @@ class TreePruning:
         weights: Tensor,
         width: int,
     ) -> tuple[DraftTree, Tensor]:
-        """Keep the nodes of most expected tokens per second. The next `learn` is about these trees.
+        """Keep the nodes with the most expected tokens per second. The next `learn` updates by these trees.
 
         max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32, see `CostBudget.step_seconds`;
         weights [batch] float32 -> trees [batch or more, width], their padding not cut off; tree_sizes [batch, SIZES]
@@ -110,7 +110,7 @@ class TreePruning:
         return pruned.trees, pruned.sizes[: candidates.batch]
 
     def learn(self, tokens: Tensor, counts: Tensor) -> None:
-        """Calibrate survival by what was committed of the last trees.
+        """Calibrate survival by the tokens committed after the last trees.
         # tokens [batch, longest], counts [batch], see `Committed`"""
         self._learn((tokens, counts), self._pruned)
 
