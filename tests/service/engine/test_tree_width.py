@@ -50,7 +50,8 @@ def test_a_fixed_width_fits_into_the_free_slots() -> None:
 
 @pytest.mark.parametrize(("free", "has_room"), [(14, True), (13, False)])
 def test_no_drafter_is_asked_without_room_for_the_smallest_trees(free: int, has_room: bool) -> None:
-    assert load_of(2, free_slots=free, tree_widths=TreeWidth(48, captured=True).choices).has_room == has_room
+    load = load_of(2, free_slots=free, tree_widths=TreeWidth(48, captured=True).choices)
+    assert load.obstacle == (None if has_room else "slots")
 
 
 @pytest.mark.parametrize("params", [greedy(24), sampled(3, 24)], ids=["greedy", "sampled"])
