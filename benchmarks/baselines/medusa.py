@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.network.config import DrafterConfig, Fields
+from drafters.network.config import DrafterConfig, Fields, Traits
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape
 from drafters.network.pool import EntryPool, EntryState, Waiting
@@ -39,6 +39,10 @@ class MedusaConfig(DrafterConfig):
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
         return {}
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(len(self.tap_layers))
 
 
 class ResidualHeads(Input):

@@ -4,7 +4,7 @@ others are mask queries after it; a tree has one block."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafters.network.config import DrafterConfig, Fields
+from drafters.network.config import DrafterConfig, Fields, Traits
 from drafters.network.kind import TrainedKind
 from drafters.network.serving import BlockForward
 from drafters.network.structure import Structure
@@ -31,6 +31,10 @@ class ParallelConfig(DrafterConfig):
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
         return {}
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(len(self.tap_layers))
 
 
 class ParallelStructure(FusedStructure):

@@ -114,7 +114,7 @@ class TreeGrower:
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
         network, config = weights.network, weights.network.config
         self._weights, self._max_nodes, self._observer = weights, sizes.max_nodes, sizes.observer
-        further = 0 if config.one_forward else (weights.blocks - 1) * weights.starts * config.block_size
+        further = 0 if network.traits.one_forward else (weights.blocks - 1) * weights.starts * config.block_size
         live = config.forward_size - config.cached_entries + further
         self.pool = EntryPool(network, sizes.num_slots, sequences=sizes.max_sequences, live=live)
         self.state = EntryState(sizes, self.pool, config.features_size, network.dtype)
@@ -204,7 +204,7 @@ class TreeGrower:
         ahead = torch.arange(states.shape[2], device=states.device)
         proposal = propose(network, self._for_heads(states), origin.depth[..., None] + 1 + ahead, start.noise)
         predicted = POLICIES[self._weights.policy](proposal.chances)
-        is_last, paths = number + 1 == self._weights.blocks, network.config.paths
+        is_last, paths = number + 1 == self._weights.blocks, network.traits.paths
         first_number = sum(block.nodes.tokens.shape[1] for block in before)
         offered = origin, proposal.tokens, predicted, self.calibration.trust(number)
         starts = 0 if is_last else self._weights.starts

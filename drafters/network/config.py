@@ -1,5 +1,5 @@
 """The configuration of a trained drafter: the sizes that all kinds share. A kind's own config adds its options, and
-says by the properties below what the shared network, forwards and training have to know of them.
+says by `traits` what they mean for the shared network, forwards and training.
 
 `config.json` has kept one flat form since release 0.1, whatever the kind: `described` writes it and `Fields` reads it.
 """
@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from drafters.trained_kinds import trained_kind
 from kernels.decoder_layer import FUSED_FAMILIES
@@ -48,14 +48,28 @@ _DEFAULTS: Fields = {**_ALWAYS_WRITTEN, **_WRITTEN_IF_SET}
 _SHORT_BLOCK = 2  # positions; further forwards for so few are offered up to the trained depth, each taken while it pays
 
 
-@dataclass(frozen=True, slots=True)
-class RankHeadShape:
-    """How a rank head reads states and scores."""
+class RankHeadShape(NamedTuple):
+    """Variants of the rank head."""
 
     normalised: bool = True  # states are normed and features scaled
     biases: bool = True
     scores: int = 0  # likeliest scores from which features are computed; 0: all
     from_draft: bool = False  # it corrects the rank classes that the draft distribution implies
+
+
+class Traits(NamedTuple):
+    """What the shared network, forwards and training have to know of a drafter."""
+
+    normed_parts: int  # parts of the tapped features that have a norm each, before the projection
+    rank_head: RankHeadShape = RankHeadShape()
+    shifts: int = 0  # layer-wise shifts, between layers
+    entries: int = 1  # entries per committed position that later positions attend to
+    silent: int = 0  # rows before a block's entries that predict nothing
+    two_way: bool = False  # entries of a block attend to all of the block, not only to those before
+    paths: int = 1  # likeliest paths that go on at each position of a block; above 1 only where a tree has one block
+    one_forward: bool = False  # one forward of the layers serves all blocks of a tree
+    continues_raw: bool = False  # further blocks start at states before the output norm
+    restarts: bool = False  # further blocks stand at the positions of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,11 @@ class DrafterConfig(ABC):
 
     @property
     @abstractmethod
+    def traits(self) -> Traits:
+        """What these sizes and options mean for the shared parts."""
+
+    @property
+    @abstractmethod
     def options(self) -> Fields:
         """The kind's options as `config.json` has them, where they differ from the defaults."""
 
@@ -127,69 +146,19 @@ class DrafterConfig(ABC):
         return self.trained_blocks * self.block_size
 
     @property
-    def normed_parts(self) -> int:
-        """Parts of the tapped features that have a norm of their own before the projection; 0: no norm."""
-        return len(self.tap_layers)
-
-    @property
-    def rank_head(self) -> RankHeadShape:
-        """How the rank head reads."""
-        return RankHeadShape()
-
-    @property
-    def num_shifts(self) -> int:
-        """Layer-wise shifts, between layers."""
-        return 0
-
-    @property
-    def entries(self) -> int:
-        """Entries per committed position that later positions attend to."""
-        return 1
-
-    @property
-    def silent(self) -> int:
-        """Rows before a block's entries that predict nothing."""
-        return 0
-
-    @property
     def forward_size(self) -> int:
         """Positions that one forward of the layers computes states for."""
-        return self.block_size + self.silent
-
-    @property
-    def two_way(self) -> bool:
-        """Whether entries of a block attend to all of the block, not only to those before."""
-        return False
-
-    @property
-    def paths(self) -> int:
-        """Likeliest paths that go on at each position of a block; above 1 only where a tree has one block."""
-        return 1
-
-    @property
-    def one_forward(self) -> bool:
-        """Whether one forward of the layers serves all blocks of a tree."""
-        return False
-
-    @property
-    def continues_raw(self) -> bool:
-        """Whether further blocks start at states before the output norm."""
-        return False
-
-    @property
-    def restarts(self) -> bool:
-        """Whether further blocks stand at the positions of the first."""
-        return False
+        return self.reach if self.traits.one_forward else self.block_size + self.traits.silent
 
     @property
     def cached_entries(self) -> int:
-        """Entries of an anchor's block whose keys and values stay as those of a committed position."""
-        return 0 if self.injected else self.entries
+        """Entries of an anchor's block whose keys and values stay in the pool when the anchor is committed."""
+        return 0 if self.injected else self.traits.entries
 
     def blocks(self, requested: int) -> int:
         """Return the number of blocks per tree: as requested, except for kinds that were trained for one block or draft
         from one forward (then the trained number), and for short blocks (at least the trained number)."""
-        if self.trained_blocks == 1 or self.one_forward:
+        if self.trained_blocks == 1 or self.traits.one_forward:
             return self.trained_blocks
         return max(requested, self.trained_blocks) if self.block_size <= _SHORT_BLOCK else requested
 

@@ -38,7 +38,7 @@ class Proposal:
 def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
     """Rank tokens at each position. # states [batch, starts, block, hidden]; depths [batch, starts, block] of the
     proposed tokens, from 1"""
-    logits, likeliest = network.head(states), network.config.rank_head.scores
+    logits, likeliest = network.head(states), network.traits.rank_head.scores
     scores = noise.scores(logits, depths)
     features, ids = rank_features(scores)
     read = rank_features(scores, likeliest)[0] if likeliest else features

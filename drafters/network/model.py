@@ -48,10 +48,11 @@ class SpecBlock(nn.Module):
         super().__init__()
         self.config = config
         self.structure: Structure = config.structure()
-        structure, hidden, ranks = self.structure, config.hidden_size, config.rank_head
+        self.traits = config.traits
+        structure, hidden, ranks = self.structure, config.hidden_size, self.traits.rank_head
         self.input_layer = structure.input_layer()
         self.decoder = structure.decoder()
-        self.shift_proj = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(config.num_shifts))
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(self.traits.shifts))
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + NUM_FEATURES, config.rank_hidden, bias=ranks.biases),
@@ -105,7 +106,7 @@ class SpecBlock(nn.Module):
         """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
         float32"""
         logits: Tensor = self.rank_head[-1](self.rank_inputs(states, features)).float()
-        return logits + class_logits(features[..., :TOP].float()) if self.config.rank_head.from_draft else logits
+        return logits + class_logits(features[..., :TOP].float()) if self.traits.rank_head.from_draft else logits
 
     def rank_inputs(self, states: Tensor, features: Tensor) -> Tensor:
         """Return what the rank head's last layer reads. # as for `rank_logits` -> [..., rank_hidden]"""

@@ -32,7 +32,7 @@ class EntryPool:
 
     def __init__(self, network: ServingNetwork, num_slots: int, *, sequences: int = 0, live: int = 0) -> None:
         """`live`: entries of a growing tree, for each of so many sequences of a batch."""
-        self.entries = network.config.entries
+        self.entries = network.traits.entries
         scratch = torch.arange(sequences * live, device=network.device).view(sequences, live)
         self._scratch = num_slots * self.entries + scratch
         places = num_slots * self.entries + sequences * live

@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 from drafters.calibration import class_logits
 from drafters.network.checkpoint import VOCABULARY
 from drafters.network.config import DrafterConfig
+from drafters.network.layers import LayerShape
 from drafters.network.model import FEATURE_SCALE, RANK_EPSILON
 from drafters.network.structure import Structure, WeightPlanner
 from kernels import ops
@@ -23,8 +24,8 @@ class _RankHead:
 
     def __init__(self, config: DrafterConfig, planner: WeightPlanner) -> None:
         weights = planner.weights
-        self._corrects_draft = config.rank_head.from_draft
-        self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.rank_head.normalised else None
+        self._corrects_draft = config.traits.rank_head.from_draft
+        self._norm = planner.norm("rank_norm.weight", RANK_EPSILON) if config.traits.rank_head.normalised else None
         self._hidden = planner.product(weights["rank_head.0.weight"], weights.get("rank_head.0.bias"))
         self._classes = planner.product(weights["rank_head.2.weight"], weights.get("rank_head.2.bias"))
 
@@ -42,7 +43,7 @@ class _Planned:
 
     def __init__(self, structure: Structure, planner: WeightPlanner) -> None:
         config, weights = structure.config, planner.weights
-        gains = [weights[f"input_layer.feature_norms.{part}.weight"] for part in range(config.normed_parts)]
+        gains = [weights[f"input_layer.feature_norms.{part}.weight"] for part in range(config.traits.normed_parts)]
         self.gains = planner.tensor(torch.cat(gains)) if gains else None  # [taps * hidden]
         self.condition = planner.product(weights["input_layer.condition_proj.weight"])
         self.blocks = structure.served_input(planner)
@@ -50,7 +51,9 @@ class _Planned:
         self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
         self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # of a pool
-        self.shifts = [planner.product(weights[f"shift_proj.{number}.weight"]) for number in range(config.num_shifts)]
+        self.shifts = [
+            planner.product(weights[f"shift_proj.{number}.weight"]) for number in range(config.traits.shifts)
+        ]
         self.output = structure.served_output(planner)
         self.head = planner.product(weights["lm_head.weight"])
         self.rank_head = _RankHead(config, planner)
@@ -78,7 +81,8 @@ class ServingNetwork:
         """`weights` by the names of `checkpoint.weights_of`; they must not change afterwards. `in_place`: later weights
         are copied to where these are, because graphs have captured their addresses."""
         self.structure: Structure = config.structure()
-        self.config, self.shape = config, self.structure.shape
+        self.config, self.traits = config, config.traits
+        self.shape: LayerShape = self.structure.shape
         head = weights["lm_head.weight"]
         self.dtype, self.device = head.dtype, head.device
         self.ops = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
@@ -87,7 +91,7 @@ class ServingNetwork:
         self._in_place = in_place
         self._planned, self._kept = self._plan(weights)
         self._set_vocabulary(weights[VOCABULARY])
-        width = config.features_size // max(1, config.normed_parts)  # that one norm of features reads
+        width = config.features_size // max(1, self.traits.normed_parts)  # that one norm of features reads
         self._unit = torch.ones(width, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ class BlockForward:
         self._network, self._embed = network, embed
         self._pool, self._state = pool, state
         self._size, self._cached = network.config.forward_size, network.config.cached_entries
-        self._silent = network.config.silent
+        self._silent = network.traits.silent
         rotary = partial(network.shape.rotary, dtype=network.dtype)
         # Blocks continue after the deepest node.
         self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
@@ -114,7 +114,7 @@ class BlockForward:
         begun = index + known - states.shape[1] * size  # among all nodes
         above = nodes.ancestors.gather(1, begun[:, :, None].expand(-1, -1, known))
         path = Path(above, nodes.depths.gather(1, begun))
-        positions = roots[:, None] + picked.origin.depth * int(not self._network.config.restarts)
+        positions = roots[:, None] + picked.origin.depth * int(not self._network.traits.restarts)
         return self._begin(context, picked.tokens, path, positions, nodes)
 
     def _begin(
@@ -123,7 +123,7 @@ class BlockForward:
         """Run blocks after these paths; no entry of theirs is committed. # context [batch, starts, width]; tokens, and
         positions of first entries, both [batch, starts] -> [batch, starts, block, width]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
-        sizes = _Sizes(batch, 0, 1, size, number, known, self._network.config.two_way)
+        sizes = _Sizes(batch, 0, 1, size, number, known, self._network.traits.two_way)
         layout = _layout(sizes, tokens.device)
         inputs = self._network.blocks(context.flatten(0, 1), self._embed(tokens.flatten()))
         own = torch.cat([path.above.repeat_interleave(size, dim=1), layout.inside], dim=2)

@@ -110,11 +110,11 @@ class Structure(ABC):
     def output(self, states: Tensor, hidden: Tensor) -> Tensor:
         """Return the network's output, of states after the output norm and before it.
         # both [batch, rows, hidden] -> [batch, rows, width]"""
-        return torch.cat([states, hidden], dim=-1) if self.config.continues_raw else states
+        return torch.cat([states, hidden], dim=-1) if self.config.traits.continues_raw else states
 
     def served_layers(self, planner: WeightPlanner) -> Sequence[ServedLayer]:
         """Plan the decoder layers for serving."""
-        window = self.config.trained_length * self.config.entries
+        window = self.config.trained_length * self.config.traits.entries
         return [planner.layer(number, self.shape, window) for number in range(self.config.num_layers)]
 
     def injected_into(self, layers: Sequence[ServedLayer], planner: WeightPlanner) -> Sequence[ServedLayer]:
@@ -128,7 +128,7 @@ class Structure(ABC):
     def served_output(self, planner: WeightPlanner) -> ServedOutput:
         """Plan the output norm for serving."""
         norm, ops, epsilon = planner.tensor(planner.weights["decoder.norm.weight"]), planner.ops, self.shape.epsilon
-        if not self.config.continues_raw:
+        if not self.config.traits.continues_raw:
             return lambda hidden, delta: ops.add_rms_norm(hidden, delta, norm, epsilon)
         # The op adds `delta` to `hidden` in place, so that it holds the state before the norm.
         return lambda hidden, delta: torch.cat([ops.add_rms_norm(hidden, delta, norm, epsilon), hidden], dim=-1)
@@ -140,5 +140,5 @@ class Structure(ABC):
 
 def feature_norms(config: DrafterConfig, epsilon: float) -> nn.ModuleList:
     """Make the norms of tapped features."""
-    parts = config.normed_parts
+    parts = config.traits.normed_parts
     return nn.ModuleList(nn.RMSNorm(config.features_size // parts, eps=epsilon) for _ in range(parts))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drafters.network import form
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
 from drafters.network.form import Described, PublishedForm, Tensors
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape, Norm
@@ -35,6 +35,7 @@ class DFlashConfig(DrafterConfig):
     trained_blocks: ClassVar[int] = 1
     family: ClassVar[str | None] = "qwen3"
     injected: ClassVar[bool] = True
+    two_way: ClassVar[bool] = True  # entries of a block attend to all of it
 
     mask_token: int  # of the target; entries read its embedding
     silent_first: bool = True  # the row before a block's entries, the newest token's, predicts nothing
@@ -60,24 +61,9 @@ class DFlashConfig(DrafterConfig):
         return {name: fields[name] for name in ("mask_token", "silent_first", "ranks_from_draft")}
 
     @property
-    def normed_parts(self) -> int:
-        return 0
-
-    @property
-    def rank_head(self) -> RankHeadShape:
-        return RankHeadShape(from_draft=self.ranks_from_draft)
-
-    @property
-    def silent(self) -> int:
-        return int(self.silent_first)
-
-    @property
-    def two_way(self) -> bool:
-        return True
-
-    @property
-    def paths(self) -> int:
-        return 4
+    def traits(self) -> Traits:
+        ranks = RankHeadShape(from_draft=self.ranks_from_draft)
+        return Traits(0, ranks, silent=int(self.silent_first), two_way=self.two_way, paths=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +71,7 @@ class JetSpecConfig(DFlashConfig):
     """A JetSpec drafter: entries of a block attend to those before."""
 
     kind: ClassVar[str] = "jetspec"
-
-    @property
-    def two_way(self) -> bool:
-        return False
+    two_way: ClassVar[bool] = False
 
 
 class MaskTokens(Input):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
 from drafters.network.form import Described, PublishedForm, Tensors, renamed
 from drafters.network.kind import TrainedKind
 from drafters.network.serving import BlockForward
@@ -43,12 +43,8 @@ class MTPConfig(DrafterConfig):
         return {}
 
     @property
-    def normed_parts(self) -> int:
-        return 0
-
-    @property
-    def rank_head(self) -> RankHeadShape:
-        return RankHeadShape(from_draft=True)
+    def traits(self) -> Traits:
+        return Traits(0, RankHeadShape(from_draft=True))
 
 
 class MTPStructure(FusedStructure):

@@ -5,7 +5,7 @@ entry k stands at position t + k and predicts the token at t + k + 1.
 
 - Section 3.1, what goes in: `FusedInput` makes h0_k of the anchor's condition, the next token and a position query.
 - Section 3.2, how K dependent positions come out: the layers run on all entries at once, with causal attention inside
-  the block, and between two layers entry k is mixed with the entry before it (`BlockConfig.num_shifts`):
+  the block, and between two layers entry k is mixed with the entry before it (`SpecBlock.forward` in network/model.py):
   h_k <- W_shift [h_k; h_{k-1}], h_0 := h_1. Output norm and head turn each h_k into a distribution, and the rank head
   (`SpecBlock.rank_logits` in network/model.py) says from h_k and 15 features of it how likely the target's token is
   among ranks 1, 2-4, 5-10 or beyond. network/heads.py spreads these classes over ten candidates for each position;
@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from drafters.network import form
 from drafters.network.checkpoint import TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape
+from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
 from drafters.network.form import Described, PublishedForm, Tensors
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Input, LayerShape
@@ -48,6 +48,7 @@ AUTHORS: Fields = {
     "rank_biases": False,
 }
 """The options of the authors' own network, as `config.json` has them."""
+_AUTHORS_RANK_HEAD = RankHeadShape(normalised=False, biases=False, scores=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class SpecBlockConfig(DrafterConfig):
         DrafterConfig.__post_init__(self)
         if self.prefix_entries not in ("first", "all"):
             raise ValueError("drafter config: prefix_entries must be 'first' or 'all'")
-        if self.draft_vocab_size < self.rank_head.scores:
-            raise ValueError(f"drafter config: draft_vocab_size must be at least {self.rank_head.scores}")
+        least = self.traits.rank_head.scores
+        if self.draft_vocab_size < least:
+            raise ValueError(f"drafter config: draft_vocab_size must be at least {least}")
 
     def structure(self) -> Structure:
         return BlockStructure(self)
@@ -84,28 +86,15 @@ class SpecBlockConfig(DrafterConfig):
         return {**{name: fields[name] for name in own}, "as_published": fields["restarts"]}
 
     @property
-    def entries(self) -> int:
-        return self.block_size if self.prefix_entries == "all" else 1
-
-    @property
-    def num_shifts(self) -> int:
-        return self.num_layers - 1 if self.shift else 0
-
-    @property
-    def normed_parts(self) -> int:
-        return 0 if self.as_published else len(self.tap_layers)
-
-    @property
-    def rank_head(self) -> RankHeadShape:
-        return RankHeadShape(normalised=False, biases=False, scores=20) if self.as_published else RankHeadShape()
-
-    @property
-    def continues_raw(self) -> bool:
-        return self.as_published
-
-    @property
-    def restarts(self) -> bool:
-        return self.as_published
+    def traits(self) -> Traits:
+        return Traits(
+            normed_parts=0 if self.as_published else len(self.tap_layers),
+            rank_head=_AUTHORS_RANK_HEAD if self.as_published else RankHeadShape(),
+            shifts=self.num_layers - 1 if self.shift else 0,
+            entries=self.block_size if self.prefix_entries == "all" else 1,
+            continues_raw=self.as_published,
+            restarts=self.as_published,
+        )
 
 
 class FusedInput(Input):

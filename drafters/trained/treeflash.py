@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.network.config import DrafterConfig, Fields
+from drafters.network.config import DrafterConfig, Fields, Traits
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed
 from drafters.network.pool import EntryPool, EntryState, Waiting
@@ -45,12 +45,8 @@ class TreeFlashConfig(DrafterConfig):
         return {}
 
     @property
-    def forward_size(self) -> int:
-        return self.reach
-
-    @property
-    def one_forward(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(len(self.tap_layers), one_forward=True)
 
 
 class PathHead(nn.Module):

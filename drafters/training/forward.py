@@ -76,7 +76,7 @@ class TrainingForward:
         self._model = model
         self._embed = embed
         self._size = model.config.forward_size
-        self._entries = model.config.entries
+        self._entries = model.traits.entries
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
     def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
@@ -120,7 +120,7 @@ class TrainingForward:
         place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
         anchors = before.anchors + cuts
-        places = before.places if self._model.config.restarts else anchors
+        places = before.places if self._model.traits.restarts else anchors
         return replace(self._begin(context, after(batch, anchors), places, path, before.held), anchors=anchors)
 
     def _begin(
@@ -131,7 +131,7 @@ class TrainingForward:
         size, number = anchors.shape
         inputs = self._model.input_layer.blocks(context, self._embed(tokens), slice(self._size))
         own = _blocks(number, self._size, anchors.device)
-        own = own if self._model.config.two_way else own.tril()
+        own = own if self._model.traits.two_way else own.tril()
         seen = torch.cat([path.repeat_interleave(self._size, dim=1), own.expand(size, -1, -1)], dim=2)
         attention = StreamAttention(seen, held)
         row = torch.arange(number * self._size, device=anchors.device)
@@ -141,7 +141,7 @@ class TrainingForward:
             previous=(row - (row % self._size > 0).long()).expand(size, -1),
         )
         found = *self._model.heads_and_context(self._model(rows, attention)), seen
-        silent = self._model.config.silent
+        silent = self._model.traits.silent
         states, onward, seen = (values.unflatten(1, (number, self._size))[:, :, silent:] for values in found)
         return TrainedBlocks(anchors, states, onward, seen, attention.layers, anchors)
 

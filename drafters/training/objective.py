@@ -161,7 +161,7 @@ class Objective:
         temperature = _COOLEST + (_HOTTEST - _COOLEST) * spread
         scores = logits.log_softmax(-1)
         scores = torch.where(warm[:, None], scores / temperature + noise, scores)
-        features, ids = rank_features(scores, self._model.config.rank_head.scores)
+        features, ids = rank_features(scores, self._model.traits.rank_head.scores)
         drafted = self._model.t2d[batch.top_ids[labels]]  # [rows, top]
         fresh = _gumbel(drafted.shape, generator, drafted.device)
         shared = torch.where(drafted >= 0, noise.gather(1, drafted.clamp(min=0)), fresh)

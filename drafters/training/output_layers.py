@@ -82,7 +82,7 @@ def _rank_loss(model: SpecBlock, labels: DraftLabels, noise: TreeNoise) -> Tenso
     states, last = labels.states.float(), model.get_parameter(OUTPUT_LAYERS[1])
     with torch.no_grad():
         scores = noise.along(linear(states, model.lm_head.weight)[:, None])[:, 0]
-        features, ids = rank_features(scores, model.config.rank_head.scores)
+        features, ids = rank_features(scores, model.traits.rank_head.scores)
         inputs = model.rank_inputs(states, features)
         others = model.rank_logits(states, features) - linear(inputs, last).float()
     return cross_entropy(others + newton_logits(inputs, last), rank_class(ids, model.t2d[labels.tokens]))

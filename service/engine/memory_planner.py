@@ -173,7 +173,7 @@ def entry_bytes(network: ServingNetwork | None) -> int:
     """Bytes per slot of the drafter's own keys and values."""
     if network is None:
         return 0
-    return network.config.entries * _kept_bytes(network)
+    return network.traits.entries * _kept_bytes(network)
 
 
 def _kept_bytes(network: ServingNetwork) -> int:

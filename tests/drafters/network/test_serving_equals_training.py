@@ -76,7 +76,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"broadcast": False},
     {"num_layers": 1},
     {"num_layers": 3, "prefix_entries": "all"},
-    AUTHORS,
+    dict(AUTHORS),
     *({"kind": kind, **trained_kind(kind).shape} for kind in TRAINED_KINDS if kind != "specblock"),
     {"kind": "eagle3", **trained_kind("eagle3").shape, "normalise_features": True, "continues_from": "normed"},
     {"kind": "eagle3", **trained_kind("eagle3").shape, "normed_residual": True},

@@ -10,7 +10,6 @@ from torch import Tensor
 from drafters.coupling import TreeNoise
 from drafters.network.config import RankHeadShape
 from drafters.network.model import SpecBlock
-from drafters.trained.specblock import SpecBlockConfig
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
 from drafters.training.corpus import Batch, Example, load_examples
 from drafters.training.objective import Objective, ObjectiveSettings, cross_entropy, total_variation
@@ -58,9 +57,8 @@ def test_the_rank_head_learns_from_the_scores_that_it_serves_with(
 
     monkeypatch.setattr(SpecBlock, "rank_inputs", noting)
     for scores in (0, 10):
-        shape = RankHeadShape(scores=scores)
-        monkeypatch.setattr(SpecBlockConfig, "rank_head", property(lambda self, shape=shape: shape))
         model = tiny_drafter(seed=1, block_size=BLOCK).requires_grad_(True)
+        model.traits = model.traits._replace(rank_head=RankHeadShape(scores=scores))
         Objective(model, EMBED, ObjectiveSettings(rank_rows=8))(Batch.of([text], 8, "cpu"), drawn())
         labels = sampled(0).draft_labels
         noise = TreeNoise(torch.zeros(labels.count), torch.zeros(labels.count, 0, len(model.d2t)))
