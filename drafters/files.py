@@ -1,4 +1,4 @@
-"""Writes files and folders so that a crash leaves the old ones or the new ones, and locks files for one process."""
+"""Writes files and folders so that a crash leaves the old one or the new one, and locks files for one process."""
 
 import os
 import shutil
@@ -9,15 +9,14 @@ from typing import BinaryIO
 
 UNFINISHED = ".unfinished-"
 """Prefix of the names under which files and folders are written."""
-_REPLACED = ".replaced-"
 
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Replace a file or a folder. The block writes the new one at the yielded path; then it is synced to disk and
-    renamed to `path`. If the block raises or the disk fails, the old one stays.
+    """Replace a file, or make a new folder. The block writes it at the yielded path; then it is synced to disk and
+    renamed to `path`. If the block raises or the disk fails, nothing changes at `path`.
 
-    `shared`: several processes may do so at once. Raises OSError.
+    `shared`: several processes may do so at once. Raises OSError, also for a folder that is not empty.
     """
     suffix = f".{os.getpid()}" if shared else ""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}{suffix}")
@@ -26,11 +25,8 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         _remove(unfinished)
         yield unfinished
         _sync(unfinished)
-        if unfinished.is_dir():
-            _replace_folder(path, unfinished)
-        else:
-            unfinished.replace(path)
-        _sync_folder(path.parent)
+        unfinished.replace(path)
+        _sync_entry(path.parent)
     finally:
         with suppress(OSError):
             _remove(unfinished)
@@ -64,21 +60,6 @@ def lock(path: Path, *, waits: bool = False) -> int:
     return descriptor
 
 
-def _replace_folder(path: Path, unfinished: Path) -> None:
-    """Rename a folder over another one, which no system call does."""
-    replaced = path.with_name(f"{_REPLACED}{path.name}")
-    _remove(replaced)
-    if path.exists():
-        path.rename(replaced)
-    try:
-        unfinished.rename(path)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(path)
-        raise
-    _remove(replaced)
-
-
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
@@ -88,22 +69,16 @@ def _remove(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Sync a file, or a folder with all that it contains."""
-    if not path.is_dir():
-        _sync_entry(path, os.O_RDWR)
-        return
-    for inner in path.iterdir():
+    for inner in path.iterdir() if path.is_dir() else ():
         _sync(inner)
-    _sync_folder(path)
+    _sync_entry(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder; only POSIX can."""
-    if os.name == "posix":
-        _sync_entry(folder, os.O_RDONLY)
-
-
-def _sync_entry(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _sync_entry(path: Path) -> None:
+    """Sync a file, or the names in a folder, which only POSIX can."""
+    if path.is_dir() and os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api import responses
-from service.api.responses_store import ResponseStore, Turn
+from service.api.responses import ResponseStore, Turn
 from service.errors import NotFound
 from tests.service import scripted
 from tests.service.api.client import RESPONSES, Body, client_of, error_of
