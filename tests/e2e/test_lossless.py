@@ -121,8 +121,8 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
 
 
 def _always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    gate._step.situation = 0, False
-    gate._step.asked.append((gate._gains.of(1, gate._step.situation), expected))
+    gate._step.situation = 0
+    gate._step.asked.append((gate._decision.gain(1, gate._step.key), expected))
     return True
 
 

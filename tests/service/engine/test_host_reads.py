@@ -148,8 +148,8 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], i
 
 def always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
     """Asks, whatever that has gained."""
-    gate._step.situation = 0, False
-    gate._step.asked.append((gate._gains.of(1, gate._step.situation), expected))
+    gate._step.situation = 0
+    gate._step.asked.append((gate._decision.gain(1, gate._step.key), expected))
     return True
 
 
