@@ -1,3 +1,4 @@
+import random
 import re
 from types import SimpleNamespace
 from typing import cast
@@ -6,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
-from tokenizers import Tokenizer, decoders
+from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.errors import InvalidRequest, StartupError
-from service.text.tokenizer import ChatTokenizer
+from service.text.tokenizer import ChatTokenizer, SpecialNames, SpecialTokenGuard, control_tokens
 from tests.service.text.tiny_tokenizer import SPECIALS, TEMPLATE, tiny_backend, tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
@@ -134,21 +135,6 @@ def test_what_cannot_be_rendered_is_refused_by_name(
     assert caught.value.param == param
 
 
-@given(st.text(max_size=30), st.booleans())
-def test_detokenizing_token_by_token_gives_the_same_text(text: str, skip: bool) -> None:
-    detokenizer = TOKENIZER.detokenizer(skip)
-    pieces = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text)]
-    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
-    assert "".join(pieces) + detokenizer.held == text
-
-
-@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.booleans())
-def test_bytes_that_are_no_characters_come_out_as_in_one_piece(ids: list[int], skip: bool) -> None:
-    detokenizer = TOKENIZER.detokenizer(skip)
-    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.held
-    assert text == TOKENIZER.decode(ids, skip_special_tokens=skip)
-
-
 @given(st.text(max_size=20))
 def test_token_bytes_join_to_the_bytes_of_the_text(text: str) -> None:
     assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
@@ -159,3 +145,47 @@ def test_token_bytes_of_byte_fallback_tokens() -> None:
     backend.decoder = decoders.ByteFallback()
     tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert [tokenizer.token_bytes(0), tokenizer.token_bytes(1), tokenizer.token_bytes(99)] == [b"\xe4", b"a", b""]
+
+
+NAMES = [
+    "<a>",
+    "<a>b",
+    "x|y",
+    "[",
+    "<unused1>",
+    "<unused12>",
+    "<unused123>",
+    *(f"<|{number}|>" for number in range(50)),
+]
+
+
+@pytest.mark.parametrize("text", ["<unused12>3", "<unused123>", "<a>bc", "x|y|[", "<|7|><|77|>", "<|4", ""])
+def test_the_longest_name_is_found(text: str) -> None:
+    find = SpecialNames(NAMES).find
+    assert find is not None
+    ordered = sorted(NAMES, key=len, reverse=True)
+    first = min((text.find(name) for name in NAMES if name in text), default=None)
+    expected = None if first is None else next(name for name in ordered if text.startswith(name, first))
+    found = find.search(text)
+    assert (None if found is None else found[0]) == expected
+
+
+def test_random_texts_come_back_without_names_between() -> None:
+    draw, special = random.Random(1), SpecialNames(NAMES)
+    for _ in range(300):
+        text = "".join(draw.choices([*NAMES, "<", "a", ">", "|", "1"], k=12))
+        guard = SpecialTokenGuard(special)
+        hidden = str(guard.hide(text))
+        assert not any(name in hidden for name in NAMES)
+        assert guard.reveal(hidden) == text
+
+
+def test_without_names_nothing_is_hidden() -> None:
+    guard = SpecialTokenGuard(SpecialNames([]))
+    assert (guard.hide("<a>"), guard.hid_something) == ("<a>", False)
+
+
+def test_turns_of_gemma_are_control_tokens_whatever_files_say() -> None:
+    names = ["<start_of_turn>", "<end_of_turn>", "<tool_call>", "<|im_end|>"]
+    added = {number: AddedToken(name, special=False) for number, name in enumerate(names)}
+    assert control_tokens(added) == {"<start_of_turn>": 0, "<end_of_turn>": 1, "<|im_end|>": 3}
