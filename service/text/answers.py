@@ -1,5 +1,5 @@
-"""The parts of an answer: a thought between tags, function calls, and text. For each its grammar, and its parser while
-the answer is generated."""
+"""Parts of an answer: reasoning between tags, function calls, and text. Writes their grammars and parses them from
+streamed text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,30 +13,30 @@ from service.text.grammars import Steps, json_rule
 from service.text.schema_keywords import DEFINITIONS
 
 BEGIN, END = "<think>", "</think>"
-"""The tags of Qwen 3, DeepSeek R1, SmolLM3 and similar models."""
+"""Reasoning tags of Qwen 3, DeepSeek R1, SmolLM3 and similar models."""
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
 def thinks(template: str | None) -> bool:
-    """Whether a chat template belongs to a model that thinks."""
+    """Whether a chat template belongs to a reasoning model."""
     return template is not None and END in template
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the answer of a model that thinks begins."""
+    """How the answer of a reasoning model begins."""
 
     has_begun: bool
-    """Whether the prompt ends inside a thought; if not, the answer may begin with one."""
+    """Whether the prompt ends with an open tag; otherwise the answer may begin with one."""
 
     @staticmethod
     def after(prompt: str) -> "Thinking":
-        """How the answer to a rendered prompt begins."""
+        """Detect from the end of a rendered prompt how the answer begins."""
         return Thinking(prompt.rstrip().endswith(BEGIN))
 
     def grammar(self, answer: str, special_ids: Mapping[str, int]) -> str:
-        """The Lark grammar of a free thought followed by an answer of the grammar `answer`. `special_ids`: token ids of
-        strings that are special tokens."""
+        """Lark grammar of unconstrained reasoning followed by `answer`, a grammar in Lark syntax. `special_ids`: ids of
+        special tokens by name."""
         rules = [f"thought[lazy]: ANY {json.dumps(END)}", "ANY: /(.|\\n)*/", "rest: GAP answer", "GAP: /\\n*/"]
         if END in special_ids:
             rules[0] = f"thought: ANY <[{special_ids[END]}]>"
@@ -46,21 +46,21 @@ class Thinking:
 
 
 class ThoughtReader:
-    """Separates a thought from the answer after it. What may be a tag is held back until it is known."""
+    """Separates reasoning from the answer in streamed text. Text that may be part of a tag is held back."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._held = ""
         self._state: Literal["before", "thought", "answer"] = "thought" if thinking.has_begun else "before"
-        self.thinks = thinking.has_begun  # whether there is a thought
-        self._is_after_tag = thinking.has_begun  # with nothing but line breaks in between
+        self.thinks = thinking.has_begun  # whether reasoning has begun
+        self._is_after_tag = thinking.has_begun  # whether only line breaks came since the tag
 
     @property
     def answers(self) -> bool:
-        """Whether the thought, if any, is complete."""
+        """Whether the reasoning, if any, is complete."""
         return self._state == "answer"
 
     def read(self, text: str, *, ends: bool) -> tuple[str, str]:
-        """The new text of the thought and of the answer; `ends`: `text` is the last of it."""
+        """Parse more text. Returns new reasoning and new answer text; `ends`: `text` is the last piece."""
         self._held += text
         thought = answer = ""
         if self._state == "before":
@@ -72,7 +72,7 @@ class ThoughtReader:
         return thought, answer
 
     def _begin(self, *, ends: bool) -> None:
-        """A thought is at the beginning or absent."""
+        """Detect the opening tag, which can only be at the beginning."""
         text = self._held.lstrip()
         if text.startswith(BEGIN):
             self._held, self._state, self._is_after_tag = text[len(BEGIN) :], "thought", True
@@ -89,7 +89,7 @@ class ThoughtReader:
         return text
 
     def _take(self, count: int) -> str:
-        """The next characters, without the line breaks after a tag."""
+        """Take the next characters, without line breaks that follow a tag."""
         text, self._held = self._held[:count], self._held[count:]
         if self._is_after_tag:
             text = text.lstrip("\n")
@@ -98,21 +98,21 @@ class ThoughtReader:
 
 
 def _undecided(text: str) -> int:
-    """Length of the end of `text` that may belong to the closing tag: line breaks, and the beginning of the tag."""
+    """Length of the suffix that may belong to the closing tag: line breaks and a prefix of the tag."""
     return len(text) - len(text[: len(text) - overlap(text, END)].rstrip("\n"))
 
 
 class ThoughtTokens:
-    """Counts the tokens of a thought with its tags, and a token that both ends it and begins the answer."""
+    """Counts reasoning tokens, tags included. A token that spans the end of the reasoning counts."""
 
     def __init__(self, thinking: Thinking, text_of: Callable[[int], str]) -> None:
-        """`text_of`: the text that a token adds."""
+        """`text_of`: maps the next token to the text it adds."""
         self._reader, self._text_of = ThoughtReader(thinking), text_of
         self._seen = 0
         self.count = 0
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Count further tokens of the answer."""
+        """Process further tokens of the answer."""
         for token in tokens:
             if self._reader.answers:
                 return
@@ -123,7 +123,7 @@ class ThoughtTokens:
 
 
 def overlap(text: str, start: str) -> int:
-    """Length of the longest end of `text` that is a proper prefix of `start`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `start`."""
     return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)
 
 
@@ -134,7 +134,7 @@ class Calling:
     form: ToolForm
     must: bool = False
     parallel: bool = True
-    short_ids: bool = False  # whether the ids of calls must have nine letters and digits
+    short_ids: bool = False  # call ids must have nine letters and digits
 
     def grammar(
         self,
@@ -142,9 +142,9 @@ class Calling:
         answer: Mapping[str, JsonValue] | None,
         special_ids: Mapping[str, int],
     ) -> Steps[str]:
-        """Write the answer's grammar in Lark, a function in each step. `schemas`: of arguments, by function; `answer`:
-        the schema of an answer without calls, None: any text; `special_ids`: token ids of strings that are special
-        tokens."""
+        """Write the answer's Lark grammar, one function per step. `schemas`: argument schemas by function name;
+        `answer`: schema of an answer without calls, None if it may be any text; `special_ids`: ids of special tokens
+        by name."""
         form = self.form
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
         rest = " ".join(filter(None, (_literal(form.lead), calls, _literal(form.closing))))
@@ -165,7 +165,7 @@ class Calling:
         return "\n".join(("start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", *lines))
 
     def _call_of(self, name: str, schema: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """The schema of a call; definitions of the arguments' schema move up to where references look for them."""
+        """Schema of a call. Definitions move from the arguments' schema to the top, where references expect them."""
         return {
             **{group: schema[group] for group in DEFINITIONS if group in schema},
             "type": "object",
@@ -180,7 +180,7 @@ def _literal(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of an answer: a thought, text outside calls, the name of a new call, or more of its arguments."""
+    """Piece of an answer: reasoning, text outside calls, the name of a new call, or more of its arguments."""
 
     kind: Literal["thought", "text", "name", "arguments"]
     text: str
@@ -188,12 +188,11 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """Splits an answer, while it is generated, into text and calls. What may begin a call is held back until it is
-    known."""
+    """Splits a streamed answer into text and calls. Text that may be the start of a call is held back."""
 
     def __init__(self, form: ToolForm, *, must: bool = False, holds_calls: bool = False) -> None:
-        """`must`: the answer consists of calls; `holds_calls`: report each call only when it is complete, because the
-        answer may be cut anywhere."""
+        """`must`: the answer consists of calls only; `holds_calls`: report each call only when complete, because a stop
+        string may cut the answer anywhere."""
         self._form = form
         self._must = must
         self._holds_calls = holds_calls
@@ -201,11 +200,11 @@ class CallReader:
         self._state: Literal["text", "name", "arguments", "after"] = "text"
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._was_text = False
-        self._pending: list[Piece] = []  # of the current call
-        self.num_calls = 0  # complete ones
+        self._pending: list[Piece] = []  # pieces of the current call that are not reported yet
+        self.num_calls = 0  # complete calls
 
     def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
-        """The pieces that more text adds; `ends`: it is the last; `is_cut`: a limit or stop string ended the answer."""
+        """Parse more text. `ends`: it is the last piece; `is_cut`: a limit or stop string ended the answer."""
         return [*self._push(text), *(self._finish(is_cut) if ends else ())]
 
     def _push(self, text: str) -> Iterator[Piece]:
@@ -216,7 +215,7 @@ class CallReader:
             yield from getattr(self, f"_read_{self._state}")()
 
     def _finish(self, is_cut: bool) -> Iterator[Piece]:
-        """The text that was held back, if it did not begin a call."""
+        """Release held-back text if it did not begin a call."""
         begins_call = self._must or (is_cut and self._held.startswith(self._form.trigger))
         if self._state == "text" and self._held and not begins_call:
             yield Piece("text", self._held)
@@ -226,7 +225,7 @@ class CallReader:
         start = self._form.opening + CALL_BEGINS
         text, found, rest = self._held.partition(start)
         if not self._form.trigger and (self._was_text or (text and not start.startswith(text))):
-            text, found, rest = self._held, "", ""  # calls are at the beginning or absent
+            text, found, rest = self._held, "", ""  # calls can only be at the beginning
         elif not found:
             certain = len(text) - overlap(text, start)
             text, rest = text[:certain], text[certain:]
@@ -256,7 +255,7 @@ class CallReader:
         yield from self._released(is_whole=is_whole)
 
     def _released(self, *, is_whole: bool) -> Iterator[Piece]:
-        """The pieces of the current call that may be reported by now."""
+        """Pieces of the current call that can be reported now."""
         if is_whole or not self._holds_calls:
             yield from self._pending
             self._pending = []
@@ -272,7 +271,7 @@ class CallReader:
         self._state, self._held = state, held
 
     def _end_of_value(self, text: str) -> int:
-        """Number of characters that belong to the current object, which may be incomplete."""
+        """Number of characters up to the end of the current JSON object, or all if it is incomplete."""
         for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -290,7 +289,7 @@ class CallReader:
 
 
 class ParsedAnswer(NamedTuple):
-    """The parts of a complete answer."""
+    """Parts of a complete answer."""
 
     thought: str
     text: str
@@ -298,8 +297,8 @@ class ParsedAnswer(NamedTuple):
 
 
 class AnswerReader:
-    """Splits an answer, while it is generated, into a thought, text and calls. `thinking` None: the model does not
-    think; `calls` None: the answer may not call."""
+    """Splits a streamed answer into reasoning, text and calls. `thinking` is None for models without reasoning, `calls`
+    if the request allows no calls."""
 
     def __init__(self, thinking: Thinking | None, calls: CallReader | None) -> None:
         self._thoughts = None if thinking is None else ThoughtReader(thinking)
@@ -311,8 +310,7 @@ class AnswerReader:
         return 0 if self._calls is None else self._calls.num_calls
 
     def read(self, text: str, *, ends: bool, is_cut: bool = False) -> list[Piece]:
-        """The pieces that more text adds; `ends`: it is the last; `is_cut`: a limit or a stop string ended the
-        answer."""
+        """Parse more text. `ends`: it is the last piece; `is_cut`: a limit or stop string ended the answer."""
         thought, rest = ("", text) if self._thoughts is None else self._thoughts.read(text, ends=ends)
         pieces = [Piece("thought", thought)] if thought else []
         if self._calls is not None:
@@ -320,7 +318,7 @@ class AnswerReader:
         return [*pieces, Piece("text", rest)] if rest else pieces
 
     def whole(self, text: str, *, is_cut: bool = False) -> ParsedAnswer:
-        """The parts of an answer of which `text` is all."""
+        """Parse a complete answer."""
         pieces = self.read(text, ends=True, is_cut=is_cut)
         thought, content = ("".join(p.text for p in pieces if p.kind == kind) for kind in ("thought", "text"))
         names = [piece.text for piece in pieces if piece.kind == "name"]

@@ -1,5 +1,5 @@
-"""What a chat template can say, found out at the start by rendering small conversations, and conversations put in its
-terms: call ids of its form, system text in a turn of the user, several calls as several turns."""
+"""Traits of a chat template, detected at the start by rendering small conversations, and adaptation of messages to
+them: call ids in the required form, system text in a user turn, several calls as several turns."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ from service.errors import InvalidRequest, parsed_json, refuse_deep_json
 
 Turn = dict[str, Any]
 Write = Callable[[Sequence[Turn], Sequence[JsonValue]], str]
-"""Renders turns and tools; the result is empty where the template refuses them."""
+"""Renders turns and tools to text; empty if the template refuses them."""
 
-CALL_BEGINS = '{"name": "'  # as the grammar of JSON writes it
+CALL_BEGINS = '{"name": "'  # start of a call in the JSON form that grammars enforce
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _UNREADABLE = re.compile(r"'probe_key|\\+\"probe_key")
-"""Arguments that were not meant to be in this form: an object as Python writes it, or text that was quoted again."""
+"""Signs that arguments have the wrong type for the template: a Python repr of an object, or text quoted twice."""
 _TOOLS_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query. Here are their signatures:
@@ -46,12 +46,11 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """The form in which a family of models writes calls: `opening {"name": "NAME", "KEY": ARGUMENTS} (between {...})*
-    closing`."""
+    """Call syntax of a model family: `opening {"name": "NAME", "KEY": ARGUMENTS} (between {...})* closing`."""
 
     name: str
-    marker: str  # by which a chat template is recognised
-    trigger: str  # begins the calls, anywhere in an answer; empty: they are at its beginning or absent
+    marker: str  # substring that identifies the form in a chat template
+    trigger: str  # text before calls, anywhere in an answer; empty: calls can only be at the start
     lead: str  # between trigger and first call
     between: str
     closing: str
@@ -59,31 +58,31 @@ class ToolForm:
 
     @property
     def opening(self) -> str:
-        """The text before the first call."""
+        """Text before the first call."""
         return self.trigger + self.lead
 
     def written(self, calls: Iterable[Call]) -> str:
-        """Earlier calls in this form."""
+        """Write calls in this form."""
         objects = (f'{CALL_BEGINS}{call.name}", "{self.key}": {call.arguments}}}' for call in calls)
         return self.opening + self.between.join(objects) + self.closing
 
 
 HERMES = ToolForm("Hermes", "<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-"""The form of Hermes and Qwen, also used for models that were not trained to call."""
+"""Form of Hermes and Qwen, also used for models without training in function calls."""
 MISTRAL = ToolForm("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]")
 LLAMA_3 = ToolForm("Llama 3", '"parameters"', "", "", "; ", "", key="parameters")
 
 
 def form_of(template: str) -> ToolForm:
-    """The form of calls in a chat template that lists tools."""
+    """Detect the call form of a chat template."""
     return next((form for form in (HERMES, MISTRAL, LLAMA_3) if form.marker in template), HERMES)
 
 
 def past_arguments(text: str, param: str) -> tuple[str, JsonValue]:
-    """The arguments of a past call, as JSON and parsed; of a call that a limit cut, as far as they go. Raises
-    InvalidRequest naming the field `param`."""
+    """Parse the arguments of a past call. Returns them as JSON text and as a value; arguments that a length limit cut
+    are completed. Raises InvalidRequest naming the field `param`."""
     text = text or "{}"
-    refuse_deep_json(text, param)  # a part of a call may be too deep, too
+    refuse_deep_json(text, param)  # also checks text that is cut, which parsed_json does not accept
     try:
         return text, parsed_json(text, param)
     except InvalidRequest:
@@ -94,7 +93,7 @@ def past_arguments(text: str, param: str) -> tuple[str, JsonValue]:
 
 
 def _is_cut(text: str) -> bool:
-    """Whether the text is the beginning of an object."""
+    """Whether the text is the start of a JSON object."""
     try:
         pydantic_core.from_json(text)
     except ValueError as error:
@@ -103,7 +102,7 @@ def _is_cut(text: str) -> bool:
 
 
 def short_id(call_id: str) -> str:
-    """A call id of nine letters and digits: the same one, or always the same one for it."""
+    """Map a call id to nine letters and digits: unchanged if it has this form, otherwise by a hash."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:9]
@@ -111,27 +110,28 @@ def short_id(call_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a chat template can say. Past calls of `in_its_terms` have their arguments in the form `arguments`."""
+    """Capabilities of a chat template. `in_its_terms` expects arguments of past calls in the form `arguments`."""
 
     form: ToolForm | None = None
-    """In which it knows tools; None: it lists none, so that they are described in words."""
-    parts: bool = False  # whether a content must be a list
-    alternates: bool = False  # whether user and assistant must take turns; calls and results do not count
+    """Call form of the template; None if it does not list tools, which are then described in the system message."""
+    parts: bool = False  # content must be a list of parts
+    alternates: bool = False  # user and assistant must alternate, not counting calls and results
     opens_with_user: bool = False
     system: Literal["anywhere", "first", "last", "user"] = "anywhere"
-    """Where a system message is seen: anywhere, as the first, as the first if the user spoke last, or never."""
-    calls: Literal["several", "one", "text"] = "several"  # of a turn; text: the template does not write past calls
+    """Where system messages are rendered: anywhere, only as the first message, as the first if the user speaks last,
+    or only inside a user turn."""
+    calls: Literal["several", "one", "text"] = "several"  # text: it renders no past calls
     text_beside_calls: bool = True
     results: Literal["tool", "named", "user"] = "tool"
-    """The role of results; named: beside the function's name."""
+    """Role of results; named: role `tool`, with the function's name."""
     arguments: Literal["object", "text"] = "object"
-    short_ids: bool = False  # whether call ids must have nine letters and digits
-    null_content: bool = False  # whether a turn of calls without text must have no content
+    short_ids: bool = False  # call ids must have nine letters and digits
+    null_content: bool = False  # content must be None in a turn of calls without text
     keeps_thoughts: bool = False
 
     @property
     def described(self) -> str:
-        """The traits in words, on one line."""
+        """Describe the traits on one line, for `adaptree doctor`."""
         turns = "user and assistant alternate" if self.alternates else "turns in any order"
         system = {"last": "first if the user speaks last", "user": "in a turn of the user"}.get(
             self.system, self.system
@@ -148,7 +148,7 @@ class Traits:
     def in_its_terms(
         self, messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
     ) -> tuple[list[Turn], Sequence[JsonValue]]:
-        """Messages and tools as the template takes them."""
+        """Adapt messages and tools to the template."""
         turns: list[Turn] = [dict(message) for message in messages]
         if tools and self.form is None:
             words = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -161,7 +161,7 @@ class Traits:
         return turns, tools
 
     def _with_calls(self, turns: Sequence[Turn]) -> Iterator[Turn]:
-        """Turns with their calls and results in the template's form."""
+        """Adapt calls and results."""
         for turn, results in _rounds(turns):
             if not turn.get("tool_calls"):
                 yield from [turn] if turn else ()
@@ -173,7 +173,7 @@ class Traits:
                 yield from self._in_groups(turn, results)
 
     def _as_text(self, turn: Turn) -> Turn:
-        """A turn with its calls in its text."""
+        """Move the calls of a turn into its text."""
         functions = (call["function"] for call in turn["tool_calls"])
         past = (Call(function["name"], function["arguments"]) for function in functions)
         text = turn["content"] or ""
@@ -182,7 +182,7 @@ class Traits:
         return {name: value for name, value in turn.items() if name != "tool_calls"} | {"content": content}
 
     def _in_groups(self, turn: Turn, results: list[Turn]) -> Iterator[Turn]:
-        """A turn of calls with its results: one turn, or one for each call and for the text before them."""
+        """Split a turn of calls and its results if the template allows one call per turn, or no text beside calls."""
         calls = turn["tool_calls"]
         if turn["content"] and not self.text_beside_calls:
             yield {name: value for name, value in turn.items() if name != "tool_calls"}
@@ -198,7 +198,7 @@ class Traits:
         yield from self._group(turn, groups[-1], left)
 
     def _group(self, turn: Turn, calls: Sequence[Any], results: Sequence[Turn]) -> Iterator[Turn]:
-        """A turn of these calls, and its results."""
+        """One turn of calls, followed by its results."""
         names = {call["id"]: call["function"]["name"] for call in calls}
         shown = [{**call, "id": short_id(call["id"])} if self.short_ids else call for call in calls]
         content = turn["content"] or (None if self.null_content else "")
@@ -206,7 +206,7 @@ class Traits:
         yield from self._results(results, names)
 
     def _results(self, results: Sequence[Turn], names: Mapping[str, str]) -> Iterator[Turn]:
-        """Results of calls; `names`: of their functions, by id."""
+        """Adapt results of calls; `names`: function names by call id."""
         if self.results == "user" and results:
             texts = (f"<tool_response>\n{result['content']}\n</tool_response>" for result in results)
             yield {"role": "user", "content": "\n".join(texts)}
@@ -218,7 +218,7 @@ class Traits:
             yield {**named, **result, **shortened}
 
     def _with_system(self, turns: list[Turn]) -> list[Turn]:
-        """Turns with system messages where the template shows them; others are turns of the user."""
+        """Move system messages to where the template renders them; others become user turns."""
         if self.system == "anywhere":
             return turns
         leading = list(takewhile(lambda turn: turn["role"] == "system", turns))
@@ -233,15 +233,15 @@ class Traits:
         return [{"role": "user", "content": text}, *rest]
 
     def _in_turn(self, turns: list[Turn]) -> list[Turn]:
-        """Turns in an order that the template takes: neighbours of one role are joined, an empty turn fills a gap."""
+        """Make turns alternate as required: join neighbours of the same role, fill gaps with empty turns."""
         start = sum(1 for _ in takewhile(lambda turn: turn["role"] == "system", turns))
-        has_user = any(turn["role"] == "user" for turn in turns)  # beside whose turn some templates list tools
+        has_user = any(turn["role"] == "user" for turn in turns)  # some templates list tools in the user turn
         opens = has_user and turns[start]["role"] == "user"
         if (self.opens_with_user and not opens) or (self.alternates and not has_user):
             turns = [*turns[:start], {"role": "user", "content": ""}, *turns[start:]]
         if not self.alternates:
             return turns
-        ordered: list[list[Turn]] = []  # each becomes one turn
+        ordered: list[list[Turn]] = []  # each group becomes one turn
         spoke = "assistant"
         for turn in turns:
             role = turn["role"]
@@ -258,7 +258,7 @@ class Traits:
 
 
 def _as_one(turns: Sequence[Turn]) -> Turn:
-    """Neighbours of one role as one turn."""
+    """Join neighbouring turns of one role."""
     if len(turns) == 1:
         return turns[0]
     texts = [name for name in ("content", "reasoning_content") if any(name in turn for turn in turns)]
@@ -266,7 +266,7 @@ def _as_one(turns: Sequence[Turn]) -> Turn:
 
 
 def _rounds(turns: Sequence[Turn]) -> Iterator[tuple[Turn, list[Turn]]]:
-    """Each turn with the results after it; results at the beginning follow an empty one."""
+    """Yield each turn with the results that follow it; leading results follow an empty turn."""
     rest = deque(turns)
     while rest:
         turn = {} if rest[0]["role"] == "tool" else rest.popleft()
@@ -277,12 +277,12 @@ def _rounds(turns: Sequence[Turn]) -> Iterator[tuple[Turn, list[Turn]]]:
 
 
 def _joined(*texts: str | None) -> str:
-    """Texts as paragraphs of one."""
+    """Join texts as paragraphs."""
     return "\n\n".join(text for text in texts if text)
 
 
 def probe(write: Write, template: str) -> tuple[Traits, Traits]:
-    """The traits of a template without tools, and with tools."""
+    """Detect the traits of a template, without tools and with tools."""
     native = Traits(form=form_of(template))
     without, beside = _Probe(write, ()), _Probe(write, (_TOOL,))
     for option in _options(native, parts=(False, True)):
@@ -299,14 +299,14 @@ _TOOL: JsonValue = {"type": "function", "function": _FUNCTION}
 
 
 class _Probe:
-    """Renders small conversations beside the same tools."""
+    """Detects traits by rendering small conversations with given tools."""
 
     def __init__(self, write: Write, tools: Sequence[JsonValue]) -> None:
         self._write = write
         self._tools = tools
 
     def traits(self, found: Traits) -> Traits:
-        """The traits, each the first with which a conversation that needs it is seen as a whole."""
+        """Detect the traits one by one: the first value with which a test conversation is rendered completely."""
         user, reply, system = (partial(_turn, role) for role in ("user", "assistant", "system"))
         found = self._first(_options(found, parts=(False, True)), [user(1)])
         several = [user(1), user(2), reply(3), reply(4), user(5)]
@@ -324,7 +324,7 @@ class _Probe:
         return replace(found, keeps_thoughts=bool(self._seen(found, [user(1), thought])))
 
     def _with_calls(self, found: Traits) -> Traits:
-        """The same with the traits of calls."""
+        """Detect the traits of calls."""
         roles, either, user, reply = ("tool", "named", "user"), (False, True), _turn("user", 1), _turn("assistant", 2)
         native = _options(found, results=roles, arguments=("object", "text"), short_ids=either, null_content=either)
         in_text = _options(found, calls=("text",), results=roles, arguments=("text",), short_ids=either)
@@ -341,18 +341,18 @@ class _Probe:
         return self._first(_options(found, text_beside_calls=(True, False)), text)
 
     def _first(self, options: Sequence[Traits], *conversations: Sequence[Turn]) -> Traits:
-        """The first with which all conversations are seen; the first of all if there is none."""
+        """First option with which all conversations are rendered completely; the first option if there is none."""
         whole = (option for option in options if all(self._seen(option, turns) for turns in conversations))
         return next(whole, options[0])
 
     def _seen(self, traits: Traits, turns: Sequence[Turn]) -> str:
-        """The rendered turns; empty if a word of theirs is missing."""
+        """Render turns; empty if one of their words is missing from the text."""
         text = self._write(*traits.in_its_terms(turns, self._tools))
         return text if all(word in text for word in _WORD.findall(json.dumps(turns))) else ""
 
 
 def _options(traits: Traits, **values: Sequence[object]) -> list[Traits]:
-    """The traits with each combination of values of these fields; the values of the last field change first."""
+    """Traits with each combination of values of these fields; the last field varies fastest."""
     combined: Iterable[tuple[Any, ...]] = product(*values.values())
     return [replace(traits, **dict(zip(values, chosen, strict=True))) for chosen in combined]
 
@@ -362,7 +362,7 @@ def _turn(role: str, number: int) -> Turn:
 
 
 def _asking(traits: Traits, *numbers: int) -> Turn:
-    """A turn of calls with these numbers. Their ids are of none of the forms that templates ask for."""
+    """Turn of calls with these numbers. Their ids have none of the forms that templates require."""
     parsed = {"probe_key": "probe_value"}
     arguments = parsed if traits.arguments == "object" else json.dumps(parsed)
     calls = [

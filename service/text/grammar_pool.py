@@ -1,5 +1,5 @@
-"""Compiles the grammars of requests in threads of its own, and keeps them: each sender has one compilation at a time,
-each request a budget, and no sender learns from the time it takes what others compile."""
+"""Thread pool and cache for grammars. Each account compiles one grammar at a time, each request has a time budget, and
+scopes share no cache entries, so that compile times reveal nothing about other clients."""
 
 import asyncio
 import hashlib
@@ -14,60 +14,60 @@ from weakref import WeakValueDictionary
 
 from service.text.grammars import STACK_BYTES, GrammarBudgetError, GrammarCompiler, Result, Steps
 
-_THREADS = 2  # so that one sender's longest compilation, which nothing interrupts, does not stop all others
+_THREADS = 2  # one long compilation, which nothing can interrupt, then leaves a thread to other accounts
 _SLICE_SECONDS = 0.05
-"""A compilation takes milliseconds: a slice has some of them, and lets others come soon."""
+"""Time after which a task gives its thread back; a single compilation usually takes milliseconds."""
 _REQUEST_SECONDS = 10.0
-"""Of a core, for one request: 128 functions, each with some keywords to be found and left out, at up to 80 ms each."""
+"""CPU time per request. It suffices for 128 functions that each have some unsupported keywords, at up to 80 ms each."""
 PAUSE_SHARE = 3
-"""Of the time that work of one account took: it rests for so long before its next, so that it takes a quarter of a
-core beside the engine."""
-_MAX_CACHED = 256  # grammars
-_MAX_CACHED_CHARACTERS = 2**20  # of their sources; compiled, a character takes about 100 bytes
+"""Pause after a task, as a multiple of its CPU time: one account uses a quarter of a core beside the engine at most."""
+_MAX_CACHED = 256  # cached grammars
+_MAX_CACHED_CHARACTERS = 2**20  # total source length; a compiled character takes about 100 bytes
 
 
 class Source(NamedTuple):
-    """Digest and length of what is compiled."""
+    """Cache key of a compilation task, and its length."""
 
     digest: str
     size: int  # characters
 
     @staticmethod
     def of(value: object) -> "Source":
-        """The source of a value, by its `repr`."""
+        """Hash the `repr` of a value."""
         written = repr(value)
         return Source(hashlib.blake2b(written.encode(), digest_size=16).hexdigest(), len(written))
 
 
 class Turns:
-    """A lock for each account: it has one thing done at a time, so that others wait for no more than one of its."""
+    """One lock per account, which serialises the work of an account so that it occupies one thread at most."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, account: str) -> asyncio.Lock:
-        """Held while something is done for an account."""
+        """Lock to hold while working for an account."""
         return self._locks.setdefault(account, asyncio.Lock())
 
 
 class GrammarPool:
-    """The threads, the turns of senders, and what was compiled, by scope. Used on the event loop only."""
+    """Worker threads, one lock per account, and a cache of compiled grammars per scope. To be called on the event loop
+    only."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._turns = Turns()
-        self._cached: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()  # by scope and digest
+        self._cached: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()  # (scope, digest): result, size
 
     async def result(
         self, account: str, scope: str, source: Source, steps: Callable[[GrammarCompiler], Steps[Result]]
     ) -> Result:
-        """Compile a source in steps, or find what this scope compiled of it. `account`: whose turn it takes; `scope`:
-        who shares the result. Raises what the steps raise; a cancelled call takes no further steps."""
+        """Return the cached result of a source, or compute it in steps on a worker thread. `account` is charged for the
+        time, `scope` shares the result. Errors of the steps propagate; a cancelled call takes no further steps."""
         key = scope, source.digest
         if (found := self._find(key)) is None:
             async with self._turns.of(account):
-                if (found := self._find(key)) is None:  # made meanwhile
+                if (found := self._find(key)) is None:  # not computed while waiting for the lock
                     found = await self._taken(steps(self._compiler))
                     self._keep(key, source.size, found)
         result: Result = found
@@ -80,7 +80,7 @@ class GrammarPool:
         return found
 
     def _keep(self, key: tuple[str, str], size: int, compiled: object) -> None:
-        """Keep what a scope compiled; where there is too much, the scope with the most loses its oldest."""
+        """Cache a result. A full cache evicts the oldest entry of the scope that holds the most."""
         self._cached[key] = compiled, max(size, _MAX_CACHED_CHARACTERS // _MAX_CACHED)
         held = Counter[str]()
         for (owner, _), (_, each) in self._cached.items():
@@ -91,7 +91,7 @@ class GrammarPool:
             held[most] -= self._cached.pop(oldest)[1]
 
     async def _taken(self, steps: Steps[Result]) -> Result:
-        """Take all steps within the budget of a request. Raises GrammarBudgetError, through the steps, beyond it."""
+        """Run all steps. Beyond the time budget, raise GrammarBudgetError inside the steps."""
         left_seconds = _REQUEST_SECONDS
         with closing(steps):
             while left_seconds > 0:
@@ -104,12 +104,12 @@ class GrammarPool:
             error = GrammarBudgetError(
                 f"the grammars of a request may take {_REQUEST_SECONDS:.0f} seconds, and these take more"
             )
-            steps.throw(error)  # they name the field
+            steps.throw(error)  # the steps add the name of the current field
             raise error
 
     async def _advance(self, steps: Steps[Result]) -> tuple[bool, float, Any]:
-        """Take steps for a slice of time. Returns whether they are complete, the seconds of a core, and the result."""
-        before = threading.stack_size(STACK_BYTES)  # of a thread that the pool may start
+        """Run steps for one time slice. Returns whether they are complete, CPU seconds used, and the result."""
+        before = threading.stack_size(STACK_BYTES)  # applies to a thread that the pool may start now
         try:
             slice_ = asyncio.get_running_loop().run_in_executor(self._threads, _advanced, steps)
         finally:
@@ -117,7 +117,7 @@ class GrammarPool:
         try:
             return await asyncio.shield(slice_)
         except asyncio.CancelledError:
-            await asyncio.wait([slice_])  # until then the turn is not over
+            await asyncio.wait([slice_])  # the lock must be held until the thread is free
             raise
 
 

@@ -22,45 +22,46 @@ from service.text.schema_keywords import DEFINITIONS, Schema, with_definitions
 from service.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # which exists for type checkers only
+    from llguidance._lib import JsonCompileOptions  # present in type stubs only
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-"""Work in steps, of which each compiles at most once: it may be left between two of them."""
+"""Work in steps of at most one compilation each; it can be abandoned after any step."""
 
 _MAX_CHARACTERS = 2**18
-"""Of a grammar in Lark's form. The slowest forms that were found take llguidance, which nothing interrupts, about two
-seconds; as functions they would be 65,000 tokens of a prompt."""
-_MAX_PARTS = 8_000  # rules, and objects in a schema
+"""Length limit of a grammar in Lark syntax. llguidance, which cannot be interrupted, needs about two seconds for the
+slowest grammars found of this length; as functions they would fill 65,000 prompt tokens."""
+_MAX_PARTS = 8_000  # limit on rules plus objects in a schema
 STACK_BYTES = 2**26
-"""Of a thread that compiles: llguidance descends from rule to rule and from reference to reference, and a full stack
-ends the process. A rule took up to 3.5 kB, an object up to 6.7 kB, as measured."""
-_MAX_GBNF_RULES = 1_000  # llguidance's converter takes two seconds for so many, and four times that for twice as many
-_MAX_TRIED = 256  # parts of a schema that are compiled to find the unsupported one
-_MAX_DROPPED = 32  # keywords of one schema
+"""Stack size of compiling threads. llguidance recurses over rules and references, and a stack overflow ends the
+process. Measured: up to 3.5 kB per rule, 6.7 kB per object."""
+_MAX_GBNF_RULES = 1_000  # llguidance converts this many in two seconds, in quadratic time
+_MAX_TRIED = 256  # subschemas compiled while searching for the unsupported one
+_MAX_DROPPED = 32  # unsupported keywords removed from one schema before it is replaced by any object
 _JSON_FORM: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as Python writes it: free whitespace leaves few tokens forced, and small models never end."""
+"""JSON on one line, as `json.dumps` writes it. With free whitespace few tokens are forced, and small models emit it
+without end."""
 _LARGE = re.compile(r"-9223372036854775\d{3}(?![\d.eE])")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Grammar:
-    """A compiled grammar, shared by requests; each sequence has a state of its own."""
+    """Compiled grammar, shared by requests. Each sequence has its own GrammarState."""
 
     def __init__(self, matcher: LLMatcher, num_characters: int) -> None:
-        """`matcher`: at the beginning of the grammar; it is never moved. `num_characters`: of the grammar in Lark's
-        form, each of which takes about 100 bytes."""
+        """`matcher` is positioned at the start and never advanced. `num_characters`: length in Lark syntax; memory use
+        is about 100 bytes per character."""
         self._matcher = matcher
         self.num_characters = num_characters
 
     def begin(self) -> "GrammarState":
-        """The state of an empty text."""
+        """New state at the start of the grammar."""
         return GrammarState(self._matcher.deep_copy())
 
 
 class GrammarState:
-    """The position of one text in its grammar."""
+    """Position of one sequence in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -71,17 +72,17 @@ class GrammarState:
             raise RuntimeError(f"the grammar does not allow the tokens {list(tokens)} that were chosen")
 
     def fill(self, mask: np.ndarray, path: Sequence[int]) -> None:
-        """Write the mask of tokens that may follow this path. # mask [vocab bits] uint8"""
+        """Write the bitmask of tokens allowed after this path. # mask [vocab / 8] uint8"""
         with self._after(path) as is_possible:
-            if self._matcher.is_error():  # a limit of the compiler is exceeded: no token is allowed, and the text ends
+            if self._matcher.is_error():  # a limit of llguidance is exceeded: no token is allowed, which ends the text
                 mask[:] = 0
             elif is_possible:
                 mask[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: mask.shape[0]]
-            else:  # unreachable: the token before it is never chosen
+            else:  # unreachable node: its mask is never used
                 mask[:] = 0xFF
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """Whether a token may follow this path, without computing a mask; an end token of a finished text may not."""
+        """Check one token after this path without computing a mask. An end token is not allowed."""
         forced = self.forced(path)
         if forced is None or forced:
             return forced is not None and token == forced[0]
@@ -89,15 +90,13 @@ class GrammarState:
             return is_possible
 
     def forced(self, path: Sequence[int]) -> list[int] | None:
-        """The tokens that must follow this path, as far as the grammar forces each character; None: the path itself is
-        impossible."""
+        """Tokens that the grammar forces after this path; None if the path itself is impossible."""
         with self._after(path) as is_possible:
             return self._matcher.compute_ff_tokens() if is_possible else None
 
     @contextmanager
     def _after(self, path: Sequence[int]) -> Iterator[bool]:
-        """Advance the matcher over as much of a path as is possible during the block; yields whether that is all of
-        it."""
+        """Advance the matcher along a path for the duration of the block. Yields whether the whole path is possible."""
         consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
         yield consumed == len(path)
         if consumed:
@@ -105,7 +104,7 @@ class GrammarState:
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be enforced; `path` leads to the part of the schema."""
+    """A grammar that cannot be enforced. `path`: location in the schema."""
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -113,13 +112,13 @@ class GrammarError(ValueError):
 
 
 class GrammarBudgetError(Exception):
-    """A request has used up its time to compile. It is no GrammarError, for which parts of a schema are left out."""
+    """The time budget of a request is used up. Not a GrammarError, which `fitting` handles by removing keywords."""
 
     path: tuple[str, ...] = ()
 
 
 def finished(steps: Steps[Result]) -> Result:
-    """Take all steps at once."""
+    """Run all steps and return the result."""
     while True:
         try:
             next(steps)
@@ -129,7 +128,7 @@ def finished(steps: Steps[Result]) -> Result:
 
 
 class GrammarCompiler:
-    """Compiles grammars. May be called from any thread; a step takes milliseconds, for large schemas seconds."""
+    """Compiles grammars. Thread-safe; a step takes milliseconds, seconds for large schemas."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -156,8 +155,8 @@ class GrammarCompiler:
         return Grammar(matcher, num_characters)
 
     def fitting(self, given: Schema, *, strict: bool) -> Steps[tuple[Schema, tuple[tuple[str, ...], ...]]]:
-        """An enforceable schema, fit to be a part of another one, that allows all that the given one allows, and the
-        paths of the keywords it leaves out. `strict`: raise GrammarError rather than leave out."""
+        """Relax a schema until it can be enforced. Returns a schema that can be embedded in another one, and the paths
+        of the removed keywords. `strict`: raise GrammarError instead of removing any."""
         schema: Schema = json.loads(json.dumps(with_definitions(given)))
         dropped: list[tuple[str, ...]] = []
         while len(dropped) < _MAX_DROPPED:
@@ -172,8 +171,8 @@ class GrammarCompiler:
         return {"type": "object"}, ((),)
 
     def _drop_from(self, part: Schema, schema: Schema) -> Steps[tuple[str, ...]]:
-        """Remove the keyword that cannot be enforced from a part; returns it, or nothing if all keywords were
-        removed."""
+        """Remove the unsupported keyword from a subschema and return it; if there is no single one, remove all and
+        return an empty tuple."""
         definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
         rest = {key: value for key, value in part.items() if key not in DEFINITIONS}
         alone = ((key, {key: rest[key], **definitions}, True) for key in rest)
@@ -183,25 +182,25 @@ class GrammarCompiler:
                 continue
             value, any_of_them = part.pop(key), {"anyOf": rest[key], **definitions}
             if key == "oneOf" and "anyOf" not in part and not (yield from self._is_refused(any_of_them)):
-                part["anyOf"] = value  # any of them, if exactly one cannot be enforced
+                part["anyOf"] = value  # relaxed: any of the options instead of exactly one
             return (key,)
         part.clear()
         return ()
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """The tokens as llguidance takes them. Raises GrammarError for a tokenizer whose tokens are no byte strings."""
+        """The vocabulary in llguidance's format. Raises GrammarError if tokens cannot be read as byte strings."""
         try:
             size = max(
                 self._vocab_size, self._tokenizer.vocab_size
-            )  # tokens beyond the target's vocabulary are never chosen
+            )  # ids beyond the target's vocabulary are never sampled
             tokens = LLTokenizer(self._tokenizer.backend_json(), n_vocab=size)
             return LLTokenizer(_LiteralTokenizer(self._tokenizer, tokens), eos_token=self._eos_ids)
-        except Exception as error:  # its library raises various types
+        except Exception as error:  # llguidance raises several types
             raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
 
     def _path(self, kind: GrammarKind, schema: Any) -> Steps[tuple[str, ...]]:
-        """The path to the innermost part of a schema that cannot be enforced, of the first such parts."""
+        """Path of the first innermost subschema that cannot be enforced."""
         path: tuple[str, ...] = ()
         if kind != "json_schema" or not isinstance(schema, dict):
             return path
@@ -221,7 +220,7 @@ class GrammarCompiler:
             return True
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> tuple[LLMatcher, int]:
-        """The matcher of a grammar, and the number of its characters. Raises GrammarError."""
+        """Matcher of a grammar, and its length in Lark syntax. Raises GrammarError."""
         lark = as_lark(kind, value)
         _refuse_large(lark)
         _refuse_least_integer(lark)
@@ -229,16 +228,16 @@ class GrammarCompiler:
 
 
 class _LiteralTokenizer(TokenizerWrapper):
-    """A tokenizer in llguidance's interface that treats the names of special tokens as text.
+    """Adapter to llguidance's tokenizer interface that encodes the names of special tokens as text.
 
     llguidance's own one encodes the literal "<|im_end|>" as the special token of that name, which ends the text; and it
     takes every added token named <...> for a special one, such as Qwen's <tool_call>, which is text.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, tokens: LLTokenizer) -> None:
-        """`tokens`: llguidance's tokenizer, which has the bytes of each token."""
+        """`tokens`: llguidance's own tokenizer, read for the bytes of each token."""
         beyond = range(tokenizer.vocab_size, tokens.vocab_size)
-        self.eos_token_id, self.bos_token_id = 0, None  # end tokens are passed to LLTokenizer
+        self.eos_token_id, self.bos_token_id = 0, None  # placeholder: LLTokenizer gets the end tokens
         self.tokens = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
         self.special_token_ids = [*tokenizer.special_ids.values(), *beyond]
         self.is_tokenizer_wrapper = True
@@ -249,7 +248,7 @@ class _LiteralTokenizer(TokenizerWrapper):
 
 
 def _refuse_large(lark: str) -> None:
-    """Raise GrammarError for a grammar on which llguidance may take long, or fill the stack."""
+    """Raise GrammarError for a grammar that could take llguidance seconds or overflow its stack."""
     if len(lark) > _MAX_CHARACTERS:
         raise GrammarError(f"it is longer than {_MAX_CHARACTERS} characters")
     if lark.count("\n") + max(schema.count("{") for schema in lark.split("%json")) > _MAX_PARTS:
@@ -276,7 +275,7 @@ def _part_at(schema: Schema, path: Sequence[str]) -> Schema:
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The schemas directly inside a schema, with their paths."""
+    """Immediate subschemas with their paths."""
     for key, value in schema.items():
         if isinstance(value, dict) and key in ("properties", "patternProperties", *DEFINITIONS):
             yield from (((key, name), inner) for name, inner in value.items() if isinstance(inner, dict))
@@ -287,7 +286,7 @@ def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
 
 
 def as_lark(kind: GrammarKind, value: Any) -> str:
-    """A grammar of any kind in Lark's form. Raises GrammarError."""
+    """Convert a grammar of any kind to Lark syntax. Raises GrammarError."""
     if kind == "json_schema":
         return f"start: {json_rule(value)}"
     if kind == "regex":
@@ -301,24 +300,24 @@ def as_lark(kind: GrammarKind, value: Any) -> str:
         raise GrammarError(f"it is longer than {_MAX_CHARACTERS} characters, or has more than {_MAX_GBNF_RULES} rules")
     try:
         return str(any_to_lark(value))
-    except Exception as error:  # its parser raises various types
+    except Exception as error:  # llguidance's parser raises several types
         raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
 
 
 def json_rule(schema: JsonValue) -> str:
-    """The right side of a Lark rule for a schema. Raises GrammarError if it is no schema."""
+    """Right-hand side of a Lark rule for a schema. Raises GrammarError if it is not a valid schema."""
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
     try:
         supported = translated(schema)
     except OverflowError as error:
         raise GrammarError(str(error)) from error
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords with values of wrong types
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # a keyword has a value of the wrong type
         raise GrammarError(f"this is no JSON schema: {error}") from error
     return f"%json {json.dumps({**supported, 'x-guidance': _JSON_FORM})}"
 
 
 def _refusal(matcher: LLMatcher) -> str:
-    """The compiler's message without the position in the generated grammar and the quotation of it."""
+    """llguidance's error message without position and source excerpt."""
     message = _PLACE.sub("", matcher.get_error().strip())
     return "it is too large" if message.startswith("panic:") else message.partition("\n   1 |")[0].strip()

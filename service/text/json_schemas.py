@@ -34,13 +34,13 @@ _WITHOUT_OPPOSITE = frozenset(
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 _PLACED = LISTED - {"prefixItems"} | {"$ref", "if", "then", "else", "not", "dependentSchemas"}
-"""Keywords with schemas that may evaluate properties and items of the same value."""
+"""Keywords whose subschemas may evaluate properties and items of the same instance."""
 
-_EXACT = 2**53  # numbers up to it are exact
+_EXACT = 2**53  # largest magnitude of integers that floats represent exactly
 _MAX_WAYS = 64
-_MAX_NEGATED = 1_000  # parts that are negated or duplicated
-_MAX_COMPARED = 100_000  # pairs of parts
-_MAX_DEPTH = 8  # of nested parts that are examined
+_MAX_NEGATED = 1_000  # limit on subschemas that are negated or duplicated
+_MAX_COMPARED = 100_000  # limit on compared pairs of subschemas
+_MAX_DEPTH = 8  # nesting depth that is examined
 
 
 def translated(schema: Schema) -> Schema:
@@ -51,10 +51,10 @@ def translated(schema: Schema) -> Schema:
 
 
 class _Translation:
-    """Rewrites a schema by rules, then the schemas inside it. Each rule yields an equal or a narrower schema."""
+    """Rewrites a schema by rules, then its subschemas. Each rule yields an equivalent or a narrower schema."""
 
     def __init__(self, definitions: dict[str, Part], *, closes: bool) -> None:
-        """`definitions`: by the references that lead to them; `closes`: objects have no unnamed properties."""
+        """`definitions`: subschemas by reference; `closes`: objects may not have unnamed properties."""
         self._definitions = definitions
         self._closes = closes
         self._wanted: list[str] = []
@@ -63,9 +63,9 @@ class _Translation:
         self._compared = 0
 
     def whole(self, schema: Schema) -> Schema:
-        """The translated schema with the definitions that it uses."""
+        """Translate a schema and the definitions it uses."""
         result = self._translated(schema)
-        for reference in self._wanted:  # which grows in the loop
+        for reference in self._wanted:  # translating a definition may append to the list
             part, (_, group, name) = self._definitions[reference], reference.split("/")
             result.setdefault(group, {})[name] = self._translated(part) if isinstance(part, dict) else part
         return result
@@ -95,15 +95,15 @@ class _Translation:
         return result
 
     def _unevaluated(self, schema: Schema) -> None:
-        """Replace a schema with unevaluated* by one per combination of parts that hold, in which the evaluated
-        properties and items are known."""
+        """Replace a schema with unevaluated* by an `anyOf` over all combinations of subschemas that may hold. In each
+        of them the evaluated properties and items are known."""
         if UNEVALUATED.keys() & schema.keys():
             ways = self._ways(schema, _MAX_DEPTH)
             schema.clear()
             add_part(schema, any_of([all_of(way) for way in ways]))
 
     def _ways(self, schema: Part, depth: int) -> list[list[Part]]:
-        """Lists of parts without unevaluated*; the schema holds where all parts of one list do."""
+        """Disjunctive form without unevaluated*: an instance is valid if all schemas of one of the lists accept it."""
         if not isinstance(schema, dict):
             return [[schema]]
         result = dict(schema)
@@ -123,8 +123,8 @@ class _Translation:
         return [_closed(way, others) for way in ways]
 
     def _alternatives(self, schema: Schema, *, evaluating: bool = False) -> None:
-        """Rewrite conditions and `oneOf` as `anyOf`. `evaluating`: a dependent schema counts only if its property
-        exists."""
+        """Rewrite `if`, `dependent*` and `oneOf` as `anyOf`. `evaluating`: apply a dependent schema only where its
+        property exists."""
         if "if" in schema and {"then", "else"} & schema.keys():
             self._count()
             condition, then, otherwise = (schema.pop(key, True) for key in ("if", "then", "else"))
@@ -148,8 +148,7 @@ class _Translation:
             )
 
     def _negated(self, schema: Part) -> Part:
-        """The schema of all values that this one refuses; None: it cannot be expressed. Negations inside it are
-        translated later."""
+        """Complement of a schema; None if it cannot be expressed. It may contain negations, translated later."""
         if isinstance(schema, bool):
             return not schema
         self._count()
@@ -161,7 +160,7 @@ class _Translation:
         return None if None in opposites else any_of([part for parts in opposites for part in parts or ()])
 
     def _opposites(self, key: str, value: Any, siblings: Schema) -> list[Part] | None:
-        """Schemas of the values that violate a keyword, of which any suffices; None: they cannot be expressed."""
+        """Schemas whose union is the complement of a keyword; None if it cannot be expressed."""
         if key in _WITHOUT_OPPOSITE or (key == "$ref" and value not in self._definitions):
             return None
         if key in OPPOSITES:
@@ -180,7 +179,7 @@ class _Translation:
             case "anyOf":
                 return [all_of(list(map(negation, value)))]
             case "type":
-                types = _types(value)  # no type stands for numbers that are not integers
+                types = _types(value)  # there is no type for numbers that are not integers
                 return ([{"type": sorted(_TYPES - types)}] if types < _TYPES else []) if types <= _TYPES else None
             case "const" | "enum":
                 return _other_values(value if key == "enum" else [value])
@@ -207,7 +206,7 @@ class _Translation:
         return []
 
     def _is_disjoint(self, one: Part, other: Part, depth: int) -> bool:
-        """Whether no value fits both schemas, judged by types, by listed values, or by those of a common property."""
+        """Whether two schemas are provably disjoint: by type, enumerated values, or a common required property."""
         self._compared += 1
         if depth < 0 or self._compared > _MAX_COMPARED:
             return False
@@ -227,7 +226,7 @@ class _Translation:
         return False
 
     def _facts(self, schema: Part, followed: set[str]) -> list[Schema]:
-        """The schemas that all of its values fit: itself, its reference, and those of `allOf`."""
+        """Schemas that every valid instance satisfies: this one, its reference, and its `allOf`."""
         if not isinstance(schema, dict):
             return [] if schema else [{"enum": []}]
         parts = list(schema.get("allOf", ()))
@@ -243,7 +242,7 @@ class _Translation:
 
 
 def _are_discriminated(options: Sequence[Part]) -> bool:
-    """Whether a property that all options require distinguishes them, as in unions with a `kind` or `type`."""
+    """Whether a required property with distinct constants tells the options apart, as in tagged unions."""
     if not options or not all(isinstance(option, dict) and option.get("type") == "object" for option in options):
         return False
     for name in options[0].get("required", ()):
@@ -255,7 +254,7 @@ def _are_discriminated(options: Sequence[Part]) -> bool:
 
 
 def _closed(way: list[Part], others: Schema) -> list[Part]:
-    """The parts with the schema of the properties and items that none of them evaluates."""
+    """Apply the schemas `others` to properties and items that no part evaluates."""
     parts = [part for part in way if isinstance(part, dict)]
     for plain, other in others.items():
         result: Schema = {plain: other}
@@ -279,7 +278,7 @@ def _item_at(index: int, part: Part) -> Schema:
 
 
 def _other_values(values: list[Any]) -> list[Part] | None:
-    """Schemas of all values but these; lists and objects are left out if one of them is among the values."""
+    """Schemas of all values but these. No list is included if `values` contains one, likewise for objects."""
     kinds = set(map(_kind, values))
     result: list[Part] = [{"type": sorted(_TYPES - kinds)}] if kinds < _TYPES else []
     if "boolean" in kinds:
@@ -296,7 +295,7 @@ def _other_values(values: list[Any]) -> list[Part] | None:
 
 
 def _other_words(words: set[str]) -> str:
-    """A regular expression for all strings but these: each one leaves the prefixes of the words, or ends inside one."""
+    """Regular expression for all strings but these: a string leaves their prefix tree, or ends at an inner node."""
     following: dict[str, set[str]] = {word: set() for word in words}
     for word in words:
         for index, letter in enumerate(word):
@@ -323,7 +322,7 @@ def _kind(value: Any) -> str:
 
 
 def _known(value: Any) -> tuple[str, Any]:
-    """A key that is equal for equal values; all lists are equal, and all objects."""
+    """Hashable key that is equal for equal values; all lists have the same key, and all objects."""
     return _kind(value), None if isinstance(value, list | dict) else value
 
 
@@ -338,12 +337,12 @@ def _kinds(schema: Schema) -> frozenset[str]:
 
 
 def _given(schema: Schema) -> list[Any] | None:
-    """The values that a schema enumerates."""
+    """Values of `const` or `enum`; None if there is neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _composes(schema: Part) -> bool:
-    """Whether several schemas apply to one object, so that none of them names all of its properties."""
+    """Whether several schemas may apply to one object, so that no single one names all of its properties."""
     found = False
 
     def look(inner: Schema) -> None:

@@ -1,4 +1,4 @@
-"""Files of JSON lines: prompts for benchmarks and training, and answers of a target. Errors name file and line."""
+"""JSON Lines files with prompts for benchmarks and training, or answers of a target. Errors name file and line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ _Line = TypeVar("_Line", bound=BaseModel)
 
 
 class PromptMessage(BaseModel):
-    """A message of a prompt."""
+    """Message of a prompt."""
 
     role: str
     content: str
 
 
 class Prompt(BaseModel):
-    """A line of a file of training prompts."""
+    """Line of a file of training prompts."""
 
     id: str = Field(min_length=1)
     task: str = ""
     messages: list[PromptMessage] = Field(min_length=1)
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
-        """The rendered prompt."""
+        """Token ids of the rendered prompt."""
         return tokenizer.render_chat([message.model_dump() for message in self.messages])
 
 
 class PromptLine(BaseModel):
-    """A line of a file of benchmark prompts: `messages`, or `turns` (the first is used), or `prompt` as plain text.
-    Other keys are ignored."""
+    """Line of a file of benchmark prompts: `messages`, or `turns` (the first is used), or `prompt` as plain text. Other
+    keys are ignored."""
 
     messages: list[PromptMessage] = Field(default_factory=list)
     turns: list[str] = Field(default_factory=list)
@@ -48,26 +48,26 @@ class PromptLine(BaseModel):
 
     @property
     def chat(self) -> list[dict[str, str]]:
-        """The prompt as messages; empty if it is plain text."""
+        """Messages of the prompt; empty if it is plain text."""
         first = [PromptMessage(role="user", content=turn) for turn in self.turns[:1]]
         return [message.model_dump() for message in self.messages or first]
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
-        """The rendered prompt."""
+        """Token ids of the rendered prompt."""
         chat = self.chat
         return tokenizer.render_chat(chat) if chat else tokenizer.encode(self.prompt, add_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of one file, as tokens."""
+    """Prompts of one file, as token ids."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """All training prompts, in the order of the files. Raises StartupError naming file and line."""
+    """Read training prompts, in the order of the files. Raises StartupError naming file and line."""
     found: dict[str, Prompt] = {}
     for file in files:
         before = len(found)
@@ -81,7 +81,7 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 
 
 def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None = None) -> PromptSet:
-    """The first `limit` prompts of a file of benchmark prompts. Raises StartupError naming file and line."""
+    """Read the first `limit` prompts of a benchmark file. Raises StartupError naming file and line."""
     prompts: list[tuple[int, ...]] = []
     for where, line in read_lines(file, PromptLine, "prompt file"):
         try:
@@ -96,7 +96,7 @@ def read_prompt_set(file: Path, tokenizer: ChatTokenizer, *, limit: int | None =
 
 
 def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int, source: str) -> None:
-    """Raise StartupError if a prompt with its answer exceeds the context."""
+    """Raise StartupError if a prompt and its answer exceed the context length."""
     longest = max(map(len, prompts))
     if longest + max_tokens > max_model_len:
         raise StartupError(
@@ -106,7 +106,7 @@ def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model
 
 
 def source_of(prompt_id: str) -> str:
-    """The source of a prompt: its id without the number at the end."""
+    """Data source of a prompt: its id without the trailing number."""
     source, dash, number = prompt_id.rpartition("-")
     return source if dash and number.isdigit() else prompt_id
 
@@ -121,7 +121,7 @@ def read_lines(file: Path, kind: type[_Line], what: str) -> Iterator[tuple[str, 
 
 
 def lines_of(content: bytes, kind: type[_Line], name: str) -> Iterator[tuple[str, _Line]]:
-    """As `read_lines`, of the content of the file `name`."""
+    """Parse the content of the file `name` like `read_lines`."""
     # Only line feeds end a line of JSON: other separators may occur inside a string.
     for number, line in enumerate(content.split(b"\n"), start=1):
         where = f"{name}, line {number}"

@@ -9,13 +9,13 @@ from urllib.parse import unquote, urljoin
 
 Schema = dict[str, Any]
 Part = Any
-"""A schema inside another one: an object or a boolean."""
+"""Subschema: an object or a boolean."""
 
 DEFINITIONS = ("$defs", "definitions")
-"""The keywords that hold definitions."""
+"""Keywords that contain definitions."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Formats that are enforced; others are annotations, as in the draft."""
+"""Formats that are enforced. Others are annotations, as in the draft."""
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _INSIDE = frozenset(
     {"items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"}
@@ -35,26 +35,26 @@ OPPOSITES = {
     "minProperties": ("object", "maxProperties", -1),
     "maxProperties": ("object", "minProperties", 1),
 }
-"""For each limit: its type, the opposite limit, and the number to add for it."""
+"""For each limit: instance type, complementary limit, and its offset from the value."""
 _COUNTS = frozenset({"minContains", "maxContains", *(name for name, opposite in OPPOSITES.items() if opposite[2])})
 _PRECISION, _MAX_PRECISE = 1e-9, 1e6
 _MAX_CONTAINED = 64
 
 
 def with_definitions(schema: Schema) -> Schema:
-    """The schema in a form that can be a part of another one: every target of its references is in its definitions, and
-    no part has an address."""
+    """Make a schema embeddable in another one: move the targets of all references to its definitions, and remove `$id`
+    and anchors."""
     return _References(schema).gathered()
 
 
 class _References:
-    """Finds the targets of a schema's references by any of their addresses."""
+    """Resolves references within a schema: pointers, anchors, and relative addresses."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._bases: dict[int, str] = {}  # the base address of a part, by the part's identity
+        self._bases: dict[int, str] = {}  # base URI by id() of the subschema
         self._addressed: dict[str, Part] = {}
-        self._dynamic: dict[str, list[Part]] = {}  # parts with a dynamic anchor, by its name
+        self._dynamic: dict[str, list[Part]] = {}  # subschemas by dynamic anchor
         self._references = {
             id(part): f"#/{group}/{name}"
             for group in DEFINITIONS
@@ -62,15 +62,15 @@ class _References:
             if re.fullmatch(r"[\w.-]+", name, re.ASCII)
         }
         self._wanted: list[Part] = []
-        self._are_wanted: set[int] = set()  # their identities
+        self._are_wanted: set[int] = set()  # id() of each subschema in `_wanted`
         taken = {*self._references.values()}
         self._free = (name for number in count() if (name := f"#/$defs/part-{number}") not in taken)
         self._look(schema, "")
 
     def gathered(self) -> Schema:
-        """The schema with all targets in its definitions."""
+        """Return the schema with all targets moved to its definitions."""
         result, groups = self._moved(self._schema), dict[str, Schema]()
-        for target in self._wanted:  # which grows in the loop
+        for target in self._wanted:  # moving a definition may append to the list
             _, group, name = self._references[id(target)].split("/")
             groups.setdefault(group, {})[name] = self._moved(target) if isinstance(target, dict) else target
         return {**result, **groups}
@@ -90,7 +90,7 @@ class _References:
         addresses = {"$id", "$anchor", "$dynamicAnchor", *DEFINITIONS}
         result = {key: map_subschemas(key, value, self._moved) for key, value in part.items() if key not in addresses}
         if "json-schema.org/" in str(result.get("$schema")):
-            del result["$schema"]  # keywords of older drafts are translated
+            del result["$schema"]  # would select an older draft, whose keywords we translate
         for key in ("$ref", "$dynamicRef"):
             if isinstance(result.get(key), str):
                 address = _joined(self._bases[id(part)], result[key])
@@ -101,13 +101,13 @@ class _References:
         return result
 
     def _found(self, address: str, *, is_dynamic: bool) -> Part:
-        """The part at an address; None: there is none, or it depends on the path to the reference."""
+        """Resolve an address; None if there is no target, or if it depends on the dynamic scope."""
         base, _, fragment = address.partition("#")
         found: Part = self._addressed.get(base)
         if fragment and not fragment.startswith("/"):
             found = self._addressed.get(address)
             parts = self._dynamic.get(fragment, [])
-            if is_dynamic and any(found is part for part in parts):  # the outermost one on the path
+            if is_dynamic and any(found is part for part in parts):  # the outermost one applies
                 outermost = [part for part in parts if self._bases[id(part)] == self._bases[id(self._schema)]]
                 found = (outermost or parts)[0] if outermost or len(parts) == 1 else None
             return found
@@ -139,7 +139,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def map_subschemas(key: str, value: Any, change: Callable[[Schema], Any]) -> Any:
-    """The value of a keyword, with `change` applied to the schemas in it."""
+    """Value of a keyword with `change` applied to its subschemas."""
 
     def each(inner: Any) -> Any:
         return change(inner) if isinstance(inner, dict) else inner
@@ -152,7 +152,7 @@ def map_subschemas(key: str, value: Any, change: Callable[[Schema], Any]) -> Any
 
 
 def add_part(schema: Schema, part: Part) -> None:
-    """Make a schema require another one, too."""
+    """Add a schema that instances must satisfy as well."""
     if isinstance(part, dict) and part.keys() <= {"anyOf", "type", "$ref"} - schema.keys():
         schema.update(part)
     elif part is not True:
@@ -160,12 +160,12 @@ def add_part(schema: Schema, part: Part) -> None:
 
 
 def any_of(parts: Sequence[Part]) -> Part:
-    """The disjunction of schemas, simplified."""
+    """Union of schemas, simplified."""
     return _joined_by("anyOf", parts, decisive=True)
 
 
 def all_of(parts: Sequence[Part]) -> Part:
-    """The conjunction of schemas, simplified."""
+    """Intersection of schemas, simplified."""
     return _joined_by("allOf", parts, decisive=False)
 
 
@@ -177,7 +177,7 @@ def _joined_by(word: str, parts: Sequence[Part], *, decisive: bool) -> Part:
 
 
 def negation(part: Part) -> Part:
-    """The negation of a schema."""
+    """Complement of a schema, simplified."""
     return part is False if isinstance(part, bool) or part == {} else {"not": part}
 
 
@@ -194,14 +194,14 @@ def translate_older_drafts(schema: Schema) -> None:
 
 
 def round_counts(schema: Schema) -> None:
-    """Write whole numbers of counting keywords as integers."""
+    """Convert whole floats in counting keywords to integers."""
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
 
 
 def round_exclusive_limits(schema: Schema) -> None:
-    """Work around llguidance 1.9, which allows an excluded whole number if the other limit is less than one away."""
+    """Work around llguidance 1.9, which admits an excluded whole number if the other limit is closer than 1."""
     for key, limit, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         value = schema.get(key, False)
         if not isinstance(value, bool) and float(value).is_integer() and abs(value) < _MAX_PRECISE:
@@ -210,7 +210,7 @@ def round_exclusive_limits(schema: Schema) -> None:
 
 
 def drop_annotations(schema: Schema) -> None:
-    """Drop keywords without effect."""
+    """Remove keywords without effect on validation."""
     if "if" not in schema or not {"then", "else"} & schema.keys():
         _drop(schema, "if", "then", "else")
     if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
@@ -225,9 +225,9 @@ def drop_annotations(schema: Schema) -> None:
 
 
 def expand_property_names(schema: Schema) -> None:
-    """Express `propertyNames` by `properties` or `patternProperties`, if the schema has neither."""
+    """Rewrite `propertyNames` as `properties` or `patternProperties`, if the schema has neither."""
     names = schema.get("propertyNames")
-    if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):  # as all names are
+    if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):  # always true
         _drop(schema, "propertyNames")
     if not isinstance(names, dict) or {"properties", "patternProperties"} & schema.keys():
         return
@@ -246,7 +246,7 @@ def expand_property_names(schema: Schema) -> None:
 
 
 def expand_contains(schema: Schema) -> None:
-    """Express `contains` by consecutive items, at the beginning or after some of the first items."""
+    """Rewrite `contains` as consecutive items at the start, or after some of `prefixItems`."""
     if "contains" not in schema:
         return
     least, most = schema.get("minContains", 1), schema.get("maxContains")

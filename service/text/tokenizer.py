@@ -1,5 +1,5 @@
-"""Text to tokens and back: chat templates, plain encoding, and incremental detokenization. The names of special tokens
-are control tokens only where the template writes them; in a client's text they are plain text."""
+"""Tokenizer: chat templates, plain encoding, and incremental detokenization. Names of special tokens are encoded as
+control tokens only where the chat template writes them; in text of clients they stay plain text."""
 
 import codecs
 import copy
@@ -28,15 +28,15 @@ from service.text.chat_template import Traits, Turn, probe
 _CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>|<(?:start|end)_of_turn>")
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
-_CONTEXT = 4  # tokens whose text shows how the next one is decoded
-_LONGEST_WINDOW = 12  # tokens after which a detokenizer forgets those before the last ones
+_CONTEXT = 4  # number of preceding tokens that determine how the next one is decoded
+_LONGEST_WINDOW = 12  # window length at which a detokenizer drops all but the last tokens
 _ADDING = (
     ("ByteLevel",),
     ("Metaspace",),
     ("Replace", "ByteFallback", "Fuse"),
     ("Replace", "ByteFallback", "Fuse", "Strip"),
 )
-"""Decoders that join the texts of whole tokens, but for what they strip from the beginning."""
+"""Decoders that concatenate the texts of tokens, except for a prefix that they strip."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "messages",
     "conversations",
@@ -50,14 +50,14 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-"""Raised by operations that templates apply to a client's values: slicing, arithmetic, look-ups."""
+"""Errors that template operations on client values can raise: slicing, arithmetic, look-ups."""
 
 _NO_TEMPLATE = Traits(calls="text", results="user", arguments="text")
 
 
 def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """Ids, by name, of the added tokens that are never text: special ones, and those with the form of a control token,
-    which some families do not mark as special."""
+    """Ids by name of the added tokens that are never text: tokens marked as special, and tokens that look like control
+    tokens, which some model families do not mark."""
     return {
         token.content: token_id
         for token_id, token in added.items()
@@ -66,7 +66,7 @@ def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
 
 
 class SpecialNames:
-    """The names of special tokens, by number, and an expression that finds the longest of them in a text."""
+    """Names of special tokens by index, and a regular expression that finds the longest match in a text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -75,7 +75,7 @@ class SpecialNames:
 
 
 def _pattern(names: list[str]) -> str:
-    """An expression of sorted names that tries only those that agree with the text so far: some have thousands."""
+    """Regular expression for sorted names, in the form of a prefix tree: some tokenizers have thousands of names."""
     by_first = [
         re.escape(first) + _pattern([name[1:] for name in some]) if first else ""
         for first, some in groupby(names, key=lambda name: name[:1])
@@ -86,8 +86,8 @@ def _pattern(names: list[str]) -> str:
 
 
 class SpecialTokenGuard:
-    """Replaces names of special tokens in a client's strings by random words, so that the rendered prompt does not
-    contain them as control tokens. A template sees the rest of the strings unchanged."""
+    """Replaces names of special tokens in client strings by random words before rendering, so that they cannot become
+    control tokens of the prompt. The rest of the strings is unchanged."""
 
     def __init__(self, special: SpecialNames) -> None:
         self._nonce = secrets.token_hex(12)
@@ -96,7 +96,7 @@ class SpecialTokenGuard:
         self.hid_something = False
 
     def hide(self, value: JsonValue) -> JsonValue:
-        """The value with the names in all of its strings replaced."""
+        """Replace the names in all strings of a JSON value."""
         find = self._special.find
         if isinstance(value, list):
             return [self.hide(item) for item in value]
@@ -108,7 +108,7 @@ class SpecialTokenGuard:
         return find.sub(lambda match: f"{self._nonce}x{self._special.numbers[match[0]]}x", value)
 
     def reveal(self, text: str) -> str:
-        """The text with the names in place of their words. Raises InvalidRequest where the template changed a word."""
+        """Restore the names in rendered text. Raises InvalidRequest if the template changed a replacement word."""
         revealed = self._find_word.sub(lambda match: self._special.names[int(match[1])], text)
         if self._nonce in revealed.lower():
             raise InvalidRequest(
@@ -119,8 +119,8 @@ class SpecialTokenGuard:
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to text as they come: all pieces together are what the tokenizer makes of prompt and answer, less
-    what it makes of the prompt.
+    """Converts tokens to text incrementally. The pieces add up to the decoded prompt and answer without the decoded
+    prompt.
 
     Text that later tokens may change is held back: the last character while it is incomplete, and a run of tokens for
     single bytes, all of which become U+FFFD if the run is not valid in the end.
@@ -131,43 +131,43 @@ class IncrementalDetokenizer:
         self._decode = tokenizer.decode
         self._texts = tokenizer.texts
         self._hidden = tokenizer.skipped_ids if skip_special_tokens else frozenset[int]()
-        self._window = self._end_of(prompt)  # tokens that the next one's text may depend on, and those held back
-        self._shown = self._decode(self._window)  # what their text begins with that was sent, or is the prompt's
-        self._run: list[int] = []  # the answer's last tokens, as long as they are single bytes
-        self._is_open = self._may_change(self._shown)  # whether `_shown` holds, and the next token may change the end
+        self._window = self._end_of(prompt)  # context of the next token, and tokens that are held back
+        self._shown = self._decode(self._window)  # prefix of the window's text that was sent or belongs to the prompt
+        self._run: list[int] = []  # trailing byte tokens of the answer
+        self._is_open = self._may_change(self._shown)  # whether `_shown` is valid and the next token may change its end
 
     @property
     def is_at_start(self) -> bool:
-        """Whether neither text nor prompt precede: there, some tokenizers drop the blank before a word."""
+        """Whether nothing precedes, neither text nor prompt: some tokenizers drop the blank before the first word."""
         return not self._window
 
     @property
     def num_held(self) -> int:
-        """Number of tokens for single bytes that are held back."""
+        """Number of byte tokens that are held back."""
         return len(self._run)
 
     @property
     def held(self) -> str:
-        """The text that is held back, as it is at the end: with U+FFFD for bytes of incomplete characters."""
+        """Text that is held back, with U+FFFD for incomplete characters. At the end, append it to the output."""
         return _without(self._shown, self._decode(self._window)) if self._is_open else ""
 
     def num_held_before(self, token_id: int) -> int:
-        """Number of held characters before the one that the next token begins or continues."""
+        """Number of held-back characters before the character that the next token begins or continues."""
         bytes_of = self._tokenizer.token_bytes
         held, first = self.held, b"" if token_id in self._hidden else bytes_of(token_id)[:1]
         if held.endswith(_REPLACEMENT) and (not first or b"\x80" <= first < b"\xc0"):
-            with suppress(UnicodeDecodeError):  # in which every byte is a character of its own
+            with suppress(UnicodeDecodeError):  # invalid bytes are one U+FFFD each
                 return len(codecs.utf_8_decode(b"".join(map(bytes_of, self._run)))[0])
         return len(held)
 
     def push(self, *token_ids: int) -> str:
-        """Return the text that these tokens complete; empty while a character is incomplete."""
+        """Append tokens and return the text they complete; empty while a character is incomplete."""
         return "".join(self._add(token_id) for token_id in token_ids if token_id not in self._hidden)
 
     def _add(self, token_id: int) -> str:
-        """Append a token, and return the text that it completes."""
+        """Append one token and return the text it completes."""
         if not self._window and not self._tokenizer.token_bytes(token_id):
-            return ""  # no token of the vocabulary
+            return ""  # the id is not in the vocabulary
         if self._window and not self._is_open:
             if text := self._texts[token_id]:
                 self._window.append(token_id)
@@ -186,11 +186,11 @@ class IncrementalDetokenizer:
         return self._show(text[:-1] if self._is_open else text)
 
     def _may_change(self, text: str) -> bool:
-        """Whether the end of the window's text is an incomplete character, or a run of bytes."""
+        """Whether the window's text ends in an incomplete character or in byte tokens."""
         return text.endswith(_REPLACEMENT) or not self._tokenizer.byte_ids.isdisjoint(self._window[-1:])
 
     def _show(self, text: str) -> str:
-        """Return what is new in the window's text, and forget tokens that no longer matter."""
+        """Return the new part of the window's text, and drop tokens that are no longer needed as context."""
         if self._shown.startswith(text):
             return ""
         new, self._shown = _without(self._shown, text), text
@@ -200,7 +200,7 @@ class IncrementalDetokenizer:
         return new
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt: the bytes it ends with, if any, and some before."""
+        """Last tokens of a prompt: trailing byte tokens, and some whole tokens before them."""
         end, num_whole = list[int](), 0
         for token_id in reversed(prompt):
             if token_id in self._hidden or not self._tokenizer.token_bytes(token_id):
@@ -213,7 +213,7 @@ class IncrementalDetokenizer:
 
 
 def _without(before: str, text: str) -> str:
-    """What follows in a text after its common beginning with another."""
+    """The part of a text after its common prefix with `before`."""
     if text.startswith(before):
         return text[len(before) :]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
@@ -221,8 +221,8 @@ def _without(before: str, text: str) -> str:
 
 
 class _Texts(dict[int, str]):
-    """What each token adds to any text that it follows, found when it is asked for; empty where that depends on the
-    tokens beside it."""
+    """Cache of the text that each token adds, filled on demand; empty for tokens whose text depends on their
+    neighbours."""
 
     def __init__(self, tokenizer: "ChatTokenizer", backend: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -241,7 +241,7 @@ class _Texts(dict[int, str]):
 
 
 class ChatTokenizer:
-    """A fast tokenizer and its chat template. Immutable, so that threads may share it."""
+    """Fast tokenizer and its chat template. Immutable and thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -254,12 +254,12 @@ class ChatTokenizer:
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self._parsing.encode_special_tokens = False
-        # A second copy, because `encode_special_tokens` is a property of the object and not of the call.
+        # A second copy, because `encode_special_tokens` is set per object, not per call.
         self._literal: Tokenizer = copy.deepcopy(self._parsing)
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
         self.special_ids: Mapping[str, int] = control_tokens(added)
-        self._literal.add_special_tokens(list(self.special_ids))  # those that the files do not mark, too
+        self._literal.add_special_tokens(list(self.special_ids))  # includes control tokens that the files do not mark
         self.skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = self._find_bytes()
         self.texts = _Texts(self, self._parsing)
@@ -270,40 +270,40 @@ class ChatTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary."""
+        """Hash of the vocabulary."""
         return hashlib.sha256(json.dumps(sorted(self._parsing.get_vocab().items())).encode()).hexdigest()
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template; of several, the one for tools."""
+        """The model's chat template; if there are several, the one for tools."""
         if self._tokenizer.chat_template is None:
             return None
         return str(self._tokenizer.get_chat_template(tools=[{}]))
 
     def traits(self, *, with_tools: bool) -> Traits:
-        """What the chat template can say, in conversations with tools or without."""
+        """Traits of the chat template, in conversations with tools or without."""
         return self._traits[with_tools]
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added tokens."""
         return self._parsing.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """The most bytes of text that one token stands for, or more: names of bytes are longer than they."""
+        """Upper bound of the bytes of text that one token can stand for."""
         return max(len(token.encode()) for token in self._parsing.get_vocab(with_added_tokens=True))
 
     def refuse_longer(self, text: str, most_tokens: int | None, param: str) -> None:
-        """Raise InvalidRequest for a text that so many tokens cannot stand for: encoding it would take seconds."""
+        """Raise InvalidRequest for a text that cannot fit `most_tokens`. Encoding it could take seconds."""
         if most_tokens is not None and len(text) > most_tokens * self.longest_token_bytes:
             message = f"This model's maximum context length is {most_tokens} tokens. Your {param} has {len(text)} "
             message += f"characters, which are more. Please reduce the length of the {param}."
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
     def encode(self, text: str, *, add_special_tokens: bool = False, control: bool = False) -> list[int]:
-        """Tokens of a client's text, in which names of special tokens are plain text unless `control`.
-        `add_special_tokens`: with those that the tokenizer adds itself, but no second one at the beginning."""
+        """Encode text of a client. Names of special tokens are plain text unless `control`. `add_special_tokens`: add
+        the tokenizer's own, but no second BOS."""
         bos = self._tokenizer.bos_token
         if control and bos and text.startswith(str(bos)):
             add_special_tokens = False
@@ -311,24 +311,24 @@ class ChatTokenizer:
         return _ids(backend, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
+        """Decode tokens to text."""
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence that continues a prompt."""
+        """New detokenizer for one sequence that continues a prompt."""
         return IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
     def backend_json(self) -> str:
-        """The tokenizer in the JSON form of its library, with special tokens."""
+        """The content of tokenizer.json, with special tokens."""
         return str(self._parsing.to_str())
 
     def token_string(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token; None: there is no token with this id."""
+        """Spelling of a token in the vocabulary; None if the id is unused."""
         return self._parsing.id_to_token(token_id)
 
     def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
-        """The bytes of a token, which may be a part of a character. `at_start`: at the start of a text, where some
-        tokenizers drop a blank."""
+        """Bytes of a token, possibly a part of a character. `at_start`: at the start of a text, where some tokenizers
+        drop a blank."""
         alone, spelling = self.decode([token_id]), self.token_string(token_id) or ""
         if at_start and _REPLACEMENT not in alone:
             return alone.encode()
@@ -339,25 +339,25 @@ class ChatTokenizer:
         return self.decode([token_id, token_id])[len(alone) :].encode()
 
     def token_text(self, token_id: int, *, at_start: bool = False) -> str:
-        """The text of a token, with U+FFFD for parts of characters."""
+        """Text of a token, with U+FFFD for parts of characters."""
         return self.token_bytes(token_id, at_start=at_start).decode(errors="replace")
 
     def _find_bytes(self) -> frozenset[int]:
-        """Ids of the tokens <0x00> to <0xFF>, in a vocabulary that has them for bytes and not as text."""
+        """Ids of the tokens <0x00> to <0xFF> if the vocabulary uses them as byte fallback, not as text."""
         found = {name: self._parsing.token_to_id(name) for name in (f"<0x{byte:02X}>" for byte in range(256))}
         return frozenset(
             token_id for name, token_id in found.items() if token_id is not None and self.decode([token_id]) != name
         )
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
-        """Ids within a model's vocabulary that are no tokens: it must never choose them."""
+        """Ids below `vocab_size` that have no token. The model must never sample them."""
         return [token_id for token_id in range(vocab_size) if self.token_string(token_id) is None]
 
     def refuse_narrow_vocabulary(self, vocab_size: int) -> None:
-        """Raise StartupError if the model has no row for one of the tokens."""
+        """Raise StartupError if the model's embedding has no row for one of the tokens."""
         if self.vocab_size + len(self.unknown_ids(vocab_size)) == vocab_size:
             return
-        # Control tokens may lie beyond: transformers adds its own, and a prompt that holds one is a 400.
+        # Control tokens may exceed it: transformers adds its own, and a prompt that contains one is answered 400.
         vocab = self._parsing.get_vocab(with_added_tokens=True)
         special = self.special_ids
         beyond = sorted((index, name) for name, index in vocab.items() if index >= vocab_size and name not in special)
@@ -378,8 +378,8 @@ class ChatTokenizer:
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         most_tokens: int | None = None,
     ) -> list[int]:
-        """Tokens of a conversation in the model's own chat format. What its template cannot say is put in its terms.
-        One that cannot be encoded in `most_tokens` is refused before it is. Raises InvalidRequest."""
+        """Render a conversation with the model's chat template and encode it. Messages are first adapted to what the
+        template supports. A prompt that cannot fit `most_tokens` is refused before encoding. Raises InvalidRequest."""
         for name in chat_template_kwargs or {}:
             if name in self._reserved_kwargs:
                 raise InvalidRequest(
@@ -406,24 +406,24 @@ class ChatTokenizer:
         return self._encode_guarded(rendered, guard)
 
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[JsonValue], **variables: Any) -> str:
-        """The text of a conversation. Contents that are None reach the template, unlike by `apply_chat_template`."""
+        """Render a conversation to text. Unlike in `apply_chat_template`, contents that are None reach the template."""
         conversation: list[Any] = list(turns)
         listed: list[Any] | None = list(tools) or None
         variables = {**self._tokenizer.special_tokens_map, **variables}
         template = self._tokenizer.get_chat_template(tools=listed)
         rendered: Any = render_jinja_template([conversation], listed, chat_template=template, **variables)
-        # Half of a pair, which arguments may hold, is no character that can be encoded.
+        # A lone surrogate, which JSON arguments may contain, cannot be encoded.
         return str(rendered[0][0]).encode(errors="backslashreplace").decode()
 
     def _tried(self, turns: Sequence[Turn], tools: Sequence[JsonValue]) -> str:
-        """The text of a conversation; empty where the template refuses it."""
+        """Render a conversation to text; empty if the template refuses it."""
         try:
             return self._rendered(turns, tools, add_generation_prompt=turns[-1]["role"] != "assistant")
         except TEMPLATE_ERRORS:
             return ""
 
     def _encode_guarded(self, rendered: str, guard: SpecialTokenGuard) -> list[int]:
-        """Parse the template's special tokens, and encode the text between them as plain text."""
+        """Encode the special tokens of the template as such, and the text between them as plain text."""
         (encoding,) = self._parsing.encode_batch([rendered], add_special_tokens=False)
         control_ids = frozenset(self.special_ids.values())
         ids: list[int] = []
@@ -437,6 +437,6 @@ class ChatTokenizer:
 
 
 def _ids(backend: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """Encode a text as a batch of one: other threads run meanwhile, unlike while `encode` does it."""
+    """Encode a text as a batch of one, which releases the interpreter lock, unlike `encode`."""
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
