@@ -89,7 +89,7 @@ class DecoderLayer:
     window: int | None
     norms: Norms[Tensor | None]  # [hidden] each
     query_key_value: Product
-    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, as `rotary_store` takes them
+    head_norms: tuple[Tensor, Tensor] | None  # norm weights of queries and of keys, see `rotary_store`
     output: Product
     gate_up: Product
     down: Product

@@ -39,7 +39,7 @@ class Placed(NamedTuple):
     live: Tensor  # [batch, size] int64, where keys and values of the block go
     at: Tensor  # index in the sequence of entries; where there are fewer than rows, padding rows see others' entries
     positions: Tensor  # absolute position that an entry predicts
-    slots: Tensor  # where keys and values go
+    slots: Tensor  # slots that keys and values are written to
 
 
 def add_entries(

@@ -94,7 +94,7 @@ class GraphRunner(Generic[Out]):
             with torch.inference_mode():
                 self._captured = [_Captured(function, capture, *shape, inputs, results) for shape in shapes]
         self._fit = lru_cache(maxsize=_FITS)(partial(_smallest, self._captured))
-        self._padded: _Fit[Out] | None = None  # whose padding is in the buffers
+        self._padded: _Fit[Out] | None = None  # the fit whose padding the buffers hold
 
     @property
     def results(self) -> list[Out]:

@@ -176,5 +176,5 @@ def _tree(lines: Sequence[list[GrownNode]], width: int, device: torch.device) ->
 
 def _chance(weights: Tensor, features: list[int]) -> float:
     low, high = CHANCE_LIMITS
-    score = sum(weights[features].numpy(), np.float32(0))  # in the order of groups, as kernels add
+    score = sum(weights[features].numpy(), np.float32(0))  # summed in the order of groups, as kernels do
     return float(np.clip(1 / (1 + np.exp(-score)), np.float32(low), np.float32(high)))

@@ -39,7 +39,7 @@ class QuantisedWeight(ABC):
     """A matrix [out, in] in blocks of a few bits."""
 
     shape: tuple[int, int]
-    dtype: torch.dtype  # of activations and of looked-up rows
+    dtype: torch.dtype  # type of activations and of looked-up rows
 
     @classmethod
     @abstractmethod
@@ -111,10 +111,10 @@ _LARGEST_SCALE = torch.finfo(torch.float16).max
 class BlockFormat(NamedTuple):
     """Format of a matrix's blocks."""
 
-    bits: int  # of a code: 4, 6 or 8
+    bits: int  # bits of a code: 4, 6 or 8
     zero: int  # the code of weight 0 in formats without minima
     has_minima: bool = False
-    size: int = COLUMNS  # that share a scale; 16 only with 6 bits and no minima
+    size: int = COLUMNS  # columns that share a scale; 16 only with 6 bits and no minima
 
 
 EIGHT_BITS = BlockFormat(8, 128)

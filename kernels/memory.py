@@ -51,15 +51,15 @@ NO_TOKEN = -1
 WEIGHT_SETS = 4
 
 TOKEN_BITS, COUNT_BITS, TAG_BITS = 20, 16, 28
-BUCKET_SHIFT, TAG_SHIFT = 40, 12  # of a hash
+BUCKET_SHIFT, TAG_SHIFT = 40, 12  # first bits of the bucket and of the tag in a hash
 MOST_COUNT = (1 << COUNT_BITS) - 1
-SIGHTING = 16  # in 1/16, so that counts can fade by an eighth
+SIGHTING = 16  # one occurrence in units of 1/16, so that counts can fade by an eighth
 AFTER_REJECTED = SIGHTING // 4
 _WORD = (1 << 64) - 1
 
-SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # of the counts after a context
+SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # bounds of a token's share of the counts after a context
 TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # counts after a context
-STRENGTH_EDGES = (0.34, 0.9)  # of a share, in the joint group
+STRENGTH_EDGES = (0.34, 0.9)  # bounds of a share in the joint group
 LEAST_ODDS = -10  # log2, of a claim
 CLAIM_CLASSES = 18  # nothing proposed at this depth, not this token, and log2 of the odds up to 5
 STRENGTHS = len(STRENGTH_EDGES) + 2
@@ -72,7 +72,7 @@ NOISES = 13  # none, and by leading zeros of the noise's hash; one token in 2^10
 FEATURES = len(PARTS) * OF_PART + OF_CLAIM + NOISES
 """Weights of a set."""
 
-CHANCE_LIMITS = (0.005, 0.98)  # of a chance: survival falls along a path, and a long one does not underflow
+CHANCE_LIMITS = (0.005, 0.98)  # bounds of a probability: survival falls along a path, and a long one does not underflow
 MAX_DEPTH = 64
 
 
@@ -123,7 +123,7 @@ class Sighting:
 
     order: int = -1
     count: float = 0.0
-    total: float = 0.0  # of all successors there
+    total: float = 0.0  # sum over all successors of the context
 
     @property
     def share(self) -> float:
@@ -136,7 +136,7 @@ class Candidate:
     """A candidate for the next token."""
 
     token: int
-    node: int = -1  # of the network's tree
+    node: int = -1  # node of the network's tree
     claim: float = 0.0  # the network's chance, given the parent
     seen: tuple[Sighting, ...] = field(default_factory=lambda: tuple(Sighting() for _ in PARTS))
 
@@ -150,7 +150,7 @@ class GrownNode:
     depth: int
     survival: float
     context: tuple[int, ...] = ()
-    proposed: int | None = None  # which node of the network's tree it is: ROOT for the root, None for none
+    proposed: int | None = None  # its node in the network's tree; ROOT: the root, None: not in that tree
 
 
 class RowReader:

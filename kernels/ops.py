@@ -87,7 +87,7 @@ class Ops:
         return self.plan_linear(weight, bias)
 
 
-_ROWS = 4096  # of a matrix that are float32 at once while it is quantised
+_ROWS = 4096  # rows of a matrix that are float32 at once while it is quantised
 
 _MODULES = {
     "cpu": ("entries", "layers", "steps", "tree_attention", "trees"),

@@ -96,7 +96,7 @@ def lay_out_rows(
         node_counts[completes],
     )
     tokens, positions, sequence, node, extend_end, lines = columns[:6]
-    node_slots, ancestors = tree.tokens, tree.tokens.new_empty(tree.batch, 0, 0, dtype=torch.bool)  # of no nodes
+    node_slots, ancestors = tree.tokens, tree.tokens.new_empty(tree.batch, 0, 0, dtype=torch.bool)  # no nodes
     if tree.width:
         shape = tokens, positions, sequence, node, slots, extend_end
         placed = place((*shape, tree.tokens, tree.parents, tree.depths))

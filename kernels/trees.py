@@ -210,7 +210,7 @@ def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
     grouped = ordered.sort(dim=1, stable=True)  # equal hashes adjacent, likeliest first
     begins = pad(grouped.values[:, 1:] != grouped.values[:, :-1], (1, 0), value=True)
     places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
-    head = torch.where(begins, places, 0).cummax(1).values  # where each group begins
+    head = torch.where(begins, places, 0).cummax(1).values  # index at which a member's group begins
     leaders = order.gather(1, grouped.indices.gather(1, head))
     members = order.gather(1, grouped.indices)
     return torch.empty_like(members).scatter_(1, members, leaders)

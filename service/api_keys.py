@@ -69,7 +69,7 @@ class ApiKey(BaseModel):
     requests_per_minute: Amount = None
     tokens_per_minute: Amount = None
     max_concurrent: Amount = None
-    budget_tokens: Amount = None  # in a calendar month, UTC
+    budget_tokens: Amount = None  # tokens per calendar month, UTC
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from service.engine.requests import SequenceOutput, Submission
 from service.errors import EngineFailure, InvalidRequest, NotReady, QueueFull, RequestError
 
 _MAX_RETRY_SECONDS = 30
-_TOKENS_PER_CHARACTER = 3  # of a compiled grammar, which takes 100 bytes of memory; a token of a prompt takes 36
+_TOKENS_PER_CHARACTER = 3  # a character of a compiled grammar takes 100 bytes of memory, a prompt's token 36
 _LOADING_RETRY_SECONDS = 5
 
 
@@ -108,7 +108,7 @@ class Door:
         """`max_waiting`: places of the queue."""
         self.num_refused = 0  # bodies for which the queue had no place
         self._max_waiting = max_waiting
-        self._streams: dict[str, OutputStream] = {}  # by request
+        self._streams: dict[str, OutputStream] = {}  # by request id
         self._open: set[OutputStream] = set()
 
     def __len__(self) -> int:

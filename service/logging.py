@@ -55,7 +55,7 @@ def configure_logging(level: str, *, as_json: bool) -> None:
 Advance = Callable[[float, str], None]
 """Sets how much is done in total, and the note beside the bar."""
 
-_LINES = 10  # for a whole task
+_LINES = 10  # log lines for a whole task
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from kernels.layers import BlockFormat, Product, QuantisedBlocks, QuantisedWeigh
 from kernels.layers import plan_layers as op_by_op
 from kernels.tree_attention import LOG2_E
 
-if TYPE_CHECKING:  # which imports the table of all ops
+if TYPE_CHECKING:  # an import at run time would be circular
     from kernels.decoder_layer import DecoderLayer, RowPlaces
 
 
-_OUTPUTS = 32  # of the largest tile in any build; smaller ones divide it
+_OUTPUTS = 32  # outputs of the largest tile in any build; smaller tiles divide it
 
 
 class PackedLinear:

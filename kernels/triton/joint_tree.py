@@ -33,7 +33,7 @@ from kernels.triton.memory import (
 )
 from kernels.triton.trees import lanes
 
-_PAIRS = 128  # of a token and an order, whose buckets a program looks up at once
+_PAIRS = 128  # pairs of a token and an order whose buckets a program looks up at once
 _OWN = 8  # tokens per program
 _PROGRAMS = 128  # most that count one sequence: about as many as a device has processors
 _HELD = 1024  # numbers of a tensor for which a warp has registers
@@ -47,7 +47,7 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
     """As the reference. # tokens [count]"""
     count = len(tokens)
     if count:
-        tail = memory.tails[row].clone()  # which other programs read while the first one writes
+        tail = memory.tails[row].clone()  # a copy: other programs read the tail while the first one writes it
         programs = min(_PROGRAMS, triton.cdiv(count, _OWN))
         _add[(programs,)](memory, row, part, tail, tokens.contiguous(), count, PAIRS=_PAIRS, enable_fp_fusion=False)
 
@@ -185,7 +185,7 @@ def _grow(
     survival = tl.where(slot < most, -1.0, float("inf"))  # empty slots are the first to be taken
     waits, tokens, parents = slot < 0, tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
     depths, proposals = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
-    contexts = tl.zeros([AGES, NODES], tl.int32)  # by number
+    contexts = tl.zeros([AGES, NODES], tl.int32)  # contexts by number
     tail = tl.load(memory.tails + row * _CONTEXT + age, mask=age < _CONTEXT, other=_NO_TOKEN).to(tl.int32)
     context, proposed, number, depth, above, goes_on = tail, _ROOT, -1, 0, 1.0, True
     while goes_on:

@@ -28,9 +28,9 @@ class _Tile:
 
     rows: int
     features: int
-    columns: int  # at once
+    columns: int  # columns of a block of the sum
     warps: int
-    stages: int  # at most: fewer where a device has less shared memory, which changes no bit
+    stages: int  # most stages; a device with less shared memory has fewer, which changes no bit
     fewest: int  # programs below which a smaller tile is faster
 
     def stage_bytes(self, item: int) -> int:

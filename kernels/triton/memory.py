@@ -16,7 +16,7 @@ from kernels.triton.sample import hash_bits
 AGES = tl.constexpr(triton.next_power_of_2(CONTEXT))
 BUCKET_LANES = tl.constexpr(triton.next_power_of_2(len(ORDERS) * WAYS))
 EACH_ORDER = tl.constexpr(triton.next_power_of_2(len(ORDERS)))
-NUM_GROUPS = tl.constexpr(3 * len(PARTS) + 2)  # of features: three of each part, a joint one, and noise
+NUM_GROUPS = tl.constexpr(3 * len(PARTS) + 2)  # groups of features: three for each part, a joint one, and noise
 GROUPS = tl.constexpr(triton.next_power_of_2(3 * len(PARTS) + 2))
 
 _ORDERS, _NUM_ORDERS, _CONTEXT, _WAYS = map(tl.constexpr, (ORDERS, len(ORDERS), CONTEXT, WAYS))

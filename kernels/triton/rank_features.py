@@ -50,7 +50,7 @@ def _features_of_row(
     best_ids = tl.full([PLACES], _NO_ID, tl.int32)
     highest = tl.full([1], _LEAST, tl.float32)
     weights = tl.zeros([1], tl.float32)
-    moment = tl.zeros([1], tl.float32)  # of (score - highest)
+    moment = tl.zeros([1], tl.float32)  # weighted sum of (score - highest)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         score = tl.load(scores + row * stride + token, mask=token < vocab, other=_LEAST).to(tl.float32)

@@ -23,7 +23,7 @@ from kernels.sample import UNIT, ChosenTokens, Filters
 _BLOCK = 1024
 _FILTERED_BLOCK = 2048
 _UNIT = tl.constexpr(UNIT)
-_FARTHEST = tl.constexpr(0x7F800000)  # of a score of -inf
+_FARTHEST = tl.constexpr(0x7F800000)  # sort key of a score of -inf
 
 
 def sample(

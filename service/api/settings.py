@@ -33,11 +33,11 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # between two tokens of a choice; None: as steps produce them
-    allowed_hosts: frozenset[str] | None = None  # in addition to those of this machine; None: any
-    cors_origins: tuple[str, ...] = ()  # of web pages whose scripts are admitted
+    allowed_hosts: frozenset[str] | None = None  # names beside this machine's own; None: any
+    cors_origins: tuple[str, ...] = ()  # origins of web pages whose scripts are admitted
     separate_names: bool = False  # `prefix_cache: per_client`
     control_in_prompts: bool = True  # `raw_prompts: special`
-    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # of scopes
+    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # hashes scopes
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ SAVE_SECONDS = 2.0
 Clock = Callable[[], float]  # seconds, from any beginning
 
 _CODE, _QUOTA_CODE = "rate_limit_exceeded", "insufficient_quota"
-_SOON_SECONDS = 1  # until running requests may have released their reservations
+_SOON_SECONDS = 1  # retry delay after which running requests may have released their reservations
 _MINUTE_SECONDS = 60
 _SLACK = 1e-6  # rounding error of summed refills
 
@@ -136,7 +136,7 @@ class MonthlyUse:
             raise StartupError(f"budgets cannot be kept in {folder}: {error}; change state_dir") from error
         self._month, self._used = (self._this_month(), {}) if saved is None else (saved.month, saved.used_tokens)
         self._changed = False
-        self._write_failed = False  # and has been logged
+        self._write_failed = False  # the last write failed, and this was logged
 
     def of(self, account: str) -> int:
         """Tokens that an account has used."""

@@ -19,9 +19,11 @@ class Answer:
     finish_reason: FinishReason | None = None
     accepted_per_step: tuple[int, ...] = ()
     first_token_seconds: float = 0.0  # after the arrival
-    gaps_seconds: tuple[float, ...] = ()  # of each token after the first step (over HTTP: chunk): since the one before
-    first_tokens: int = 1  # that came at first
-    prompt_tokens: int = 0  # as a server counts them
+    gaps_seconds: tuple[
+        float, ...
+    ] = ()  # per token after the first step: seconds since the previous token (HTTP: per chunk)
+    first_tokens: int = 1  # tokens of the first step or chunk
+    prompt_tokens: int = 0  # counted by the server; 0 in-process
 
     @property
     def seconds(self) -> float:
@@ -90,7 +92,7 @@ class Served:
     """An answer while it grows."""
 
     arrival_seconds: float
-    last_seconds: float = 0.0  # when it emitted last
+    last_seconds: float = 0.0  # time of its latest token
     answer: Answer = Answer(())
 
     def add(self, output: SequenceOutput, now: float) -> None:

@@ -65,7 +65,7 @@ class LoadPlan:
     files: tuple[Path, ...]
     concurrency: tuple[int, ...]
     policies: str
-    requests: int  # for each policy and concurrency, at least
+    requests: int  # fewest requests for each policy and concurrency
     measure: Measure  # its concurrency is not used
 
     @property
@@ -98,8 +98,8 @@ def row_of(policy: str, run: Run, reference: Run, concurrency: int) -> Row:
         "mean_budget": sum(step.drafted_nodes for step in steps)
         / max(1, sum(len(answer.accepted_per_step) for answer in run.answers)),
         "draft_share": sum(step.draft_seconds for step in steps) / run.seconds,
-        "undrafted_share": fmean(step.drafted_nodes == 0 for step in steps),  # of the steps
-        "cost_error": median(errors) if errors else None,  # of the verifies
+        "undrafted_share": fmean(step.drafted_nodes == 0 for step in steps),  # share of steps without nodes
+        "cost_error": median(errors) if errors else None,  # median over the verifies
         "survival_error": calibration[-1] if calibration else None,  # calibration error of survival at the end
         "mismatched_tokens": mismatches([reference], [run]),
     }

@@ -32,10 +32,10 @@ NUM_COMPANIONS = 15
 BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
 """Short and long prompts, code, lists, stories, sums, other languages, and repetitive texts."""
 
-_SCHEMA = Path(__file__).with_name("lossless_schema.json")  # of answers with `grammar`
+_SCHEMA = Path(__file__).with_name("lossless_schema.json")  # schema of answers with `grammar`
 _CASES_PER_ROUND = 192  # the next round has other questions
 _WRONG_EVERY = 7  # tokens of a prediction
-_SLOT_SHARE = 0.6  # of the slots that all sequences would fill, where slots are scarce
+_SLOT_SHARE = 0.6  # where slots are scarce: their number, as a share of those that all sequences would fill
 _PREEMPT_EVERY = 6  # steps, where slots are scarce
 _STOP_LENGTH = 3  # characters, so that it mostly spans tokens
 

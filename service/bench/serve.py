@@ -49,7 +49,7 @@ class Entrants:
     config: ServiceConfig
     ours: Mapping[str, Mapping[str, str]]  # changed settings by name
     others: Mapping[str, str]  # URLs of running servers by name
-    api_key: str  # of those
+    api_key: str  # key of the other servers
     stream: bool
 
     @contextmanager

@@ -126,7 +126,7 @@ Part = tuple[float, bytes]
 
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
 _SAMPLING = ("seed", "max_tokens", "temperature", "ignore_eos")
-_MOST_BYTES = 1 << 16  # that are read at once
+_MOST_BYTES = 1 << 16  # bytes read at once
 
 
 class HttpClient:

@@ -32,8 +32,8 @@ class StepResult(NamedTuple):
     verified: Verified
     committed: Committed
     logits: Tensor  # [logits, vocab]
-    tokens: list[list[int]]  # by completing sequence, the accepted ones and the bonus token
-    failed: list[bool]  # by completing sequence, whether there was no finite score to choose a token by
+    tokens: list[list[int]]  # accepted tokens and the bonus token of each completing sequence
+    failed: list[bool]  # True for completing sequences without a finite score to choose a token by
 
 
 def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
@@ -196,7 +196,7 @@ class PromptScores(NamedTuple):
     """Positions of one prompt whose tokens a step scores."""
 
     sequence: Sequence
-    first_row: int  # of the step's extend rows: the row before the first position; the others follow
+    first_row: int  # index among the step's extend rows of the row before the first position
     positions: range
 
 

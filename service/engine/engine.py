@@ -70,7 +70,7 @@ class EngineLimits:
     prefix_cache: bool = False
     num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None: all of them
     first_slot: int = NULL_SLOT + 1  # engines of disjoint slots may run in turn
-    memory: MemorySizes = field(default_factory=MemorySizes)  # of past answers
+    memory: MemorySizes = field(default_factory=MemorySizes)  # sizes of the memory of past answers
     pace_seconds: float | None = None  # per token; sequences slower than this count more. None: all count the same
 
 
@@ -96,7 +96,7 @@ class _Recovery:
     """What failures leave for the next calls of `Engine.step`."""
 
     rejected: list[EngineOutput] = field(default_factory=list)  # ends of requests that could not start, not yet sent
-    parts: list[list[Scheduled]] = field(default_factory=list)  # of a failed step, to be run again, the last one first
+    parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, run again from the last
 
 
 class Engine:

@@ -25,8 +25,8 @@ class Node:
     labels: list[int]
     slots: Tensor  # [labels] int64
     parent: "Node | None"
-    key: tuple[str, int] | None = None  # of a root: namespace, and first token of its texts
-    children: dict[int, "Node"] = field(default_factory=dict)  # by first label
+    key: tuple[str, int] | None = None  # roots only: namespace, and first token of its texts
+    children: dict[int, "Node"] = field(default_factory=dict)  # children by their first label
     leases: int = 0
     last_used: int = 0
 
@@ -230,7 +230,7 @@ def _common(labels: list[int], tokens: list[int], start: int) -> int:
     """How many labels equal the tokens from `start` on."""
     least, most = 0, min(len(labels), len(tokens) - start)
     tried = most
-    while least < most:  # by halves: comparing lists takes a thousandth of a loop over them
+    while least < most:  # bisection: comparing slices takes a thousandth of a loop over tokens
         if labels[least:tried] == tokens[start + least : start + tried]:
             least = tried
         else:

@@ -66,13 +66,13 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     prediction: Tokens[int] = ()
-    grammar: Grammar | None = None  # that the text must match
+    grammar: Grammar | None = None  # grammar that the text must match
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
     scope: Scope = field(default_factory=Scope)
     # Lower starts earlier among the requests of one client; where slots run out, the highest of all is preempted.
     priority: int = 0
-    replayed: Tokens[Tokens[int]] = ()  # by sequence, tokens of an earlier answer that a resumed stream replays
+    replayed: Tokens[Tokens[int]] = ()  # per sequence: tokens of an earlier answer that a resumed stream replays
     scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
     single_token_outputs: int = 0  # how many first tokens of a sequence are each an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
@@ -136,7 +136,7 @@ class SequenceOutput:
     """
 
     request_id: str
-    index: int  # which of the request's n sequences
+    index: int  # index among the request's n sequences
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -146,8 +146,8 @@ class SequenceOutput:
     speculation: SpeculationRecord | None = None
     timings: Timings | None = None
     cached_tokens: int = 0
-    tree: StepTree | None = None  # for requests with `trace`
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all prompt tokens but the first, for requests that ask
+    tree: StepTree | None = None  # only for requests with `trace`
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all prompt tokens but the first, for requests that ask
 
     @property
     def is_cut(self) -> bool:

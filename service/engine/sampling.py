@@ -179,8 +179,8 @@ class SamplingTable:
     transforms: tuple[Transform, ...] = ()
     temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None: all are greedy
     seeds: Tensor | None = None  # [batch] int64
-    filters: Filters | None = None  # by sequence; None: no sequence filters
-    states: tuple[SamplingState, ...] | None = None  # by sequence; None: no sequence has a grammar
+    filters: Filters | None = None  # one row per sequence; None: no sequence filters
+    states: tuple[SamplingState, ...] | None = None  # one per sequence; None: no sequence has a grammar
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":

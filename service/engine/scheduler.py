@@ -119,7 +119,7 @@ class PromptPace:
         """`most_rows`: of a step; `now`: in seconds."""
         self.most_rows, self._now = most_rows, now
         self._rows = float(most_rows)
-        self._plain_seconds: float | None = None  # of a step without prompts
+        self._plain_seconds: float | None = None  # mean seconds of a step without prompts
         self._num_read = 0  # steps with prompts since then
         self._debts: dict[str, float] = {}  # seconds, by client
         self._step: tuple[float, Mapping[str, Reader]] | None = None  # under way: its beginning, and its readers

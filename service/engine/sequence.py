@@ -97,7 +97,7 @@ class QueryCosts:
     """What the steps of one sequence cost and accepted, for learning."""
 
     first_version: int = -1  # drafter version of its first step; -1 before
-    version: int = -1  # and of its last
+    version: int = -1  # drafter version of its last step
     accepted: list[int] = field(default_factory=list)  # accepted length of each step with nodes
     plain_steps: int = 0
     seconds: float = 0.0
@@ -114,9 +114,9 @@ class Sequence:
     num_prompt: int
     sampling: SamplingState = field(init=False)  # while it runs
     text: TextStream = field(init=False)  # since it started for the first time
-    row: int | None = None  # of the slot table, while running
+    row: int | None = None  # row of the slot table, while running
     num_computed: int = 0  # positions whose keys and values are in the pool
-    lease: PrefixLease | None = None  # on the prefix cache, while running
+    lease: PrefixLease | None = None  # lease on the prefix cache, while running
     num_cached: int = 0  # prompt tokens whose keys and values were found in the cache
     arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
@@ -129,7 +129,7 @@ class Sequence:
     predicted_tokens: int = 0  # generated tokens that the client's prediction had right
     costs: QueryCosts = field(default_factory=QueryCosts)
     gain: SequenceGain = field(default_factory=SequenceGain)
-    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, until they are sent
+    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # scores by position, until they are sent
 
     @property
     def table_row(self) -> int:

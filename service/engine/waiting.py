@@ -21,7 +21,7 @@ class Entry:
         the place of a sequence that was preempted."""
         self._body = body
         self._requests = deque(() if body is None else body.requests)
-        self._index = 0  # of the next sequence of the first of them
+        self._index = 0  # index of the next sequence within the first request
         self._arrival = arrival
         self.num_sequences = (preempted is not None) + sum(request.n for request in self._requests)
         self.head = preempted or self._unfolded()

@@ -18,7 +18,7 @@ from adaptation.records import (
 )
 from service.observability.metric_tables import Counter, Gauge, Table, histogram
 
-OTHER: Final = "other"  # for reasons that are sentences, which the log has
+OTHER: Final = "other"  # label of reasons that are sentences, which the log has
 
 
 def _words(literal: Any, *but: str) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ DECISIONS: Final = (
 EXCLUDED: Final = _words(QuotaReason, "admitted")
 LEARNING_PHASES: Final = ("collecting", "learning")
 ROLES: Final = _words(Role)
-_REFUSALS: Final = _words(RefusalReason, "old", "fork")  # of data from other replicas
+_REFUSALS: Final = _words(RefusalReason, "old", "fork")  # refusals of data from other replicas
 QUERY_FATES: Final = (
     "sent",
     "observed",

@@ -15,7 +15,7 @@ from service.observability.learning_tables import label_of
 
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
-_KEPT_SPANS: Final = 240  # of the time since start
+_KEPT_SPANS: Final = 240  # spans that the time since the start is divided into
 _MAX_PENDING: Final = 65_536  # records that were not summed yet; beyond, the oldest are lost
 
 Record = TypeVar("Record")
@@ -127,7 +127,7 @@ class Decoded(NamedTuple):
     tokens: int
     seconds: float
     plain_seconds: float
-    version: int | None  # of the drafter at the end; None: learning is off
+    version: int | None  # drafter version at the end; None: learning is off
 
 
 class SinceStart:

@@ -101,11 +101,11 @@ class ServerStatus:
 
     ready: bool
     requests_in_flight: int  # accepted and not yet completed
-    requests_refused: int  # in total, because too many were waiting
-    requests_limited: Mapping[str, float]  # in total, by `limit:name of the key`
+    requests_refused: int  # total, because too many were waiting
+    requests_limited: Mapping[str, float]  # totals by `limit:name of the key`
     loop_lag_seconds: float
-    internal_errors: Mapping[str, float]  # in total, by part
-    switched_off: Mapping[str, float]  # by part, since when
+    internal_errors: Mapping[str, float]  # totals by part
+    switched_off: Mapping[str, float]  # Unix seconds of the switch-off, by part
 
 
 LIMITS: Final = ("requests", "tokens", "concurrency", "budget")
