@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Norms(NamedTuple, Generic[T]):
-    """A value for each position in a decoder layer that can have a norm; None where the layer has none."""
+    """One value per place of a decoder layer that can have a norm; None: no norm there."""
 
     attention_input: T
     attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
@@ -65,22 +65,22 @@ class RowPlaces:
 
 
 class RotaryTable:
-    """The rotary embedding of every position, computed once; a step only looks it up."""
+    """Precomputed rotary embedding of all positions."""
 
     def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
-        """`embed`: cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
+        """`embed` computes cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
         # Nodes have positions after the last one of a sequence.
         self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin. # positions [rows] int64 -> both [rows, dim]"""
+        """Look up cos and sin. # positions [rows] int64 -> both [rows, dim]"""
         cos, sin = self._table.index_select(1, positions)
         return cos, sin
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer, ready for the ops of their device."""
+    """Planned weights of one decoder layer, run by the ops of their device."""
 
     ops: Ops
     query_heads: int
@@ -150,16 +150,15 @@ class DecoderLayer:
         return self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
 
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """The layer after `store`: attention, whose output is added to `hidden`, and feed-forward, whose output is
-        returned.
-        # query [rows, query heads, dim] -> like hidden"""
+        """Run the second part of the layer, after `store`: attention, whose output is added to `hidden`, and
+        feed-forward, whose output is returned. # query [rows, query heads, dim] -> like hidden"""
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output)
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
         return self.add_norm(self.down(self.ops.silu_mul(self.gate_up(x))), None, self.norms.mlp_output)
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """The layer up to attention: store keys and values of hidden + delta in the pool.
+        """Run the first part of the layer: norm hidden + delta and store their keys and values in the pool.
         # hidden, delta [rows, hidden] -> queries [rows, query heads, dim]"""
         return self.keep(self.add_norm(hidden, delta, self.norms.attention_input), places, pool)
 
@@ -171,7 +170,8 @@ class DecoderLayer:
         return hidden if delta is None else hidden.add_(delta)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """`store` of normed hidden states. # x [rows, hidden] -> queries [rows, query heads, dim]"""
+        """Store keys and values of normed hidden states in the pool.
+        # x [rows, hidden] -> queries [rows, query heads, dim]"""
         joined = self.query_key_value(x)
         return self.ops.rotary_store(
             joined, places.cos, places.sin, places.slots, pool, self.query_heads, self.head_norms, self.epsilon

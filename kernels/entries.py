@@ -1,6 +1,6 @@
-"""KV entries of a drafter that has a pool of its own: where those of each sequence are, and which are still to be
-computed. Legend: rows = rows of the tables, one per sequence and a last one for padding, batch = some of them, entries
-= pool entries per position, count = positions, size = entries of a block."""
+"""KV entries of a drafter with a pool of its own: which entries each sequence has computed, and which positions wait.
+Legend: rows = rows of the tables, one per sequence and a last one for padding, batch = some of them, entries = pool
+entries per position, count = positions, size = entries of a block."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kernels.tree_attention import NULL_SLOT
 
 
 class EntryTables(NamedTuple):
-    """The entries of each row; changed in place."""
+    """Tables of computed entries and waiting positions, one row per sequence; changed in place."""
 
     places: Tensor  # [rows, positions + 1, entries] int64, in the pool; the last column takes padding
     known: Tensor  # [rows] int64, positions in `places`

@@ -70,7 +70,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def capture_for(device: torch.device) -> Capture:
-    """The way to capture computations on this device."""
+    """The capture function of a device: CUDA graphs, or `rerun` on a CPU."""
     return CudaGraphs(device).capture if device.type == "cuda" else rerun
 
 

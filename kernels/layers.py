@@ -36,7 +36,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class QuantisedWeight(ABC):
-    """A matrix [out, in] in blocks of a few bits."""
+    """A weight matrix [out, in] stored as quantised blocks."""
 
     shape: tuple[int, int]
     dtype: torch.dtype  # type of activations and of looked-up rows
@@ -44,23 +44,23 @@ class QuantisedWeight(ABC):
     @classmethod
     @abstractmethod
     def joined(cls, weights: Sequence[Self]) -> Self:
-        """Matrices [out, in] of equal `in` and any formats, concatenated along `out`."""
+        """Concatenate weights [out, in] of any block formats along `out`."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of memory that the matrix takes."""
+        """Size of the weight in bytes."""
 
     @abstractmethod
     def lookup(self, outputs: Tensor) -> Tensor:
-        """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+        """Dequantised rows. # outputs [...] int64 -> [..., in]"""
 
     @abstractmethod
     def plan(self, bias: Tensor | None) -> Product:
-        """The product with this matrix, plus the bias [out]."""
+        """Plan the product with this weight, plus the bias [out]."""
 
     def dense(self) -> Tensor:
-        """The whole matrix. # -> [out, in]"""
+        """The whole weight, dequantised. # -> [out, in]"""
         return self.lookup(torch.arange(self.shape[0]))
 
 
@@ -68,12 +68,12 @@ Weight = Tensor | QuantisedWeight
 
 
 def dense(weight: Weight) -> Tensor:
-    """The matrix as a tensor. # -> [out, in]"""
+    """Dequantise a weight to a tensor. # -> [out, in]"""
     return weight.dense() if isinstance(weight, QuantisedWeight) else weight
 
 
 def look_up(outputs: Tensor, weight: Weight) -> Tensor:
-    """Rows of the matrix. # outputs [...] int64 -> [..., in]"""
+    """Look up rows of a weight, as an embedding does. # outputs [...] int64 -> [..., in]"""
     return weight.lookup(outputs) if isinstance(weight, QuantisedWeight) else functional.embedding(outputs, weight)
 
 
@@ -87,7 +87,7 @@ def even_sample(weight: Weight, count: int) -> Tensor:
 
 
 def join(weights: Sequence[Weight]) -> Weight:
-    """Matrices [out, in] of equal `in`, concatenated along `out`; a tensor where some are tensors."""
+    """Concatenate weights [out, in] along `out`; the result is a tensor if any of them is."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if len(quantised) == len(weights):
         return type(quantised[0]).joined(quantised)
@@ -95,7 +95,7 @@ def join(weights: Sequence[Weight]) -> Weight:
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """The product y = x W^T + b with one layer's weights. # weight [out, in], bias [out] or none"""
+    """Plan the product y = x W^T + b. # weight [out, in], bias [out] or none"""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)
     return partial(functional.linear, weight=weight, bias=bias)
@@ -109,7 +109,7 @@ _LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 class BlockFormat(NamedTuple):
-    """Format of a matrix's blocks."""
+    """Block format of a quantised weight."""
 
     bits: int  # bits of a code: 4, 6 or 8
     zero: int  # the code of weight 0 in formats without minima
@@ -121,7 +121,7 @@ EIGHT_BITS = BlockFormat(8, 128)
 
 
 class QuantisedBlocks(NamedTuple):
-    """Some rows of a matrix in blocks."""
+    """Quantised blocks of some rows of a weight."""
 
     codes: Tensor  # [rows, blocks, 32] uint8
     scales: Tensor  # [rows, blocks, 32 / size] float16
@@ -135,7 +135,7 @@ class QuantisedBlocks(NamedTuple):
 
 
 class UnpackedWeight(QuantisedWeight):
-    """The reference: one byte for each code."""
+    """Reference of a quantised weight: one byte per code."""
 
     def __init__(self, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], columns: int, dtype: torch.dtype) -> None:
         self._parts, self.dtype = parts, dtype
@@ -160,7 +160,8 @@ class UnpackedWeight(QuantisedWeight):
 def keep_blocks(
     form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
 ) -> QuantisedWeight:
-    """The matrix of some pieces of rows; each piece but the last has a multiple of 32. # shape [out, in]"""
+    """Concatenate row chunks into one quantised weight; chunk sizes but the last are multiples of 32.
+    # shape [out, in]"""
     codes, scales, minima = zip(*pieces, strict=True)
     blocks = QuantisedBlocks(torch.cat(codes), torch.cat(scales), torch.cat(minima) if form.has_minima else None)
     return UnpackedWeight([(form, blocks)], shape[1], dtype)
@@ -248,13 +249,13 @@ def rotary_store(
 
 
 def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
-    """Whether norms of queries and keys are over a row's heads together. # head_norms [width] both, as `rotary_store`
+    """Whether query and key norms span all heads of a row, not each head. # head_norms [width] both, as `rotary_store`
     takes them"""
     return head_norms is not None and len(head_norms[0]) > dim
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """A function that runs `DecoderLayer`s in order, each on its layer of the pool. # pools [2, slots, kv_heads, dim]
+    """Plan a run of `DecoderLayer`s in order, each on its layer of the pool. # pools [2, slots, kv_heads, dim]
     each"""
 
     def run(hidden: Tensor, delta: Tensor | None, places: Any) -> Tensor:
@@ -267,6 +268,6 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding: halves against halves. # x [..., heads, dim], cos and sin [..., dim] -> like x"""
+    """Apply the rotary embedding, halves against halves. # x [..., heads, dim], cos and sin [..., dim] -> like x"""
     first, second = x.chunk(2, dim=-1)
     return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]

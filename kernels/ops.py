@@ -116,7 +116,7 @@ def _table(device_type: str) -> Ops:
 
 
 def implementation(kind: str) -> Ops:
-    """All ops with the kernels of one kind, "triton" or "cpu"; an op without a kernel there is its reference."""
+    """Ops table of one kind of kernels, "triton" or "cpu"; an op without a kernel there is its reference."""
     return Ops(**{op: kernel for op in OPS if (kernel := kernel_of(op, kind)) is not None})
 
 

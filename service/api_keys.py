@@ -82,7 +82,7 @@ class ApiKey(BaseModel):
 
 
 def distinct(keys: Sequence[ApiKey]) -> tuple[ApiKey, ...]:
-    """The entries without repetitions. Raises ValueError if different entries share a key or a name."""
+    """Remove repeated entries. Raises ValueError if different entries share a key or a name."""
     entries = tuple(dict.fromkeys(keys))
     names = [entry.name for entry in entries if entry.name is not None]
     for what, values in (("key", [entry.key for entry in entries]), ("name", names)):

@@ -1,5 +1,4 @@
-"""The door to the engine: which bodies are let in, and the streams of outputs of those that were. Used on the event
-loop only."""
+"""Admission to the waiting queue, and the output streams of admitted bodies. Used on the event loop only."""
 
 import asyncio
 from collections import Counter
@@ -15,13 +14,13 @@ _LOADING_RETRY_SECONDS = 5
 
 
 class Meter(Protocol):
-    """Counts the tokens that requests use of their reservation."""
+    """Charges generated tokens to a key's reservation."""
 
     def use(self, tokens: int) -> None:
-        """Use up a part of the reservation."""
+        """Charge tokens."""
 
     def release(self) -> None:
-        """Give back the rest; harmless when repeated."""
+        """Release the unused rest; may be called again."""
 
 
 class OutputStream:
@@ -38,7 +37,7 @@ class OutputStream:
         release: Callable[["OutputStream"], None],
         meter: Meter | None,
     ) -> None:
-        """`num_places`: of the queue, which it holds while the body waits."""
+        """`num_places`: places of the queue that the body holds while it waits."""
         self.account = body.requests[0].scope.account
         self._body, self._num_places = body, num_places
         self._unfinished = {request.request_id: request.n for request in body.requests}  # sequences, by request
@@ -105,7 +104,7 @@ class Door:
     """The streams of all open bodies, and the places that their clients hold in the waiting queue."""
 
     def __init__(self, max_waiting: int) -> None:
-        """`max_waiting`: places of the queue."""
+        """`max_waiting`: number of places of the queue."""
         self.num_refused = 0  # bodies for which the queue had no place
         self._max_waiting = max_waiting
         self._streams: dict[str, OutputStream] = {}  # by request id
@@ -115,8 +114,8 @@ class Door:
         return len(self._open)
 
     def places(self, body: Submission, max_model_len: int) -> int:
-        """The places that a body takes: one for each context's worth of prompts, and of its grammar in their measure,
-        that it holds in memory. Raises InvalidRequest for more than a client can have."""
+        """Places of a body in the queue: the memory of its prompts and grammar in units of `max_model_len` tokens,
+        rounded up. Raises InvalidRequest for more prompt tokens than a client can have waiting."""
         tokens, grammar = sum(len(request.prompt) for request in body.requests), body.requests[0].grammar
         most = self._max_waiting // 2 * max_model_len
         if tokens > most:
@@ -144,7 +143,7 @@ class Door:
             )
 
     def enter(self, stream: OutputStream) -> None:
-        """Let a body in."""
+        """Register the stream of an admitted body."""
         self._open.add(stream)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
 
@@ -153,7 +152,7 @@ class Door:
         return self._streams.get(request_id)
 
     def leave(self, stream: OutputStream) -> None:
-        """Take out a stream that ends."""
+        """Unregister a stream."""
         self._open.discard(stream)
         for request_id in stream.request_ids:
             self._streams.pop(request_id, None)
@@ -165,5 +164,5 @@ class Door:
 
 
 def not_ready(message: str) -> NotReady:
-    """The refusal of a server that loads or ends."""
+    """Error 503 of a server that loads or shuts down."""
     return NotReady(message, code="not_ready", retry_after_seconds=_LOADING_RETRY_SECONDS)

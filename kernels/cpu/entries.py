@@ -16,7 +16,7 @@ def add_entries(
     features: Tensor | None,
     tokens: Tensor | None,
 ) -> None:
-    """As the reference. # slots, tokens [batch, count]"""
+    """Same as the reference op. # slots, tokens [batch, count]"""
     rows, starts, counts, slots = contiguous(rows, starts, counts, slots)
     if features is None or tokens is None:
         waiting: list[Tensor] | tuple[None, None] = (None, None)
@@ -27,7 +27,7 @@ def add_entries(
 
 
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
-    """As the reference. # rows [batch] -> [batch, most]"""
+    """Same as the reference op. # rows [batch] -> [batch, most]"""
     rows = rows.contiguous()
     features = tables.features.new_empty(rows.shape[0], most, tables.features.shape[2])
     waiting = Waiting(features, *rows.new_empty(3, rows.shape[0], most).unbind())
@@ -38,7 +38,7 @@ def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
 def place_entries(
     tables: EntryTables, rows: Tensor, positions: Tensor, slots: Tensor, scratch: Tensor, size: int
 ) -> Placed:
-    """As the reference. # positions, slots [batch, count]; scratch [batch, others]"""
+    """Same as the reference op. # positions, slots [batch, count]; scratch [batch, others]"""
     (batch, count), entries = slots.shape, tables.places.shape[2]
     width = (count - 1) * entries + size if size else count * entries
     placed = Placed(torch.empty_like(rows), rows.new_empty(batch, size), *rows.new_empty(3, batch, width).unbind())

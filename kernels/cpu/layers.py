@@ -59,7 +59,7 @@ class PackedLinear:
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """As the reference; a row has the bits that it has alone. # weight [out, in], bias [out]"""
+    """Same as the reference op; a row has the bits that it has alone. # weight [out, in], bias [out]"""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)
     missing = weight.shape[1] % 2  # columns are taken in pairs
@@ -109,7 +109,7 @@ class PackedWeight(QuantisedWeight):
 def keep_blocks(
     form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
 ) -> PackedWeight:
-    """As the reference. # shape [out, in]"""
+    """Same as the reference op. # shape [out, in]"""
     (out, columns), numbers = shape, (form.bits, form.size, form.zero, form.has_minima)
     num_bytes = call("quantised_bytes", CStruct(None, out, *numbers), columns)
     tiles, first = torch.zeros(num_bytes, dtype=torch.uint8), 0
@@ -129,7 +129,7 @@ def _as_tensor(structure: bytes) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """As the reference; `hidden` without gaps. # [rows, hidden] -> [rows, hidden]"""
+    """Same as the reference op; `hidden` without gaps. # [rows, hidden] -> [rows, hidden]"""
     assert hidden.is_contiguous(), "it is changed in place"
     y, width = torch.empty_like(hidden), hidden.shape[-1]
     call("add_rms_norm", hidden, delta, weight, epsilon, y, hidden.numel() // width, width, dtype=hidden.dtype)
@@ -137,7 +137,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """As the reference. # [..., 2 * width] -> [..., width]"""
+    """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     joined, width = joined.contiguous(), joined.shape[-1] // 2
     y = joined.new_empty(*joined.shape[:-1], width)
     call("silu_mul", joined, y, y.numel() // width, width, dtype=joined.dtype)
@@ -154,7 +154,7 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """As the reference. # pool [2, slots, kv_heads, dim] float32 -> [rows, query heads, dim]"""
+    """Same as the reference op. # pool [2, slots, kv_heads, dim] float32 -> [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], *pool.shape[2:]
     query, norms = joined.new_empty(rows, query_heads, dim), head_norms or (None, None)
     written, sizes = (query, *halves(pool)), (rows, query_heads, kv_heads, dim)
@@ -192,7 +192,8 @@ class CompiledLayers:
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """As the reference; layers with an odd number of columns run op by op. # pools [2, slots, kv_heads, dim] each"""
+    """Same as the reference op; layers with an odd number of columns run op by op. # pools [2, slots, kv_heads, dim]
+    each"""
     if all(len(_packed(layer)) == 4 for layer in layers):
         return CompiledLayers(layers, pools)
     return op_by_op(layers, pools)

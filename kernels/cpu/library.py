@@ -62,7 +62,7 @@ class CStruct(bytes):
 
 
 def remembered(build: Callable[[Any], CStruct]) -> Callable[[Any], CStruct]:
-    """The structure of an object whose tensors never move: built once, and kept for the last few objects."""
+    """Cache the C structures of objects whose tensors never move, for the last few objects."""
     kept: dict[int, tuple[object, CStruct]] = {}
 
     def structure_of(value: object) -> CStruct:

@@ -24,7 +24,7 @@ def lay_out_rows(
     table: Tensor,
     place: Place,
 ) -> ForwardRows:
-    """As the reference, without `place`. # slots [rows]; table [table rows, max positions]"""
+    """Same as the reference op, without `place`. # slots [rows]; table [table rows, max positions]"""
     assert table.is_contiguous(), "it is changed in place"
     lines, width, rows = len(extends), tree.width, slots.shape[0]
     sequences, read, completing = array("q"), array("q"), 0
@@ -45,21 +45,21 @@ def lay_out_rows(
 
 
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
-    """As the reference. # [rows, vocab] -> [rows]"""
+    """Same as the reference op. # [rows, vocab] -> [rows]"""
     return _choose(scores, None, None)
 
 
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
 ) -> ChosenTokens:
-    """As the reference, given the same logarithm. # logits [rows, vocab] -> [rows]"""
+    """Same as the reference op, given the same logarithm. # logits [rows, vocab] -> [rows]"""
     if filters is None:
         return _choose(logits, row_keys(seeds, positions), temperatures)
     return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
 
 
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
-    """As the reference's, given the same logarithm. # keys [rows, 2], tokens [picked] -> [rows, picked]"""
+    """Same as the reference op, given the same logarithm. # keys [rows, 2], tokens [picked] -> [rows, picked]"""
     noise = torch.empty(keys.shape[0], tokens.shape[0])
     call("gumbel_noise", keys, tokens, noise, *noise.shape)
     return noise
@@ -82,7 +82,7 @@ def settle(
     trees: tuple[Tensor, Tensor, Tensor],
     sizes: Tensor,
 ) -> Verified:
-    """As the reference. # table [table rows, max positions]"""
+    """Same as the reference op. # table [table rows, max positions]"""
     assert table.is_contiguous(), "it is changed in place"
     step = contiguous(*choice, *logits, *completing, *lines, slots, *trees, sizes)
     batch, width = completing[0].shape[0], trees[0].shape[1]

@@ -1,4 +1,5 @@
-"""Compiled op of `kernels.tree_attention`: a row's keys are a range of its sequence's slots, then those of its path."""
+"""Compiled op of `kernels.tree_attention`: a row's keys are a range of its sequence's slots, then the slots of its tree
+path."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,7 +51,7 @@ def _layer(
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:
-    """As the reference. # slot_table [table rows, max positions]"""
+    """Same as the reference op. # slot_table [table rows, max positions]"""
     (num_rows,), (sequences, nodes) = rows.sequence.shape, rows.node_slots.shape
     order, seen, path_start = (torch.empty(num_rows + more, dtype=torch.int32) for more in (0, 0, 1))
     path_slots = torch.empty(num_rows * nodes, dtype=torch.int64)

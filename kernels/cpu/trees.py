@@ -22,17 +22,17 @@ def empty_tree(batch: int, width: int) -> DraftTree:
 
 
 def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """As the reference. # -> tree, [batch, nodes] int64"""
+    """Same as the reference op. # -> tree, [batch, nodes] int64"""
     return _cut(raw, max_nodes, merges=True)
 
 
 def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """As the reference. # -> tree, [batch, nodes] int64"""
+    """Same as the reference op. # -> tree, [batch, nodes] int64"""
     return _cut(raw, max_nodes, merges=False)
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
-    """As the reference. # -> [batch, nodes]"""
+    """Same as the reference op. # -> [batch, nodes]"""
     tried, came_true = (torch.empty(tokens.shape, dtype=torch.bool) for _ in range(2))
     *nodes, committed, counts = contiguous(tokens, parents, depths, committed, counts)
     call("fates", *nodes, *tokens.shape, committed, committed.shape[1], counts, tried, came_true)
@@ -40,7 +40,7 @@ def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, co
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """As the reference. # [batch, nodes] -> [batch, nodes, nodes]"""
+    """Same as the reference op. # [batch, nodes] -> [batch, nodes, nodes]"""
     batch, nodes = parents.shape
     above = torch.empty(batch, nodes, nodes, dtype=torch.bool)
     call("ancestor_matrix", parents.contiguous(), batch, nodes, above)
@@ -55,7 +55,8 @@ def _cut(raw: DraftTree, max_nodes: int, *, merges: bool) -> tuple[DraftTree, Te
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; of equal scores the lower id ranks first. # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
+    """Same as the reference op; of equal scores the lower id ranks first.
+    # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
     scores, (*shape, vocab) = scores.contiguous(), scores.shape
     features, ids = torch.empty(*shape, NUM_FEATURES), torch.empty(*shape, TOP, dtype=torch.int64)
     call("rank_features", scores, ids.numel() // TOP, vocab, features, ids, dtype=scores.dtype)
@@ -66,7 +67,7 @@ _RANKS = len(CLASS_OF_RANK)
 
 
 def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
-    """As the reference. # logits [..., 4], logprobs [..., 10 or more] -> [..., 10]"""
+    """Same as the reference op. # logits [..., 4], logprobs [..., 10 or more] -> [..., 10]"""
     chances = logprobs.new_empty(*logprobs.shape[:-1], _RANKS)
     rows, width = chances.numel() // _RANKS, logprobs.shape[-1]
     call("spread_classes", *contiguous(logits, logprobs), rows, width, CEILING, chances)
@@ -76,7 +77,7 @@ def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:
 def grow_lattice(
     origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, first_number: int, least: float, starts: int
 ) -> tuple[Lattice, Picked]:
-    """As the reference. # tokens, predicted [batch, starts, block, rank]; trust [block, rank]"""
+    """Same as the reference op. # tokens, predicted [batch, starts, block, rank]; trust [block, rank]"""
     batch, begun, block, ranks = tokens.shape
     tokens, predicted, trust = contiguous(tokens, predicted, trust)
     width = begun * block * ranks
@@ -92,7 +93,7 @@ def grow_lattice(
 
 
 def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
-    """As the reference. # all three [...]"""
+    """Same as the reference op. # all three [...]"""
     labels = contiguous(buckets, came_true.float(), expected.float())
     call("count_hits", _hits_of(counts), *labels, buckets.numel())
 
@@ -100,7 +101,7 @@ def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: 
 def keep_proposed(
     log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
 ) -> None:
-    """As the reference. # chosen [batch, nodes of the tree]; predicted [batch, all nodes]"""
+    """Same as the reference op. # chosen [batch, nodes of the tree]; predicted [batch, all nodes]"""
     rows, *values = contiguous(rows, chosen, predicted, buckets)
     call("keep_proposed", _log_of(log), rows, tree.batch, trees_of(tree), *values, buckets.numel())
 
@@ -108,7 +109,7 @@ def keep_proposed(
 def judge_proposed(
     log: Proposed, counts: HitCounts, rows: Tensor, tokens: Tensor, lengths: Tensor, next_block: int
 ) -> Tensor:
-    """As the reference. # tokens [batch, longest] -> [2]"""
+    """Same as the reference op. # tokens [batch, longest] -> [2]"""
     rows, tokens, lengths = contiguous(rows, tokens, lengths)
     (batch, longest), came = tokens.shape, rows.new_empty(2)
     call("judge_proposed", _log_of(log), _hits_of(counts), rows, batch, tokens, longest, lengths, next_block, came)
@@ -125,7 +126,7 @@ def count_claims(
     committed: Tensor,
     num_known: Tensor,
 ) -> None:
-    """As the reference. # bins [3, bins]; claimed, buckets [batch, nodes]; committed [batch, longest]"""
+    """Same as the reference op. # bins [3, bins]; claimed, buckets [batch, nodes]; committed [batch, longest]"""
     assert bins.is_contiguous(), "it is changed in place"
     *values, num_known = contiguous(claimed, buckets, committed, num_known)
     counted, verified = (_hits_of(counts), bins, bins.shape[1], bin_decay), (trees_of(trees), trees.batch)
@@ -142,7 +143,7 @@ def prune_trees(
     width: int,
     widths: Tensor | None = None,
 ) -> Pruned:
-    """As the reference. # candidates [batch, nodes] -> [batch, width]"""
+    """Same as the reference op. # candidates [batch, nodes] -> [batch, width]"""
     batch = candidates.batch
     kept = empty_tree(batch, min(width, candidates.width))
     claimed, buckets = torch.empty_like(kept.survival), torch.empty_like(kept.tokens)
@@ -170,12 +171,12 @@ _NUM_SUMS = 4 + len(ORDERS)
 
 
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
-    """As the reference. # tokens [count]"""
+    """Same as the reference op. # tokens [count]"""
     call("add_text", _structure_of(memory), row, part, tokens.contiguous(), tokens.shape[0])
 
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
-    """As the reference. # rows [batch]"""
+    """Same as the reference op. # rows [batch]"""
     tree, proposed = empty_tree(rows.shape[0], max_nodes), None if network is None else trees_of(network)
     call("grow_joint_tree", _structure_of(memory), rows.contiguous(), rows.shape[0], proposed, least, trees_of(tree))
     return tree
@@ -184,7 +185,7 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """As the reference. # -> [4 + len(ORDERS)]"""
+    """Same as the reference op. # -> [4 + len(ORDERS)]"""
     rows, tokens, counts, choices = contiguous(rows, tokens, counts, choices)
     sums, tree = rows.new_empty(_NUM_SUMS), trees_of(verified)
     committed = rows, rows.shape[0], tokens, tokens.shape[1], counts

@@ -44,7 +44,7 @@ _SIGHTING, _AFTER_REJECTED = map(tl.constexpr, (SIGHTING, AFTER_REJECTED))
 
 
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
-    """As the reference. # tokens [count]"""
+    """Same as the reference op. # tokens [count]"""
     count = len(tokens)
     if count:
         tail = memory.tails[row].clone()  # a copy: other programs read the tail while the first one writes it
@@ -53,7 +53,7 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
 
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
-    """As the reference. # rows [batch]; network [batch, nodes]"""
+    """Same as the reference op. # rows [batch]; network [batch, nodes]"""
     batch, nodes = len(rows), lanes(max_nodes)
     tokens, parents, depths = rows.new_empty(3, batch, max_nodes)
     tree = DraftTree(tokens, parents, depths, memory.weights.new_empty(batch, max_nodes), rows.new_empty(batch))
@@ -71,9 +71,9 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """As the reference. Rows of one scope share weights and past answers, and each row reads what the one before wrote:
-    one program goes over the rows in order, so that the result is deterministic. The target's choices after rejected
-    nodes belong to one row each, and are counted by many programs after that. # -> [4 + len(ORDERS)]"""
+    """Same as the reference op. Rows of one scope share weights and past answers, and each row reads what the one
+    before wrote: one program goes over the rows in order, so that the result is deterministic. The target's choices
+    after rejected nodes belong to one row each, and are counted by many programs after that. # -> [4 + len(ORDERS)]"""
     outcome, tails, rows = rows.new_empty(4 + len(ORDERS)), memory.tails[rows], rows.contiguous()
     _learn[(1,)](
         memory, rows, tokens.contiguous(), counts.contiguous(), outcome, memory.network.width,

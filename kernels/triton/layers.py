@@ -56,7 +56,7 @@ _FLOAT32 = _Tile(16, 64, 32, 4, 2, fewest=0)
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """As the reference; quantised weights are made dense. # weight [out, in], bias [out]"""
+    """Same as the reference op; quantised weights are made dense. # weight [out, in], bias [out]"""
     weight = dense(weight).contiguous()
     features, columns = weight.shape
 
@@ -141,7 +141,7 @@ _BLOCK = 1024
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """As the reference. # hidden, delta [rows, hidden] without gaps -> [rows, hidden]"""
+    """Same as the reference op. # hidden, delta [rows, hidden] without gaps -> [rows, hidden]"""
     width = weight.shape[0]
     out = hidden.new_empty(hidden.shape)
     if hidden.numel():
@@ -177,7 +177,7 @@ def _add_norm(
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """As the reference. # [..., 2 * width] -> [..., width]"""
+    """Same as the reference op. # [..., 2 * width] -> [..., width]"""
     rows = joined.reshape(-1, joined.shape[-1]).contiguous()
     width = rows.shape[1] // 2
     out = rows.new_empty(rows.shape[0], width)
@@ -206,7 +206,7 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """As the reference; of rows with the same slot any may win. # -> queries [rows, query heads, dim]"""
+    """Same as the reference op; of rows with the same slot any may win. # -> queries [rows, query heads, dim]"""
     rows, kv_heads, dim = slots.shape[0], pool.shape[2], pool.shape[3]
     query = joined.new_empty(rows, query_heads, dim)
     query_norm, key_norm = head_norms or (joined, joined)

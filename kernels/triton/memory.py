@@ -3,7 +3,7 @@
 """What a memory (`kernels/memory.py`) has counted, and the candidates for the next token, on a device.
 
 Legend: lanes = the entries of one bucket of each order, the longest order first; round = candidates that are computed
-at once: those of a part, or of as many nodes of the network's tree. So candidates come in the reference's order."""
+at once, from one part or from as many nodes of the network's tree. So candidates come in the reference's order."""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 # mypy: allow-untyped-decorators
 """The features of `kernels/lattice.py` in one pass over the scores, each read once.
 A row keeps its running maximum, the sum of weights below it and their first moment (from which the entropy follows),
-and the TOP best scores seen. A block is searched only while it holds a score above the last of those, which after the
+and the TOP best scores seen. A block is searched only while it holds a score above the lowest of these, which after the
 first few blocks is seldom. Of equal scores the lower id ranks first."""
 
 import torch
@@ -22,7 +22,7 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference. # scores [..., vocab], any float type"""
+    """Same as the reference op. # scores [..., vocab], any float type"""
     flat = scores.reshape(-1, scores.shape[-1])
     assert flat.stride(1) == 1, "the scores of a row stand side by side"
     features = flat.new_empty(flat.shape[0], NUM_FEATURES, dtype=torch.float32)

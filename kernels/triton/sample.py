@@ -23,13 +23,13 @@ from kernels.sample import UNIT, ChosenTokens, Filters
 _BLOCK = 1024
 _FILTERED_BLOCK = 2048
 _UNIT = tl.constexpr(UNIT)
-_FARTHEST = tl.constexpr(0x7F800000)  # sort key of a score of -inf
+_FARTHEST = tl.constexpr(0x7F800000)  # distance of a score of -inf from 0, see `_distance`
 
 
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
 ) -> ChosenTokens:
-    """As the reference. # logits [rows, vocab] -> [rows]"""
+    """Same as the reference op. # logits [rows, vocab] -> [rows]"""
     assert logits.stride(1) == 1, "the logits of a row stand side by side"
     highest = logits.amax(-1).float()  # a NaN, if there is one
     bad_rows = ~highest.isfinite()
@@ -255,7 +255,7 @@ def _kept_mass(
 def _scaled(
     scores: tl.tensor, token: tl.tensor, vocab: tl.tensor, top: tl.tensor, temperature: tl.tensor, least: tl.tensor
 ) -> tl.tensor:
-    """Scaled scores, -inf for what is too unlikely or no token. # token [tokens] -> [tokens] float32"""
+    """Scaled scores, -inf for tokens that are too unlikely and for padding. # token [tokens] -> [tokens] float32"""
     score = tl.load(scores + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
     score = tl.div_rn(score - top, temperature)
     return tl.where(score >= least, score, -float("inf"))

@@ -16,8 +16,8 @@ _SEQUENCES = 32  # smaller batches are compiled as this one
 
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
-    """As the reference; one program walks one tree. # tokens, parents [batch, nodes]; target_tokens [batch, nodes +
-    1]"""
+    """Same as the reference op; one program walks one tree.
+    # tokens, parents [batch, nodes]; target_tokens [batch, nodes + 1]"""
     batch, nodes = tokens.shape
     depth = min(nodes, MAX_DEPTH)
     path = tokens.new_empty(batch, depth)
@@ -73,7 +73,7 @@ def commit_slots(
     extend_end: Tensor,
     slot_table: Tensor,
 ) -> CommittedSlots:
-    """As the reference; one program per sequence, which adds up the counts of all sequences before it.
+    """Same as the reference op; one program per sequence, which adds up the counts of all sequences before it.
     # path [batch, depth]; node_slots [batch, nodes]; slot_table [table rows, max positions]"""
     batch, nodes = node_slots.shape
     path_slots = path.new_full(path.shape, NULL_SLOT)

@@ -48,8 +48,8 @@ class TilePlan:
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As the reference; rows in no tile get zeros. # query [rows, query heads, dim]; pool [2, slots, heads, dim] ->
-        query"""
+        """Same as the reference op; rows in no tile get zeros.
+        # query [rows, query heads, dim]; pool [2, slots, heads, dim] -> query"""
         query, sum_type = query.contiguous(), torch.float32
         out = torch.zeros_like(query)
         heads, dim = pool.shape[2:]
@@ -106,7 +106,7 @@ def plan_attention(
     query_heads: int,
     kv_heads: int,
 ) -> TilePlan:
-    """As the reference, without a transfer from the device; rows may come in any order.
+    """Same as the reference op, without a transfer from the device; rows may come in any order.
     # slot_table [table rows, max positions]"""
     group = query_heads // kv_heads
     trees = {name: getattr(rows, name).contiguous() for name in ("node_slots", "node_depths", "ancestors")}
@@ -246,7 +246,7 @@ def _tail_kernel(
 
 @triton.jit
 def _tail_of(rows: tl.tuple, table: tl.tensor, line_length: tl.tensor, nodes: tl.tensor, members: tl.tuple) -> tl.tuple:
-    """Where a tile's tail begins, what it consists of, and its number of columns; see `_tail_columns`."""
+    """Start, parts and number of columns of a tile's tail; see `_tail_columns`."""
     sequence, _, node, table_rows, extend_end, node_slots, node_depths, ancestors = rows
     row, position, boundary, first = members
     of = tl.load(sequence + tl.max(row, 0))

@@ -24,7 +24,8 @@ def lanes(nodes: int) -> int:
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
-    """As the reference. # tokens, parents, depths [batch, nodes]; committed [batch, longest] -> [batch, nodes]"""
+    """Same as the reference op.
+    # tokens, parents, depths [batch, nodes]; committed [batch, longest] -> [batch, nodes]"""
     batch, nodes = tokens.shape
     tried, came_true = tokens.new_empty(2, batch, nodes, dtype=torch.bool)
     if batch and nodes:
@@ -92,7 +93,7 @@ def _is_committed(
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """As the reference. # [batch, nodes] -> [batch, nodes, nodes]"""
+    """Same as the reference op. # [batch, nodes] -> [batch, nodes, nodes]"""
     batch, nodes = parents.shape
     above = parents.new_zeros(batch, nodes, nodes, dtype=torch.bool)
     if batch and nodes:
@@ -122,7 +123,8 @@ count_claims = partial(reference.count_claims, walk=fates)
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
-    """As the reference. # candidates [batch, nodes]; deepest [batch]; rates [DEPTHS * CLAIMS] -> [batch, nodes]"""
+    """Same as the reference op.
+    # candidates [batch, nodes]; deepest [batch]; rates [DEPTHS * CLAIMS] -> [batch, nodes]"""
     batch, nodes = candidates.tokens.shape
     survival = candidates.survival.new_empty(batch, nodes)
     conditional, buckets = survival.new_empty(batch, nodes), candidates.tokens.new_empty(batch, nodes)

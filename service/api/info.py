@@ -1,5 +1,5 @@
-"""The routes that generate nothing: models, tokenization, probes, metrics, version; forgetting past answers; and the
-operators' routes of learning, to which the middleware admits only the admin key."""
+"""Routes that generate no text: models, tokenization, probes, metrics, version, forgetting past answers, and the
+operators' routes of learning, for which the middleware requires the admin key."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -115,7 +115,7 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer, control: bool) ->
 
 
 def memory_router(server: Server) -> APIRouter:
-    """The routes that forget past answers. What a network has learnt from them remains."""
+    """Routes that forget past answers. A drafter keeps what it has learnt from them."""
     router = APIRouter()
 
     @router.delete("/v1/memory", name="forget_own")

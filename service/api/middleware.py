@@ -126,10 +126,10 @@ class RefusingMiddleware:
 
 
 def _foreign_host(scope: Scope, headers: Headers, settings: ApiSettings) -> RequestError | None:
-    """The refusal of a request under a foreign host name, or of a change that a page of a foreign origin requests.
+    """Refuse a foreign host name, or a change that a page of a foreign origin requests; None: admitted.
 
     A web page can make its own name resolve to this machine (DNS rebinding), so that its browser takes our answers for
-    those of the page; but the browser sends that name.
+    the page's own; but the browser sends that name.
     """
     if settings.allowed_hosts is None:
         return None
@@ -148,7 +148,7 @@ def _foreign_host(scope: Scope, headers: Headers, settings: ApiSettings) -> Requ
 
 
 def _unknown_key(scope: Scope, headers: Headers, settings: ApiSettings) -> Unauthorized | None:
-    """The refusal of a request without the key that it needs; a valid key is stored in the scope's state as `tenant`.
+    """Refuse a request without the key that it needs; a valid key is stored in the scope's state as `tenant`.
 
     Probes, the files of the page, and `/metrics` and the feed if opened, need no key. Without configured API keys
     everything is open but the operators' routes: they need the admin key, and are closed if there is none.
@@ -178,7 +178,7 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class LimitMiddleware:
-    """Applies the limits of a key to every POST before its body is read. Headers of the answer report what is left,
+    """Applies the limits of a key to every POST before its body is read. Response headers report the remaining limits,
     whether the request was admitted or not."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -186,7 +186,7 @@ class LimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant: Tenant | None = scope.get("state", {}).get("tenant")
-        if scope["type"] != "http" or scope["method"] != "POST" or tenant is None or not tenant.is_limited:
+        if scope["type"] != "http" or scope["method"] != "POST" or tenant is None:
             await self._app(scope, receive, send)
             return
 

@@ -42,7 +42,7 @@ class ApiSettings:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The objects that every route uses."""
+    """Runtime and settings, shared by all routes."""
 
     runtime: Runtime
     settings: ApiSettings
@@ -63,7 +63,7 @@ class Server:
             logger.warning(message, name)
 
     def scope_of(self, request: Request, user: str | None = None) -> Scope:
-        """The sender of a request: the key that the middleware has checked, and a name: `user` (the request's
+        """Scope of a request's sender: the key that the middleware has checked, and a name: `user` (the request's
         `safety_identifier`, else its `user`), or else the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
@@ -77,7 +77,7 @@ class Server:
         )
 
     def account_of(self, request: Request) -> str:
-        """The account of a request's scope: its key's, or else its address's."""
+        """Hashed account of a request: its API key, or else its network address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         return self._hash(_address_of(request) if tenant is None else f"key:{tenant.digest.hex()}")
 

@@ -1,8 +1,8 @@
-"""API keys and their limits: which requests are admitted, what they reserve, and how a refusal is reported.
+"""API keys and their limits: admission, reservation of tokens, and refusals.
 
 Limits per minute are buckets that refill; a calendar month is counted in a file that survives restarts. The file is
 written every two seconds while tokens are used, and at the end. A killed process therefore loses the counts since the
-last write, and what its running answers were still going to use. Everything here runs on the event loop and counts only
+last write, and the tokens of its running answers. Everything here runs on the event loop and counts only
 what this process serves.
 """
 
@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,7 +40,7 @@ _SLACK = 1e-6  # rounding error of summed refills
 
 
 class _Limit(ABC):
-    """A limit, and the sum of what running requests have reserved of it."""
+    """A limit, and the sum reserved by running requests."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -83,7 +83,6 @@ class PerMinute(_Limit):
 
     @property
     def remaining(self) -> int:
-        """The amount that can be reserved now."""
         return max(0, math.floor(self._free() + _SLACK))
 
     @property
@@ -202,28 +201,22 @@ class PerMonth(_Limit):
 
     def __init__(self, limit: int, use: MonthlyUse, account: str) -> None:
         super().__init__(limit)
-        self._use = use
+        self.months = use
         self._account = account
 
     @property
     def used(self) -> int:
         """Tokens used this month."""
-        return self._use.of(self._account)
+        return self.months.of(self._account)
 
     @property
     def remaining(self) -> int:
-        """Tokens that can be reserved now."""
         return max(0, self.limit - self.used - self._reserved)
-
-    @property
-    def next_month(self) -> tuple[str, float]:
-        """The start of the next month as text, and the seconds until then."""
-        return self._use.next_month
 
     def use(self, amount: int, *, reserved: int) -> None:
         """Use an amount, of which so much was reserved."""
         self._reserved -= reserved
-        self._use.add(self._account, amount)
+        self.months.add(self._account, amount)
 
 
 def duration(seconds: float) -> str:
@@ -249,7 +242,7 @@ def _read(file: Path) -> _Saved | None:
 
 
 class Tenant:
-    """One API key, its limits, and what it has used of them."""
+    """One API key with its limits and its use."""
 
     def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
         self.digest = digest_in(key.key)
@@ -260,12 +253,7 @@ class Tenant:
         self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)
         self._budget = None if use is None or budget is None else PerMonth(budget, use, self._account)
         self.max_concurrent = key.max_concurrent
-        self._num_running = 0
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the key has any limit."""
-        return any(limit is not None for limit in (self._requests, self._tokens, self._budget, self.max_concurrent))
+        self.num_running = 0
 
     @property
     def _account(self) -> str:
@@ -274,7 +262,7 @@ class Tenant:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that report what is left of the limits per minute."""
+        """Response headers `x-ratelimit-*` of the limits per minute."""
         found: dict[str, str] = {}
         for name, limit in (("requests", self._requests), ("tokens", self._tokens)):
             if limit is not None:
@@ -285,8 +273,8 @@ class Tenant:
 
     def admit(self) -> "AdmittedRequest":
         """Count a request of this key until its `end`. Raises RequestLimit."""
-        if self.max_concurrent is not None and self._num_running >= self.max_concurrent:
-            what = f"concurrent requests: Limit {self.max_concurrent}, Running {self._num_running}, Requested 1"
+        if self.max_concurrent is not None and self.num_running >= self.max_concurrent:
+            what = f"concurrent requests: Limit {self.max_concurrent}, Running {self.num_running}, Requested 1"
             raise self._refusal("concurrency", RequestLimit, what, _SOON_SECONDS)
         if (limit := self._requests) is not None:
             if limit.remaining < 1:
@@ -294,19 +282,15 @@ class Tenant:
                 raise self._refusal("requests", RequestLimit, what, limit.seconds_until(1))
             limit.reserve(1)
             limit.use(1, reserved=1)
-        self._num_running += 1
+        self.num_running += 1
         return AdmittedRequest(self)
 
     def _refusal(self, reason: str, error: type[RequestError], what: str, wait_seconds: float) -> RequestError:
-        """Count a refusal that ends by itself."""
+        """Count a refusal after which a retry may succeed. # -> its error"""
         self.refused[reason] += 1
         wait = _whole(wait_seconds)
         message = f"Rate limit reached for this API key on {what}. Please try again in {duration(wait)}."
         return error(message, code=_CODE, retry_after_seconds=wait)
-
-    def leave(self) -> None:
-        """Count the end of a request."""
-        self._num_running -= 1
 
     def reserve(self, prompts: int, answers: int, *, param: str) -> "dict[PerMinute | PerMonth, int]":
         """Reserve the most tokens that a request may use, but no more than one minute's worth of those per minute: long
@@ -347,7 +331,7 @@ class Tenant:
             what = f"{what}, held by running requests {budget.limit - budget.used - budget.remaining}"
             return self._refusal("budget", TokenLimit, what, _SOON_SECONDS)
         self.refused["budget"] += 1
-        begins, wait = budget.next_month
+        begins, wait = budget.months.next_month
         message = f"You exceeded your current quota on {what}. It begins anew at {begins}."
         return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
 
@@ -360,18 +344,18 @@ class AdmittedRequest:
         self._reserved: dict[PerMinute | PerMonth, int] = {}  # tokens
 
     def reserve(self, prompts: int, answers: int, *, param: str) -> None:
-        """As `Tenant.reserve`."""
+        """Reserve tokens until the request ends; arguments and errors as in `Tenant.reserve`."""
         self._reserved = self._tenant.reserve(prompts, answers, param=param)
 
     def use(self, tokens: int) -> None:
-        """Use up a part of the reservation; beyond it, what the limit will have later."""
+        """Charge tokens to the reservation; tokens beyond it become a debt of the limit."""
         for limit, left in self._reserved.items():
             covered = min(tokens, left)
             self._reserved[limit] -= covered
             limit.use(tokens, reserved=covered)
 
     def release(self) -> None:
-        """Give back what is left of the reservation; harmless when repeated."""
+        """Release the unused reservation; may be called again."""
         for limit, left in self._reserved.items():
             limit.release(left)
             self._reserved[limit] = 0
@@ -379,7 +363,7 @@ class AdmittedRequest:
     def end(self) -> None:
         """Release the reservation and count the end of the request."""
         self.release()
-        self._tenant.leave()
+        self._tenant.num_running -= 1
 
 
 class Tenants:
@@ -400,22 +384,17 @@ class Tenants:
         return found[0] if found else None
 
     def refusals(self) -> Mapping[str, int]:
-        """Number of refused requests by `reason:name`."""
+        """Number of refused requests by `reason:name of the key`."""
         found: Counter[str] = Counter()
         for tenant in self._all:
             found.update({f"{reason}:{tenant.name}": count for reason, count in tenant.refused.items()})
         return found
 
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    def kept(self) -> AbstractAsyncContextManager[None]:
         """Write used budgets to their file while the block runs, and at its end."""
-        if self._use is None:
-            yield
-            return
-        async with self._use.kept():
-            yield
+        return nullcontext() if self._use is None else self._use.kept()
 
 
 def _whole(seconds: float) -> int:
-    """Whole seconds, as the Retry-After header takes them."""
+    """Round up to whole seconds, at least 1, for the Retry-After header."""
     return max(1, math.ceil(seconds))

@@ -83,7 +83,7 @@ class ClosedLoop:
         return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
-        """Return from when on request `number` waits, if it is sent now."""
+        """Return the arrival time of request `number`, if it is sent now."""
         return elapsed_seconds
 
 
@@ -112,7 +112,7 @@ class Served:
 
 
 class Drive:
-    """Requests of one sequence each on one engine. It can be paused, and its time stands still then."""
+    """Serves requests of one sequence each on one engine. A paused drive does not count time."""
 
     def __init__(
         self,

@@ -125,7 +125,8 @@ def request_of(
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:
-    """Return the order of a turn: each is first equally often, and none always follows the same one."""
+    """Return the contestants in the order of a turn: each is first equally often, and none always follows the same
+    one."""
     shift = turn % len(contestants)
     order = [*contestants[shift:], *contestants[:shift]]
     return order[:1] + order[:0:-1] if turn // len(contestants) % 2 else order

@@ -60,7 +60,7 @@ SLICE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is sent, how and how often."""
+    """Prompts, load and policies of a measurement."""
 
     files: tuple[Path, ...]
     concurrency: tuple[int, ...]

@@ -41,7 +41,7 @@ _STOP_LENGTH = 3  # characters, so that it mostly spans tokens
 
 
 class Way(NamedTuple):
-    """A drafter, and how many nodes a step verifies."""
+    """A drafter, and the nodes verified per step."""
 
     drafter: str
     nodes: int | None  # None: by cost

@@ -37,12 +37,13 @@ from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, SamplingParams, SequenceOutput, Submission
 from service.engine.rows import RowLayout, committed_of, decoding_shapes, prompt_reads
 from service.engine.sampling import SamplingState, signed64
-from service.engine.scheduler import PromptPace, Scheduled, Scheduler, StepBatch
+from service.engine.scheduler import Scheduled, Scheduler, StepBatch
 from service.engine.sequence import Finish, Sequence, TextStream, new_sequence
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.engine.target import Target, TargetOutput
 from service.engine.tree_pruning import tree_widths_up_to
 from service.engine.verify import VerifyStage
+from service.engine.waiting import PromptPace
 from service.observability.guard import Guard
 from service.text.tokenizer import ChatTokenizer
 
@@ -84,7 +85,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one step produced."""
+    """Outputs and statistics of one step."""
 
     outputs: list[SequenceOutput]
     finished: list[FinishStats]
@@ -93,7 +94,7 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class _Recovery:
-    """What failures leave for the next calls of `Engine.step`."""
+    """State that failures leave for the next calls of `Engine.step`."""
 
     rejected: list[EngineOutput] = field(default_factory=list)  # ends of requests that could not start, not yet sent
     parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, run again from the last
@@ -153,12 +154,12 @@ class Engine:
 
     @property
     def policy(self) -> Budget:
-        """Decides how much is drafted."""
+        """The policy of how many nodes are drafted."""
         return self._draft_stage.policy
 
     @property
     def load(self) -> LoadStats:
-        """How busy the engine is now."""
+        """Running and waiting sequences, and slots in use."""
         return LoadStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.queue.num_sequences,
@@ -176,7 +177,7 @@ class Engine:
 
     @property
     def guard(self) -> Guard:
-        """Runs what only keeps books."""
+        """Guard of the bookkeeping."""
         return self._accounting.guard
 
     def step(self, deliver: Deliver = lambda outputs: None) -> EngineOutput:
@@ -196,7 +197,7 @@ class Engine:
         return EngineOutput(output.outputs, finished, stats)
 
     def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
-        """`step` without its books. # -> its outputs, and what the books are kept of"""
+        """`step` without its bookkeeping. # -> its outputs, and the record that bookkeeping needs"""
         if self._recovery.rejected:
             rejected, self._recovery.rejected = self._recovery.rejected, []
             outputs, finished = zip(*((one.outputs, one.finished) for one in rejected), strict=True)
@@ -259,8 +260,8 @@ class Engine:
     def _update_drafter(
         self, batch: StepBatch, rows: ForwardRows, features: Tensor | None, committed: Committed
     ) -> None:
-        """Give the drafter what became permanent: prompt chunks, then accepted tokens. # features [rows, taps *
-        hidden]"""
+        """Give the drafter what became permanent: prompt chunks, then accepted tokens.
+        # features [rows, taps * hidden]"""
         if self.drafter.reads_prompts:
             for read in prompt_reads(batch.items, rows, features, follow=committed.follow):
                 self.drafter.read(read)

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step, and with how many rows.
+"""The scheduler: chooses the sequences of the next step, and how many rows each has.
 
 Decoding sequences take part in every step, prompts are computed in chunks in the same steps. The client served least is
 admitted first and its prompts come first. A sequence starts after its cached prefix. When slots run out, the cache
@@ -8,12 +8,11 @@ the same bits. Beside the decoding of other clients, prompts are read at a pace 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +25,12 @@ from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.prefix_cache import PrefixCache, PrefixLease
 from service.engine.requests import Submission
 from service.engine.sequence import Sequence
-from service.engine.waiting import Entry, ServiceCounters, WaitingQueue
+from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, WaitingQueue
 
 _EVICT_AT_ONCE = 256
 """Slots; so that a full cache does not cost an eviction in every step."""
 
 _OFTEN = 2  # preemptions after which others are preempted first
-
-_PACE_RATE = 0.25
-"""Rate of the moving mean of seconds of steps without prompts."""
-
-_MEASURED_EVERY = 16
-"""Steps with prompts before one without: a sixteenth of reading, to know what decoding takes now."""
-
-_GROWTH = 1.25
-"""Most growth of a step's rows from one step to the next: by so much a step may be longer than is fair."""
 
 _FIRST_GUESS = 32.0  # tokens of an answer
 
@@ -98,71 +88,6 @@ class StepBatch:
     def num_extend_rows(self) -> int:
         """Rows of the step without drafted nodes."""
         return sum(item.num_rows for item in self.items)
-
-
-class Reader(NamedTuple):
-    """A client whose prompts a step reads."""
-
-    num_rows: int
-    num_others: int  # other clients that decode in the step
-
-
-class PromptPace:
-    """How many rows of prompts a step may have beside the decoding of other clients: so many that reading takes a
-    client's share of the time, an n-th beside n - 1 others.
-
-    What rows take is known afterwards, by what the step took longer than one without them. Their number follows, and
-    what a client has had too much of others' time it owes: it reads on when they have decoded for as long without it.
-    """
-
-    def __init__(self, most_rows: int, now: Callable[[], float] = time.perf_counter) -> None:
-        """`most_rows`: of a step; `now`: in seconds."""
-        self.most_rows, self._now = most_rows, now
-        self._rows = float(most_rows)
-        self._plain_seconds: float | None = None  # mean seconds of a step without prompts
-        self._num_read = 0  # steps with prompts since then
-        self._debts: dict[str, float] = {}  # seconds, by client
-        self._step: tuple[float, Mapping[str, Reader]] | None = None  # under way: its beginning, and its readers
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the next step may have; 0 where it is to show what decoding takes."""
-        is_known = self._plain_seconds is not None and self._num_read < _MEASURED_EVERY
-        return max(1, int(self._rows)) if is_known else 0
-
-    def owes(self, client: str) -> bool:
-        """Whether the client must wait."""
-        return self._debts.get(client, 0.0) > 0
-
-    def begin(self, readers: Mapping[str, Reader]) -> None:
-        """A step with decoding sequences begins; `readers`: by client."""
-        if all(reader.num_others for reader in readers.values()):
-            self._step = self._now(), readers
-
-    def observe(self, *, is_over: bool) -> None:
-        """The step has ended; `is_over`: and after it perhaps nothing ran for a while."""
-        step, self._step = self._step, None
-        if step is None or is_over:
-            return
-        (began, readers), seconds = step, self._now()
-        seconds -= began
-        if not readers:
-            before = seconds if self._plain_seconds is None else self._plain_seconds
-            self._plain_seconds, self._num_read = before + _PACE_RATE * (seconds - before), 0
-            self._debts = {client: debt - seconds for client, debt in self._debts.items() if debt > 0}
-            return
-        assert self._plain_seconds is not None, "prompts are read when it is known"
-        plain, self._num_read = self._plain_seconds, self._num_read + 1
-        rows, longer = sum(one.num_rows for one in readers.values()), max(0.0, seconds - plain)
-        for client, (count, others) in readers.items():
-            debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
-            self._debts[client] = max(debt, -plain)  # a step's worth may be saved
-        fair = sum(plain / one.num_others for one in readers.values())
-        scale = min(fair / longer, _GROWTH) if longer else _GROWTH
-        if scale < 1:
-            self._rows = max(1.0, rows * scale)
-        elif rows >= int(self._rows):  # fewer rows say nothing of more
-            self._rows = min(self._rows * scale, self.most_rows)
 
 
 class Scheduler:
@@ -330,8 +255,8 @@ class Scheduler:
         return next((other for other in prefilling if sequence.tokens[:length] == other.tokens[:length]), None)
 
     def _has_room(self, sequence: Sequence, victims: Items[Sequence] = ()) -> bool:
-        """Whether, once `victims` are preempted, there is a table row, and slots for what it and the running sequences
-        will probably need."""
+        """Whether a table row is free, and slots for the expected needs of this and all running sequences, once
+        `victims` are preempted."""
         others = [other for other in self.running if other not in victims]
         if not others:
             return True

@@ -60,7 +60,7 @@ class TextStream:
         self._unread.clear()
 
     def _search(self, text: str) -> str | None:
-        """End the text at the first stop string in what is pending, and return it; none: None."""
+        """End the text at the first stop string in the pending text. # -> the stop string, if any"""
         if self._num_tokens > self._min_tokens and (match := self._first_stop(text)) is not None:
             start, stop = match
             self._pending = text[: start + len(stop) if self._include_stop else start]

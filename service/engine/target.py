@@ -24,7 +24,7 @@ from service.engine.sampling import EAGER_SAMPLER, Sampler
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """Results of one forward."""
+    """Logits and features of one forward."""
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first

@@ -56,7 +56,7 @@ class EngineThread:
 
     @property
     def guard(self) -> Guard:
-        """Runs what only keeps books."""
+        """Guard of the bookkeeping."""
         return self._engine.guard
 
     @property
@@ -86,8 +86,8 @@ class EngineThread:
         self._inbox.put(lambda engine: engine.drafter.forget(scope))
 
     def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
-        """Call `call` in the engine's thread before the next step; return or raise what it does. Raises CancelledError
-        once `unless` is set, or the engine has failed; the call may have happened then."""
+        """Run `call` in the engine's thread before the next step, and return its result. Raises its exception, and
+        CancelledError once `unless` is set, or the engine has failed; the call may have happened then."""
         future = Future[_Result]()
 
         def run(engine: Engine) -> None:
@@ -103,7 +103,7 @@ class EngineThread:
         raise CancelledError
 
     def wake(self) -> None:
-        """Make an idle engine step once, so that new weights are taken in without a request."""
+        """Make an idle engine step once, so that new weights are written without a request."""
         self._inbox.put(None)
 
     def drain(self) -> None:

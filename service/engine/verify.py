@@ -103,7 +103,7 @@ class VerifyStage:
 def _chosen(
     table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, index: Tensor | None = None
 ) -> ChosenTokens:
-    """Tokens of all rows that choose one, or of those at `index`. # scores [logits, vocab]; index [any] int64"""
+    """Choose the token of every row, or of the rows at `index`. # scores [logits, vocab]; index [any] int64"""
     if table.temperatures is None:
         return sampler.likeliest(scores)
     sequence, logit_rows = rows.logit_sequence, rows.logit_rows

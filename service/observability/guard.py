@@ -1,4 +1,4 @@
-"""Runs what only keeps books, so that its exceptions cost no text."""
+"""Guard for bookkeeping: exceptions in metrics, learning and the like are counted and end no request."""
 
 import logging
 import math
@@ -85,7 +85,7 @@ class Guard:
             logger.error("%s failed; texts go on", part, exc_info=error)
 
     def switch_off(self, part: Part) -> None:
-        """Call the part no more."""
+        """Switch a part off until a restart."""
         with self._lock:
             is_new = part not in self._off
             self._off.setdefault(part, self._now())

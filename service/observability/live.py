@@ -122,7 +122,7 @@ class Live:
 
 
 class Decoded(NamedTuple):
-    """Generated tokens, what their steps took, and what plain decoding would have taken for as many."""
+    """Generated tokens, the seconds of their steps, and the seconds that plain decoding would have taken."""
 
     tokens: int
     seconds: float
@@ -131,7 +131,7 @@ class Decoded(NamedTuple):
 
 
 class SinceStart:
-    """All that was generated, in spans of time that become fewer and longer where they are too many."""
+    """Tokens generated since the start, in a bounded number of equally long spans."""
 
     def __init__(self) -> None:
         self.spans: list[Decoded] = []
