@@ -105,19 +105,21 @@ def describe(name: str, *, revision: str | None, unverified: bool) -> Described:
     """Read and check a model's configuration and tokenizer. `unverified`: accept a family whose scores no test
     compares. Raises StartupError with the cause and the remedy."""
     path, generation = gguf_file(name), None
-    options = {"revision": revision or "main", "trust_remote_code": False}
+    revision = revision or "main"
     with _naming(name):
         file = None if path is None else open_gguf(path)
-        config = _read_config(resolve(name), **options) if file is None else config_of(file)
+        config = _read_config(resolve(name), revision) if file is None else config_of(file)
         refuse_unsupported(config)
         refuse_unverified(config.get_text_config().model_type, allowed=unverified)
         if file is not None:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(file.fields)
             config.eos_token_id = sorted(gguf_end_ids(file.fields, tokenizer)) or None
         else:
-            tokenizer = AutoTokenizer.from_pretrained(resolve(name), config=config, **options)
+            tokenizer = AutoTokenizer.from_pretrained(
+                resolve(name), config=config, revision=revision, trust_remote_code=False
+            )
             with suppress(OSError, TypeError):  # the file is optional
-                generation = GenerationConfig.from_pretrained(resolve(name), revision=options["revision"])
+                generation = GenerationConfig.from_pretrained(resolve(name), revision=revision)
         return Described(config, tokenizer, end_token_ids(config, generation, tokenizer), file)
 
 
@@ -177,11 +179,12 @@ def target_config(name: str, *, revision: str | None) -> dict[str, Any]:
     with _naming(name):
         if file is not None:
             return config_of(open_gguf(file)).to_dict()
-        return _read_config(resolve(name), revision=revision or "main").get_text_config().to_dict()
+        return _read_config(resolve(name), revision or "main").get_text_config().to_dict()
 
 
-def _read_config(source: str, **options: Any) -> PreTrainedConfig:
+def _read_config(source: str, revision: str) -> PreTrainedConfig:
     """The model's configuration, read as another family where transformers does not know its own."""
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     described, _ = PreTrainedConfig.get_config_dict(source, **options)
     known = _READ_AS.get(described.get("model_type", ""))
     own = {name: value for name, value in described.items() if name not in _OF_THE_FAMILY}
