@@ -41,7 +41,7 @@ class SnapshotInfo:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     version: NonNegativeInt
-    parent: NonNegativeInt | None  # the version it was trained from
+    parent: NonNegativeInt | None  # version from which it was trained
     date: str  # ISO 8601, UTC
     scores: dict[str, float]  # mean tokens per verify in the gate, by drafter
 
@@ -78,7 +78,7 @@ class SnapshotRing:
         condemned: Collection[int] = (),
     ) -> None:
         """Store tensors of any shape [...]. The ring drops `condemned` versions first, and never the `served`
-        one. Raises NotStored, and then nothing has changed; or NotRemoved, and then only the ring is too long."""
+        one. Raises NotStored: nothing has changed; NotRemoved: stored, but older snapshots are left."""
         host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_snapshot(self._folder, Snapshot(info, host))
         self._make_room({info.version, served}, condemned)
@@ -142,7 +142,7 @@ def read_manifest(parent: Path, version: int) -> tuple[SnapshotInfo, str]:
     except ValidationError as error:
         raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
     if info.version != version:
-        raise Damaged(f"says it is version {info.version}")
+        raise Damaged(f"holds version {info.version}")
     return info, str(content.get("weights_sha256"))
 
 
@@ -170,7 +170,7 @@ def check_layout(tensors: Mapping[str, Tensor], layout: Layout) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all numbers of tensors of any shape [...] are finite: by their sums, in one pass each."""
+    """Whether all elements of the tensors [...] are finite. Sums them: one pass over each tensor."""
     return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
 
 
@@ -218,9 +218,9 @@ def unseal(data: bytes) -> dict[str, JsonValue]:
         outer = json.loads(data)
         again = seal(outer["content"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Damaged(f"not a sealed text: {type(error).__name__}") from error
+        raise Damaged(f"not sealed JSON: {type(error).__name__}") from error
     if again != data:
-        raise Damaged("not the bytes that were sealed")
+        raise Damaged("content and hash do not match")
     content: dict[str, JsonValue] = outer["content"]
     return content
 

@@ -48,9 +48,9 @@ class SavedLearner:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    newest: NonNegativeInt = 0  # version there was
+    newest: NonNegativeInt = 0  # highest version used
     origin: NonNegativeInt = 0  # the version that first had the serving weights
-    condemned: set[NonNegativeInt] = field(default_factory=set)  # never to go back to
+    condemned: set[NonNegativeInt] = field(default_factory=set)  # versions excluded from rollbacks
     parts: Mapping[str, State] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()  # files that were not used, and why
     paused: bool = False  # learning was paused by an operator
@@ -69,7 +69,7 @@ def owned(folder: Path) -> Path:
             lock(chosen / _LOCK)
         except BlockingIOError:
             continue
-        except OSError as error:  # a folder that cannot be written stores nothing either, which is logged then
+        except OSError as error:  # storing fails, too, and logs it
             logger.warning("%s cannot be locked, so other processes may learn there too: %s", chosen, error)
         break
     return chosen
@@ -85,7 +85,7 @@ class LearnerCheckpoint:
     def save(
         self, *, newest: int, origin: int, condemned: set[int], parts: Mapping[str, State], paused: bool = False
     ) -> None:
-        """Write the state. Raises NotStored, and then the state before can still be loaded."""
+        """Write the state. Raises NotStored, and then the previous state can still be loaded."""
         served: State = {"origin": origin, "condemned": list[JsonValue](sorted(condemned)), "paused": paused}
         state: State = {"version": newest, "parts": {**parts, "served": served}}
         try:
@@ -129,7 +129,7 @@ class LearnerCheckpoint:
                 snapshot = ring.get(number, None)
                 tensors = self._without_former(snapshot.tensors, like)
                 check_layout(tensors, layout_of(like))
-            except (Damaged, Refused) as error:  # an older one, or the serving weights themselves, are as good a start
+            except (Damaged, Refused) as error:  # older tensors, or the serving weights, will do
                 logger.warning("%s %d in %s is not used: %s", kind, number, self._folder, error)
                 continue
             if origin is None or snapshot.info.parent == origin:
@@ -137,7 +137,7 @@ class LearnerCheckpoint:
         return None
 
     def _without_former(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Leave out the moments, shapes [...], that only a release before had."""
+        """Tensors [...] without the optimizer moments of 0.2.0."""
         former = {name for name in tensors.keys() - like.keys() if name.startswith(_FORMER_MOMENTS)}
         if former:
             logger.info("moments of head updates in %s are left out: such updates need none now", self._folder)
@@ -159,7 +159,7 @@ class LearnerCheckpoint:
 
 
 def _parsed_learner(data: bytes) -> SavedLearner:
-    """Raises Damaged."""
+    """Decode a learner's state. Raises Damaged."""
     state: Any = unseal_current(data).get("state")
     try:
         parts = dict(state["parts"])
@@ -179,7 +179,7 @@ class Part(Protocol):
 
 
 class Persistence:
-    """Saves the learner and restores it in a later process. A full disk is an event, and costs nothing else."""
+    """Saves the learner and restores it in a later process. A full disk is only logged as an event."""
 
     def __init__(
         self,
@@ -216,9 +216,9 @@ class Persistence:
         for complaint in saved.complaints:
             self._log.add("restored", complaint)
         weights.resume(saved.newest, saved.condemned)
-        if weights.highest != ANCHOR:  # what serves now has a new version, even if it is the deployed drafter
+        if weights.highest != ANCHOR:  # the serving weights get a new version, even the deployed drafter
             self._restore_weights(saved.origin)
-        if weights.latest.origin == saved.origin:  # else the states are about other weights
+        if weights.latest.origin == saved.origin:  # otherwise the states belong to other weights
             self._restore_parts(saved.parts)
         return saved.paused
 
@@ -236,7 +236,7 @@ class Persistence:
             self._log.add("restored", f"version {origin}: {error}", {"origin": restored.origin})
 
     def _restore_parts(self, states: Mapping[str, State]) -> None:
-        """A part whose state cannot be used starts anew."""
+        """Restore the parts; one with an unusable state starts empty."""
         if _FORMER_PARTS & states.keys() - self._parts.keys():
             logger.info("counts of tokens are left out: the draft vocabulary is no longer exchanged")
         for name, part in self._parts.items():

@@ -80,7 +80,7 @@ class ServerReplica:
         app, self._runtime = application(config)
         listening = listen(_HOST, 0)
         http = server_config(app, _HOST, 0, shutdown_seconds=_CLOSE_SECONDS)
-        http.forwarded_allow_ips = _HOST  # whatever the environment trusts: this process forwards
+        http.forwarded_allow_ips = _HOST  # independent of FORWARDED_ALLOW_IPS: this process forwards
         self._server = uvicorn.Server(http)
         async with _alone_on_this_node(config.state_dir):
             self._serving = asyncio.create_task(self._server.serve([listening]))
@@ -128,7 +128,8 @@ class HandleReplicas:
         self._handle = handle.options(stream=True)
 
     async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        """As in Replicas; `tried` holds session ids, another of which most likely leads to another replica."""
+        """Send through Ray's router; as in `Replicas`. `tried` holds session ids: another id most likely leads to
+        another replica."""
         names = (f"{request.affinity}-{attempt}" for attempt in range(_MAX_TRIES))
         affinity = next((name for name in names if name not in tried), None)
         if affinity is None:
@@ -152,7 +153,7 @@ class HandleReplicas:
         return ReplicaAnswer(status, headers, _chunks(answers), close)
 
     async def close(self) -> None:
-        """Do nothing: handles belong to Ray."""
+        """No-op: handles belong to Ray."""
 
 
 async def _chunks(answers: Any) -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""The follower's part: serve the version that the leader announced, and send it the queries that end here.
+"""The follower's part: serve the version that the leader announced, and send it the queries that finish here.
 
 Also holds what leader and follower share: the newest accepted version, and the weights served here.
 """
@@ -162,7 +162,7 @@ class Follower:
         return self._adopting is None
 
     def _diverged(self, raw: bytes) -> bool:
-        """Whether other weights are served than the followed version's: learnt while alone, or an operator's."""
+        """Whether the served weights differ from the followed version: learnt while alone, or set by an operator."""
         return self._served.now().sha256 != self._state.record.sha256 and not self._is_put_off(raw)
 
     def _is_put_off(self, raw: bytes) -> bool:
@@ -249,7 +249,7 @@ class QuerySender:
         self._waiting.append(feedback)
 
     def send(self) -> None:
-        """Send some of the queue. Raises StoreLost, and then nothing is lost."""
+        """Send some of the queue. Raises StoreLost, and then the query is sent again."""
         for _ in range(_MESSAGES_AT_ONCE):
             self._unsent = self._unsent or self._next()
             if self._unsent is None:
@@ -258,12 +258,12 @@ class QuerySender:
                 self._replica.store.send(self._unsent)
                 self._counts["sent"] += 1
             except StoreRefused as error:
-                logger.warning("a query was not taken: %s", error)
+                logger.warning("Redis has refused a query: %s", error)
                 self._counts["store_refused"] += 1
             self._unsent = None
 
     def hand_over(self) -> None:
-        """Pass the queue to the own learner: this replica does not follow any more."""
+        """Pass the queue to this process's learner, because this replica no longer follows."""
         while self._waiting:
             self._replica.worker.offer(self._waiting.popleft())
 

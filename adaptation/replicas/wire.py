@@ -35,12 +35,12 @@ from drafters.network.checkpoint import VOCABULARY, names_tokens
 Record = TypeVar("Record")
 Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None
-"""Signing key of all replicas; None: messages are not signed, and all that reaches the store is trusted."""
+"""Signing key of all replicas; None: messages are unsigned, and everything in the store is trusted."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
 _NO_VERSION = -1
-_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "seconds")  # fields of a query
+_AS_THEY_ARE = ("client", "temperature", "seed", "plain_steps", "seconds")  # query fields copied into the header
 
 
 def sign(kind: Kind, content: object, secret: Secret) -> bytes:
@@ -206,7 +206,7 @@ class QueryCodec:
         if header.fingerprint != self._fingerprint:
             raise Refused("foreign", f"a query of fingerprint {header.fingerprint[:16]}")
         if hashlib.sha256(message.tensors).hexdigest() != header.tensors_sha256:
-            raise Refused("torn", "a query whose tensors do not have the hash that its header says")
+            raise Refused("torn", "a query whose tensors do not have the hash in its header")
         return header
 
 

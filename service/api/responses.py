@@ -77,7 +77,7 @@ class Turn:
     num_holders: int = field(default=0, init=False)  # its owner, and later turns that are stored
     item_bytes: int = field(init=False)  # memory held while num_holders > 0
     other_bytes: int = field(init=False)  # memory held while its owner can find it
-    conversation_bytes: int = field(init=False)  # items of this turn and of those before it
+    conversation_bytes: int = field(init=False)  # items of the conversation up to this turn
 
     def __post_init__(self) -> None:
         read = {id(item) for item in self.items}
@@ -181,10 +181,10 @@ class ResponseStore:
 
 
 class _Prepared(NamedTuple):
-    """A request as it runs, and what a stored response repeats of it, as JSON."""
+    """A request as a chat completion, and the parts of it that a stored response repeats, as JSON."""
 
     chat: ChatCompletionRequest
-    items: bytes  # new in this turn, joined by commas
+    items: bytes  # new items of this turn, joined by commas
     echo: Json
     echo_text: bytes
 

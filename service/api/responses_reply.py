@@ -39,7 +39,7 @@ class _Item(NamedTuple):
     """An item of the output while it grows."""
 
     kind: _ItemType
-    position: int  # among the items
+    position: int  # index among the items
     head: Json  # the fields that do not grow
 
     @property

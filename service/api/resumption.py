@@ -40,7 +40,7 @@ _TOKENS = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
 class StreamPosition(NamedTuple):
     """How much of one choice a client has received."""
 
-    tokens: int = 0  # received completely
+    tokens: int = 0  # tokens received completely
     partial: int = 0  # further tokens, which came in several chunks
     chunks: int = 0  # number of these chunks received
 
@@ -90,7 +90,7 @@ class ResumePoint:
 
 
 def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
-    """Where the client of a stream resumes it, by the field or by the header of reconnecting clients; None: it begins.
+    """The resume point in the field `resume_from` or the header `Last-Event-ID`; None: the stream begins.
     Raises InvalidRequest."""
     value, param = (header, HEADER) if body.resume_from is None else (body.resume_from, _FIELD)
     if value is None:
@@ -108,7 +108,7 @@ def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
 
 
 async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runtime: Runtime) -> tuple[Job, EventIds]:
-    """The job as its stream needs it, and the ids of its events. `sent`: the body as it came. Raises RequestError."""
+    """The job prepared for streaming, and the ids of its events. `sent`: the request's body. Raises RequestError."""
     if job.requests[0].speculation.trace:
         return job, EventIds()
     digests = await runtime.off_loop(partial(_digests_of, job, sent, runtime.card.system_fingerprint))
@@ -172,7 +172,7 @@ class ResumableIds(EventIds):
         self._positions[choice] = StreamPosition(after)
 
     def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
-        """As in EventIds."""
+        """The new events after the last output."""
         for chunk in trailer:
             if not self._resumed.has_end:
                 yield chunk, f"{self._next_id()}.{_END}"
@@ -228,7 +228,7 @@ def _parsed(event_id: str, param: str) -> ResumePoint:
 
 
 def _joined(num_choices: int, runs: Iterable[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """The first tokens of each choice: of the runs (choice, start, tokens), those that follow each other gaplessly."""
+    """The first tokens of each choice: the runs (choice, start, tokens) without gaps."""
     known: list[list[int]] = [[] for _ in range(num_choices)]
     for choice, start, tokens in runs:
         if int(choice) < num_choices and int(start) == len(known[int(choice)]):

@@ -58,7 +58,7 @@ IMMEDIATE = Release()
 
 
 def release_of(body: CompletionFields, *, choices: int, server_seconds: float | None) -> Release:
-    """The slower release of the server's and the request's own. Raises InvalidRequest for fields that would undo it."""
+    """The slower release of server and request. Raises InvalidRequest for fields that would undo it."""
     options = body.stream_options
     requested = None if options is None else options.release_seconds
     pads = None if options is None else options.include_obfuscation

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 GOES_ON = b": goes on elsewhere\n"
-"""A comment, which clients skip and measurements look for."""
+"""Comment in a stream at a change of replica; clients ignore it, benchmarks count it."""
 _RETRY_SECONDS = 0.2
 _MAX_BREAKS = 3
 _TEMPORARY = frozenset({"not_ready", "too_many_connections"})
@@ -72,8 +72,8 @@ class Forwarding:
         self._answer: ReplicaAnswer | None = None
         self._latest: set[str] = set()  # the replica tried last
         self._lost: set[str] = set()  # replicas that broke off, tried again only if there is no other
-        self._breaks = 0  # consecutive ones, without a new event between them
-        self._num_events = 0  # passed on to the client
+        self._breaks = 0  # consecutive breaks without an event between them
+        self._num_events = 0  # events passed on to the client
         self._last_id: bytes | None = None  # id of the last of these events, without tokens
         self._tokens = b""  # the answer's tokens, encoded as in ids of events
 
@@ -121,7 +121,7 @@ class Forwarding:
         self._lost |= self._latest
 
     async def _resume(self) -> RequestError | None:
-        """Have another replica resume the stream; returns why none does."""
+        """Resume the stream on another replica. # -> the error if none does"""
         await self.close()
         if self._num_events and self._last_id is None:
             return EngineFailure("The replica broke off, and this stream cannot be resumed.", code="replica_lost")

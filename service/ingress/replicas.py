@@ -57,7 +57,7 @@ class ForwardedRequest:
 
     @staticmethod
     def of(request: Request, body: bytes, request_id: str) -> "ForwardedRequest":
-        """Make one of an incoming request."""
+        """Forwarded form of an incoming request."""
         headers = [
             header for header in passed_on(request.headers.raw) if header[0] not in (FORWARDED_FOR, b"x-request-id")
         ]
@@ -122,7 +122,7 @@ class HttpReplicas:
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
 
     async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        """As in Replicas."""
+        """Send to the replica with affinity, or a less busy one; as in `Replicas`."""
         others = self._running.keys() - tried
         if not others:
             return None

@@ -1,1 +1,1 @@
-"""Past answers beyond the engine: in a file over restarts, and shared by replicas."""
+"""Persistence of past answers in a file, and their exchange between replicas."""

@@ -63,7 +63,9 @@ def key_beside(file: Path) -> bytes:
     except OSError as error:
         raise StartupError(f"memory_file: its key {path} cannot be read: {error}") from error
     if len(key) != _KEY_BYTES:
-        raise StartupError(f"memory_file: {path} is no key of {_KEY_BYTES} bytes: remove it, and past answers with it")
+        raise StartupError(
+            f"memory_file: {path} does not hold a key of {_KEY_BYTES} bytes: remove it and the file of past answers"
+        )
     return key
 
 
@@ -125,7 +127,7 @@ class AnswersFile:
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or "format" not in header:
-            raise ValueError("it is no file of past answers")
+            raise ValueError("it is not a file of past answers")
         if others := [name for name, value in self._header.items() if header.get(name) != value]:
             raise ValueError(f"it was written with another {', '.join(others)}")
         mac, left = self._hash(), end - len(first)
@@ -178,7 +180,7 @@ class MemoryFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file of past answers."""
         return self._file.path
 
     def start(self) -> None:
@@ -186,7 +188,7 @@ class MemoryFile:
         self._thread.start()
 
     def finish(self) -> None:
-        """Write the file a last time; called when the engine takes no more steps."""
+        """Write the file a last time; called after the engine's last step."""
         self._stopping.set()
         self._at_once.set()
         self._thread.join()
@@ -197,11 +199,11 @@ class MemoryFile:
             self._remove()
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """Have the file written after the present pause."""
+        """Schedule a write after the present pause."""
         self._has_new = True
 
     def forgot(self, scope: str | None) -> None:
-        """Have the file written at once, without the answers that were forgotten."""
+        """Schedule a write at once, without the forgotten answers."""
         self._forgotten.append(scope)
         self._at_once.set()
         if self._is_ours and self._engine.guard.is_off("memory_file"):
@@ -217,11 +219,11 @@ class MemoryFile:
                 self._is_read = True
                 while not (self._stopping.is_set() or guard.is_off("memory_file")):
                     guard.run("memory_file", self._keep, lambda: None)
-                self._stopping.wait()  # keeping the lock
+                self._stopping.wait()  # holds the lock until the server stops
         except CancelledError:
             return
         except Exception as error:
-            logger.error("past answers in %s cannot be read, and are not kept: %s", self.path, error)
+            logger.error("past answers in %s cannot be read, and new ones are not saved: %s", self.path, error)
             guard.count("memory_file", error)
             guard.switch_off("memory_file")
 
@@ -266,7 +268,7 @@ class MemoryFile:
             if not isinstance(error, OSError):
                 raise
             if not self._write_failed:
-                logger.error("past answers cannot be kept in %s, serving continues: %s", self.path, error)
+                logger.error("past answers cannot be kept in %s; serving continues: %s", self.path, error)
             self._write_failed = True
 
     def _remove(self) -> None:
@@ -291,7 +293,7 @@ class MemoryFile:
             count = 0
             while file.tell() < end:
                 count += self._restore(*self._file.read_scope(file))
-            logger.info("past answers of %d scopes are back after %.1f s", count, time.monotonic() - began)
+            logger.info("restored past answers of %d scopes in %.1f s", count, time.monotonic() - began)
 
     def _restore(self, scope: str, weights: Tensor, squares: Tensor, entries: Iterator[tuple[int, Tensor]]) -> bool:
         """Restore one scope; returns whether there was a free share. # weights, squares [WEIGHT_SETS, FEATURES]"""

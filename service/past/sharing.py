@@ -32,7 +32,7 @@ _KEPT_ANSWERS = 8 * MAX_QUERIES
 """Answers kept in the stream: some MiB, and as many as a busy server gives while another one loads its model."""
 _KEPT_SECONDS = 3600  # lifetime of the stream after the last answer
 _FIRST = "0-0"
-_READ_ANSWERS = 16  # per command
+_READ_ANSWERS = 16  # entries read per command
 _NICENESS = 10
 
 
@@ -48,7 +48,7 @@ class SharedAnswer:
     tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_ANSWER_TOKENS + CONTEXT)] = (
         field(default_factory=list)
     )
-    # That many of them, at the end, are the answer; 0: the scope is forgotten.
+    # Number of tokens at the end that are the answer; 0: the scope is forgotten.
     num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = 0
 
 
@@ -133,7 +133,7 @@ class SharedAnswers:
         self._drafter, self._engine = drafter, engine
         self._to_send = deque[SharedAnswer](maxlen=MAX_QUERIES)
         self._to_forget = deque[SharedAnswer]()
-        self._is_forgetting = False  # because another replica forgot
+        self._is_forgetting = False  # applying another replica's request to forget
         self._is_lost = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared answers", daemon=True)
@@ -144,7 +144,7 @@ class SharedAnswers:
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread; called when the engine takes no more steps. Answers that wait are not shared."""
+        """Stop the thread; called after the engine's last step. Queued answers are not shared."""
         self._stopping.set()
         self._thread.join(LEASE_SECONDS)
 
@@ -189,8 +189,8 @@ class SharedAnswers:
         return True
 
     def step(self) -> None:
-        """Send what waits, then add new answers of others, one between two steps of the engine. Raises StoreLost, and
-        CancelledError when the server stops."""
+        """Send the queued answers, then add new answers of others, one between two steps of the engine. Raises
+        StoreLost, and CancelledError when the server stops."""
         self._stream.find_newest()
         while self._to_forget:
             self._stream.send(self._to_forget[0], alone=True)

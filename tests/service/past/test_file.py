@@ -139,9 +139,9 @@ def test_a_share_that_begins_again_while_it_is_copied_is_left_out(path: Path, mo
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda data: b"", "it is no file of past answers"),
-        (lambda data: b"a letter to somebody\n" * 9, "it is no file of past answers"),
-        (lambda data: b"[" * 100_000, "it is no file of past answers"),
+        (lambda data: b"", "it is not a file of past answers"),
+        (lambda data: b"a letter to somebody\n" * 9, "it is not a file of past answers"),
+        (lambda data: b"[" * 100_000, "it is not a file of past answers"),
         (lambda data: data[: len(data) // 2], "it is damaged"),
         (lambda data: data[:-1], "it is damaged"),
         (lambda data: data + b"\0", "it is damaged"),
@@ -238,7 +238,7 @@ def test_a_key_that_is_none_is_refused(path: Path) -> None:
     key = key_beside(path)
     assert key_beside(path) == key
     path.with_name("past.key").write_bytes(b"short")
-    with pytest.raises(StartupError, match="is no key of 32 bytes"):
+    with pytest.raises(StartupError, match="does not hold a key of 32 bytes"):
         key_beside(path)
 
 
