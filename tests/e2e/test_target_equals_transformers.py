@@ -15,7 +15,7 @@ from tests.service.engine.harness import LIMITS, alone, generate, request, tiny_
 from tests.tiny_models import FAMILIES, random_prompts, stock, stock_tiny
 
 NUM_PROMPTS = 8
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 
 
 def until_eos(max_tokens: int) -> SamplingParams:

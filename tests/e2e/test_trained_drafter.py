@@ -15,7 +15,7 @@ from service.errors import StartupError
 from tests.service.bench.parts import save_drafter, save_two_layers, settings_for, varied_prompts
 from tests.tiny_models import tiny_model
 
-TOKENS = 6_000
+TOKENS = 2_000
 
 
 def assembled_with(folder: Path, drafter: Path, name: str = "auto", **changes: object) -> Assembly:
