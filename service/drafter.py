@@ -28,7 +28,7 @@ from drafters.network.model import SpecBlock
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Drafter, DraftingSizes, Observer
 from drafters.registry import TrainedWeights, build_drafter, needs_of, trained_kind_of
-from drafters.trained_kinds import trained_kind
+from drafters.trained_kinds import OF_TARGETS
 from kernels.layers import Weight, look_up
 from service.config import ServiceConfig
 from service.engine.engine import EngineLimits
@@ -134,7 +134,7 @@ def _folder_of_target(config: ServiceConfig) -> Path | None:
         return None  # loading the model reports why
     folder = None if found is None else Path(found).parent
     published_here = folder is not None and published.form_of(folder) is not None
-    return folder if published_here and trained_kind(_kind_in(folder)).config.with_target else None
+    return folder if published_here and _kind_in(folder) in OF_TARGETS else None
 
 
 @lru_cache

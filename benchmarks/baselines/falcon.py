@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from benchmarks.baselines.parallel import ParallelStructure
-from drafters.network.config import DrafterConfig, Fields, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits
 from drafters.network.kind import TrainedKind
 from drafters.network.structure import Structure
 
@@ -30,8 +30,8 @@ class FalconConfig(DrafterConfig):
         return {}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(len(self.tap_layers), shifts=self.num_layers - 1)
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(len(self.tap_layers), shifts=self.num_layers - 1)
 
 
 KIND = TrainedKind(FalconConfig, {"block_size": 2, "num_layers": 2, "broadcast": False})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.network.config import DrafterConfig, Fields, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape
 from drafters.network.pool import EntryPool, EntryState, Waiting
@@ -27,7 +27,10 @@ class MedusaConfig(DrafterConfig):
 
     kind: ClassVar[str] = "medusa"
     trained_blocks: ClassVar[int] = 1
-    least_layers: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers or self.block_size < 1:
+            raise ValueError("drafter config: Medusa has heads, block_size, and no layers")
 
     def structure(self) -> Structure:
         return HeadsStructure(self)
@@ -41,8 +44,8 @@ class MedusaConfig(DrafterConfig):
         return {}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(len(self.tap_layers))
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(len(self.tap_layers))
 
 
 class ResidualHeads(Input):

@@ -4,7 +4,7 @@ others are mask queries after it; a tree has one block."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafters.network.config import DrafterConfig, Fields, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits
 from drafters.network.kind import TrainedKind
 from drafters.network.serving import BlockForward
 from drafters.network.structure import Structure
@@ -33,8 +33,8 @@ class ParallelConfig(DrafterConfig):
         return {}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(len(self.tap_layers))
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(len(self.tap_layers))
 
 
 class ParallelStructure(FusedStructure):

@@ -57,7 +57,7 @@ class RankHeadShape(NamedTuple):
     from_draft: bool = False  # it corrects the rank classes that the draft distribution implies
 
 
-class Traits(NamedTuple):
+class NetworkTraits(NamedTuple):
     """What the shared network, forwards and training have to know of a drafter."""
 
     normed_parts: int  # parts of the tapped features that have a norm each, before the projection
@@ -78,9 +78,7 @@ class DrafterConfig(ABC):
 
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # consecutive blocks that training goes through
-    least_layers: ClassVar[int] = 1
     family: ClassVar[str | None] = None  # of the layers as the kind is published; None: the target's
-    with_target: ClassVar[bool] = False  # published together with the target, and never trained from the beginning
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values are made of their condition
 
     target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`
@@ -94,9 +92,8 @@ class DrafterConfig(ABC):
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "draft_vocab_size", "block_size", "rank_hidden", "trained_length"):
-            least = self.least_layers if name == "num_layers" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"drafter config: {name} must be at least {least}")
+            if getattr(self, name) < 1:
+                raise ValueError(f"drafter config: {name} must be at least 1")
         layers = self.target.get("model_type")
         if layers not in FUSED_FAMILIES:
             raise ValueError(
@@ -112,7 +109,7 @@ class DrafterConfig(ABC):
 
     @property
     @abstractmethod
-    def traits(self) -> Traits:
+    def traits(self) -> NetworkTraits:
         """What these sizes and options mean for the shared parts."""
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drafters.network import form
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed, Input, LayerShape, Norm
@@ -61,9 +61,9 @@ class DFlashConfig(DrafterConfig):
         return {name: fields[name] for name in ("mask_token", "silent_first", "ranks_from_draft")}
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> NetworkTraits:
         ranks = RankHeadShape(from_draft=self.ranks_from_draft)
-        return Traits(0, ranks, silent=int(self.silent_first), two_way=self.two_way, paths=4)
+        return NetworkTraits(0, ranks, silent=int(self.silent_first), two_way=self.two_way, paths=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

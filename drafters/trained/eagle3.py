@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drafters.network import form
 from drafters.network.checkpoint import TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import DrafterDecoder, Input, LayerShape
@@ -67,10 +67,10 @@ class Eagle3Config(DrafterConfig):
         return {"feature_norms": norms, "continues_normed": fields["continues_from"] == "normed", **same}
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> NetworkTraits:
         norms = {"none": 0, "each": len(self.tap_layers), "joined": 1}
         ranks = RankHeadShape(from_draft=self.ranks_from_draft)
-        return Traits(norms[self.feature_norms], ranks, continues_raw=not self.continues_normed)
+        return NetworkTraits(norms[self.feature_norms], ranks, continues_raw=not self.continues_normed)
 
 
 class TokenAndState(Input):

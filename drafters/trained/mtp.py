@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.network.checkpoint import HEAD, VOCABULARY, TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors, renamed
 from drafters.network.kind import TrainedKind
 from drafters.network.serving import BlockForward
@@ -29,7 +29,6 @@ class MTPConfig(DrafterConfig):
 
     kind: ClassVar[str] = "mtp"
     trained_blocks: ClassVar[int] = 2
-    with_target: ClassVar[bool] = True
 
     def structure(self) -> Structure:
         return MTPStructure(self)
@@ -43,8 +42,8 @@ class MTPConfig(DrafterConfig):
         return {}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(0, RankHeadShape(from_draft=True))
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(0, RankHeadShape(from_draft=True))
 
 
 class MTPStructure(FusedStructure):

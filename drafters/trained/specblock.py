@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from drafters.network import form
 from drafters.network.checkpoint import TargetParts
-from drafters.network.config import DrafterConfig, Fields, RankHeadShape, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits, RankHeadShape
 from drafters.network.form import Described, PublishedForm, Tensors
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Input, LayerShape
@@ -86,8 +86,8 @@ class SpecBlockConfig(DrafterConfig):
         return {**{name: fields[name] for name in own}, "as_published": fields["restarts"]}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(
             normed_parts=0 if self.as_published else len(self.tap_layers),
             rank_head=_AUTHORS_RANK_HEAD if self.as_published else RankHeadShape(),
             shifts=self.num_layers - 1 if self.shift else 0,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.network.config import DrafterConfig, Fields, Traits
+from drafters.network.config import DrafterConfig, Fields, NetworkTraits
 from drafters.network.kind import TrainedKind
 from drafters.network.layers import Embed
 from drafters.network.pool import EntryPool, EntryState, Waiting
@@ -45,8 +45,8 @@ class TreeFlashConfig(DrafterConfig):
         return {}
 
     @property
-    def traits(self) -> Traits:
-        return Traits(len(self.tap_layers), one_forward=True)
+    def traits(self) -> NetworkTraits:
+        return NetworkTraits(len(self.tap_layers), one_forward=True)
 
 
 class PathHead(nn.Module):

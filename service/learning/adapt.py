@@ -22,6 +22,7 @@ from drafters import folders as published
 from drafters.network.checkpoint import CARD_FILE, DrafterError, TargetParts
 from drafters.network.config import DrafterConfig
 from drafters.network.model import SpecBlock
+from drafters.trained_kinds import OF_TARGETS
 from drafters.training.corpus import Example, TrainingError
 from drafters.training.fit import Length
 from service.api.prompts import render
@@ -135,7 +136,7 @@ def _shape(config: ServiceConfig, drafter: Path) -> DrafterConfig:
         shape = published.config_of(drafter, TargetParts("", torch.empty(0), None, None, described, completed))
     except DrafterError as error:
         raise StartupError(f"{error}; give a drafter of this target with --drafter, or its own with --model") from error
-    if shape.with_target:
+    if shape.kind in OF_TARGETS:
         raise StartupError(
             f"--drafter {drafter}: one of kind {shape.kind} lies in its target's own files; give another"
         )
