@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.load import SLICE_SECONDS, answer_lengths, engines_of
 from benchmarks.shared import in_one_line, percentile
 from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperatures
 from service.bench.driver import Answer, ClosedLoop, Drive, Span
@@ -35,7 +36,6 @@ from service.bench.experiment import (
     speed_ratio,
     table_of,
 )
-from service.bench.load import SLICE_SECONDS, answer_lengths, engines_of
 from service.config import LoadedConfig
 from service.engine.engine import Engine, EngineOutput
 from service.engine.requests import GenerationRequest

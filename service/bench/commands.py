@@ -56,7 +56,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 def bench_app(with_settings: WithSettings) -> typer.Typer:
     """Return the command group `adaptree bench`."""
     app = typer.Typer(help="Measure speed with these settings.", no_args_is_help=True)
-    for run in (_serve, _speed, _load):
+    for run in (_serve, _speed):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
     return app
 
@@ -118,38 +118,6 @@ def _speed(
     measures = [Measure(value, max_tokens, concurrency, seed) for value in dict.fromkeys(temperature)]
     files = [*prompts, *(more_prompts or [])]
     return run_speed(loaded.config, files, measures, limit=limit, out=out)
-
-
-def _load(
-    loaded: LoadedConfig,
-    prompts: PromptFiles,
-    more_prompts: MorePromptFiles = None,
-    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
-    policies: Annotated[
-        str,
-        typer.Option(metavar="POLICY,...", help="plain, fixed:N and adaptive."),
-    ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
-    requests: Annotated[
-        int, typer.Option(min=1, help="Requests for each policy and concurrency; eight for each client at least.")
-    ] = 64,
-    temperature: Temperature = 0.0,
-    max_tokens: AnswerTokens = 64,
-    seed: Seed = 0,
-    out: Out = None,
-) -> bool:
-    """Anatomy of the engine in-process, without HTTP (what clients get: adaptree bench serve --concurrency N,...).
-    Compares budget policies under rising load. Exit code 1 if any token differs."""
-    from service.bench.experiment import Measure
-    from service.bench.load import LoadPlan, run_load
-
-    plan = LoadPlan(
-        files=(*prompts, *(more_prompts or [])),
-        concurrency=numbers(concurrency),
-        policies=policies,
-        requests=requests,
-        measure=Measure(temperature, max_tokens, 1, seed),
-    )
-    return run_load(loaded.config, plan, out=out)
 
 
 def _lossless(

@@ -10,8 +10,7 @@ from benchmarks.growing import OFF, ON
 from benchmarks.kinds import Kind, budgets_of, figures_of, kinds_of
 from benchmarks.own_prompts import COUNT, KINDS
 from service.bench.driver import Answer, Run, TimedStep
-from tests.service.bench.parts import assembled, save_drafter, save_two_layers
-from tests.service.bench.test_load import STEP
+from tests.service.bench.parts import STEP, assembled, save_drafter, save_two_layers
 
 
 def test_kinds_may_name_their_weights() -> None:

@@ -17,10 +17,16 @@ from service.cli import app
 from service.config import ServiceConfig
 from service.engine.initial_drafter import layers_for
 from service.errors import StartupError
+from tests.service.engine.harness import step_stats
 from tests.tiny_models import SMALL, random_prompts, tiny_model
 
 DRAFT_VOCAB = 64
 LENGTHS = (5, 40, 12, 90, 30, 7, 110, 60, 20, 33, 64, 9, 80, 16, 48, 3)
+
+
+STEP = step_stats(
+    6, 3, draft_seconds=0.1, verify_seconds=0.5, other_seconds=0.0, predicted_verify_seconds=0.6, survival_error=0.02
+)
 
 
 def save_two_layers(

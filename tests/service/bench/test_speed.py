@@ -34,8 +34,7 @@ from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
 from service.errors import StartupError
 from service.text.prompts import PromptSet
-from tests.service.bench.parts import varied_prompts
-from tests.service.bench.test_load import STEP
+from tests.service.bench.parts import STEP, varied_prompts
 
 PROMPTS = PromptSet("some", tuple(tuple(prompt) for prompt in varied_prompts()[:5]))
 

@@ -1,74 +1,21 @@
-"""The load benchmark: arrivals, arithmetic on records made by hand, and the whole command on a tiny model."""
+"""The load benchmark: arithmetic on records made by hand, and the whole command on a tiny model."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
 
+from benchmarks import load
+from benchmarks.load import engines_of, policies_of, row_of
 from service.assembly import Assembly, assemble
-from service.bench import load
-from service.bench.driver import Answer, ClosedLoop, Drive, Run, Span, TimedStep
-from service.bench.experiment import Measure, Row, plain_engine, requests_from
-from service.bench.load import engines_of, policies_of, row_of
+from service.bench.driver import Answer, Run, Span, TimedStep
+from service.bench.experiment import Row
 from service.errors import StartupError
-from tests.service.bench.parts import run_command, varied_prompts
-from tests.service.engine.harness import step_stats
+from tests.service.bench.parts import STEP
 
-STEP = step_stats(
-    6, 3, draft_seconds=0.1, verify_seconds=0.5, other_seconds=0.0, predicted_verify_seconds=0.6, survival_error=0.02
-)
 TIMED = TimedStep(STEP, 1.0)
-
-
-def test_a_closed_loop_keeps_as_many_in_flight() -> None:
-    loop = ClosedLoop(3)
-    assert [loop.due(0.0, finished) for finished in (0, 1, 5)] == [3, 4, 8]
-    assert loop.since(4, 1.5) == 1.5
-
-
-def test_requests_are_served_in_a_closed_loop(assembly: Assembly) -> None:
-    engine = plain_engine(assembly)
-    requests = requests_from(varied_prompts()[:5], 0, Measure(0.0, 6, 5, 0))
-    in_flight: list[int] = []
-    times = count(0.0, 0.5)
-
-    def clock() -> float:
-        in_flight.append(engine.load.num_running + engine.load.num_waiting)
-        return next(times)
-
-    driven = Drive(engine, requests, ClosedLoop(2), clock=clock)
-    driven.go_on()
-    run = driven.result()
-    assert max(in_flight) == 2
-    assert [len(answer.token_ids) for answer in run.answers] == [6] * 5
-    assert all(len(answer.gaps_seconds) == 5 for answer in run.answers)
-    assert all(answer.first_token_seconds > 0 for answer in run.answers)
-    assert run.seconds > sum(run.answers[0].gaps_seconds) > 0
-    assert engine.idle
-
-
-def test_time_stands_still_between_slices(assembly: Assembly) -> None:
-    engine = plain_engine(assembly)
-    requests = requests_from(varied_prompts()[:3], 0, Measure(0.0, 6, 3, 0))
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.5
-        return now[0]
-
-    driven = Drive(engine, requests, ClosedLoop(1), clock=clock)
-    slices = 0
-    while not driven.is_over:
-        driven.go_on(4.0)
-        slices += 1
-        now[0] += 1_000.0
-    run = driven.result()
-    assert slices > 3
-    assert 18 <= run.seconds <= 6.0 * slices
-    assert max(gap for answer in run.answers for gap in answer.gaps_seconds) < 4.0
-    assert [len(answer.token_ids) for answer in run.answers] == [6] * 3
 
 
 def served(tokens: list[int], first: float = 1.0, gaps: tuple[float, ...] = (0.1, 0.3)) -> Answer:
@@ -118,12 +65,14 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, trained_assembly: Assembly, quiet: 
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_compares_policies(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In slices so short that every policy is interrupted in the middle of its texts."""
     monkeypatch.setattr(load, "SLICE_SECONDS", 0.01)
     out = tmp_path / "out.json"
-    code, output = run_command(
-        *("bench load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
+    code, output = run(
+        *("load --concurrency 1,3 --requests 10 --max-tokens 8 --temperature 0.7 --prompts", prompt_file),
         *("--policies plain,fixed:8,adaptive --out", out),
     )
     assert code == 0, output
@@ -150,12 +99,16 @@ def test_the_command_compares_policies(prompt_file: Path, tmp_path: Path, monkey
         ("--out nowhere/at/all.json", "give a file in a folder"),
     ],
 )
-def test_the_command_says_what_to_change(prompt_file: Path, arguments: str, words: str) -> None:
+def test_the_command_says_what_to_change(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, arguments: str, words: str
+) -> None:
     with pytest.raises(StartupError, match=words):
-        run_command("bench load --prompts", prompt_file, arguments)
+        run("load --prompts", prompt_file, arguments)
 
 
 @pytest.mark.usefixtures("_loaded")
-def test_a_different_text_fails_the_command(prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.bench.load.mismatches", lambda reference, runs: 1)
-    assert run_command("bench load --prompts", prompt_file, "--requests 1 --max-tokens 2 --concurrency 1")[0] == 1
+def test_a_different_text_fails_the_command(
+    run: Callable[..., tuple[int, str]], prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.load.mismatches", lambda reference, runs: 1)
+    assert run("load --prompts", prompt_file, "--requests 1 --max-tokens 2 --concurrency 1")[0] == 1

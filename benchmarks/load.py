@@ -1,8 +1,6 @@
-"""`adaptree bench load`: anatomy of the engine in-process, without HTTP; what clients get: `adaptree bench serve`.
+"""`python -m benchmarks load`: budget policies under rising load, in-process, without HTTP.
 
-It compares budget policies under rising load.
-
-Policies by name:
+What clients get: `adaptree bench serve --concurrency N,...`. Policies by name:
 
 plain     no drafting
 fixed:N   N nodes per sequence and step
@@ -16,11 +14,14 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from drafters.tree import MAX_NODES
 from service.assembly import Assembly
+from service.bench.commands import AnswerTokens, MorePromptFiles, Out, PromptFiles, Seed, Temperature, numbers
 from service.bench.driver import ClosedLoop, Drive, Run, generate
 from service.bench.experiment import (
     PLAIN,
@@ -39,7 +40,7 @@ from service.bench.experiment import (
     table_of,
     warm_up,
 )
-from service.config import ServiceConfig
+from service.config import LoadedConfig
 from service.engine.budget import FixedBudget
 from service.engine.engine import Engine
 from service.engine.requests import GenerationRequest
@@ -64,7 +65,6 @@ class LoadPlan:
 
     files: tuple[Path, ...]
     concurrency: tuple[int, ...]
-    policies: str
     requests: int  # fewest requests for each policy and concurrency
     measure: Measure  # its concurrency is not used
 
@@ -139,11 +139,32 @@ def _static(name: str) -> FixedBudget:
     raise StartupError(f"--policies: {name!r} is none of plain, adaptive and fixed:N (N up to {MAX_NODES})")
 
 
-def run_load(config: ServiceConfig, plan: LoadPlan, *, out: Path | None) -> bool:
-    """Measure every policy at every concurrency and report; return whether all texts were the same."""
-    policies = policies_of(plan.policies)
-    assembly = prepare(config, out)
-    rows = _measure_all(assembly, policies, _prompts(assembly, plan), plan)
+def run(
+    loaded: LoadedConfig,
+    prompts: PromptFiles,
+    more_prompts: MorePromptFiles = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "1,2,4,8,16,32",
+    policies: Annotated[
+        str, typer.Option(metavar="POLICY,...", help="plain, fixed:N and adaptive.")
+    ] = "plain,fixed:8,fixed:16,fixed:32,adaptive",
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests for each policy and concurrency; eight for each client at least.")
+    ] = 64,
+    temperature: Temperature = 0.0,
+    max_tokens: AnswerTokens = 64,
+    seed: Seed = 0,
+    out: Out = None,
+) -> bool:
+    """Compare budget policies under rising load. Exit code 1 if any token differs."""
+    plan = LoadPlan(
+        files=(*prompts, *(more_prompts or [])),
+        concurrency=numbers(concurrency),
+        requests=requests,
+        measure=Measure(temperature, max_tokens, 1, seed),
+    )
+    chosen = policies_of(policies)
+    assembly = prepare(loaded.config, out)
+    rows = _measure_all(assembly, chosen, _prompts(assembly, plan), plan)
     summary = summary_of(rows)
     table = table_of(_COLUMNS, rows, caption=_CAPTION, section=lambda row: row["concurrency"])
     return conclude(assembly, out, rows, summary, table, *(f"{name}: {value}" for name, value in summary.items()))
