@@ -1,5 +1,5 @@
-"""The exceptions that a caller can cause; each request error has an HTTP status and a type of OpenAI's. JSON of clients
-is parsed here, so that whatever is wrong with it is such an error."""
+"""Exceptions that callers can cause. Each request error has an HTTP status and an OpenAI error type. Client JSON is
+parsed here, so that malformed JSON is always such an error."""
 
 import json
 from typing import Any, ClassVar
@@ -9,10 +9,10 @@ import pydantic_core
 from pydantic import JsonValue
 
 MAX_JSON_DEPTH = 127
-"""Levels that JSON of clients may nest: as many as llguidance reads of a schema (serde_json's limit). pydantic reads
-200, and Python's 1,000 frames suffice for seven a level; the rules for schemas take four."""
-_PATH_PARTS = 4  # of a field that is named: tools.0.function.parameters is the longest that holds anything
-_STEPS = np.zeros(256, dtype=np.int8)  # of the depth, by character
+"""Nesting limit of client JSON, equal to llguidance's limit for schemas (from serde_json). pydantic reads 200 levels.
+Python's 1,000 frames allow seven per level; the schema rules use four."""
+_PATH_PARTS = 4  # longest reported path, as in tools.0.function.parameters
+_STEPS = np.zeros(256, dtype=np.int8)  # change of nesting depth, by character code
 _STEPS[[*b"[{"]], _STEPS[[*b"]}"]] = 1, -1
 
 
@@ -41,27 +41,27 @@ class RequestError(AdaptreeError):
 
 
 class InvalidRequest(RequestError):
-    status = 400  # `param` names a field whose value cannot be honoured
+    status = 400  # `param` names the invalid or unsupported field
 
 
 class Unauthorized(RequestError):
-    status = 401  # no key or a wrong one
+    status = 401  # API key missing or wrong
 
 
 class Forbidden(RequestError):
-    status = 403  # from a page of, or addressed to, a host that is not allowed
+    status = 403  # Host or Origin header not allowed
 
 
 class NotFound(RequestError):
-    status = 404  # no such model or route
+    status = 404  # unknown model or route
 
 
 class Conflict(RequestError):
-    status = 409  # it resumes another request, or one of another model
+    status = 409  # resume point of another request or model
 
 
 class RequestTimeout(RequestError):
-    status = 408  # headers or body did not arrive in time
+    status = 408  # headers or body not received in time
 
 
 class RequestTooLarge(RequestError):
@@ -69,26 +69,26 @@ class RequestTooLarge(RequestError):
 
 
 class UnsupportedMedia(RequestError):
-    status = 415  # the body has an unsupported encoding
+    status = 415  # unsupported Content-Encoding
 
 
 class QueueFull(RequestError):
-    status = 429  # with Retry-After
+    status = 429  # has Retry-After: the queue is full
     kind = "rate_limit_error"
 
 
 class RequestLimit(RequestError):
-    status = 429  # with Retry-After: requests of a key, per minute or concurrent
+    status = 429  # has Retry-After: requests of a key, per minute or concurrent
     kind = "requests"
 
 
 class TokenLimit(RequestError):
-    status = 429  # with Retry-After: tokens of a key, per minute
+    status = 429  # has Retry-After: tokens of a key, per minute
     kind = "tokens"
 
 
 class QuotaUsedUp(RequestError):
-    status = 429  # with Retry-After: tokens of a key, per month
+    status = 429  # has Retry-After: tokens of a key, per month
     kind = "insufficient_quota"
 
 
@@ -102,24 +102,23 @@ class EngineFailure(RequestError):
 
 
 class NotReady(RequestError):
-    status = 503  # with Retry-After, while loading or draining
+    status = 503  # has Retry-After: loading or draining
     kind = "server_error"
 
 
 def parsed_json(text: str | bytes, param: str | None = None) -> JsonValue:
-    """Parse a client's JSON: the text of the field `param`, or a body. Raises InvalidRequest."""
+    """Parse client JSON: the text of the field `param`, or a body. Raises InvalidRequest."""
     refuse_deep_json(text, param)
     try:
         parsed: JsonValue = json.loads(text)
-    except (ValueError, RecursionError) as error:  # other encodings than UTF-8 may hide their depth
+    except (ValueError, RecursionError) as error:  # RecursionError: encodings other than UTF-8 bypass the depth check
         subject = "The body is not" if param is None else f"Invalid value for '{param}': no"
         raise InvalidRequest(f"{subject} valid JSON: {error}.", param=param) from error
     return parsed
 
 
 def refuse_deep_json(text: str | bytes, param: str | None = None) -> None:
-    """Raise InvalidRequest for JSON of too many levels, in time linear in its length; names `param`, or the field of a
-    body."""
+    """Raise InvalidRequest for JSON nested too deeply, in linear time. Names `param`, or the field of a body."""
     written = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if written.count(b"[") + written.count(b"{") <= MAX_JSON_DEPTH:
         return
@@ -134,7 +133,7 @@ def refuse_deep_json(text: str | bytes, param: str | None = None) -> None:
 
 
 def _path_to_the_end(begun: bytes) -> str | None:
-    """The path of the field in which the beginning of a body ends; None: it is no object."""
+    """Path of the field at which the truncated body `begun` ends; None if it is not an object."""
     try:
         value: Any = pydantic_core.from_json(begun, allow_partial=True)
     except ValueError:

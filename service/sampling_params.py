@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, declared once: as every generating route accepts them, and as the engine reads
+"""Sampling parameters of a request, declared once: as every generating route accepts them, and as the engine reads
 them. To add one, give it a line in both classes and use it in `service/engine/sampling.py`; the table in docs/api.md is
 made from this module."""
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1024
 _MAX_NAMED_TOKENS = 1024
-# Below this temperature, a logit divided by it no longer fits the numbers the sampler works with.
+# Dividing logits by a lower temperature exceeds the sampler's number range.
 _LOWEST_TEMPERATURE = 0.01
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,8 +25,8 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=_MAX_
 
 
 class Body(BaseModel):
-    """A part of a request body, as strict as OpenAI is: no string for a number, no bool for an integer. Undeclared
-    fields stay reachable in `model_extra`."""
+    """Base of request bodies, as strict as OpenAI: no string for a number, no bool for an integer. Undeclared fields
+    are kept in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -36,7 +36,7 @@ def _field(description: str, **limits: Any) -> Any:
 
 
 class SamplingFields(Body):
-    """The sampling parameters as clients send them; null stands for the default."""
+    """Sampling parameters as clients send them; null stands for the default."""
 
     temperature: float | None = _field("0 is greedy. Default 1", ge=0, le=2)
     top_p: float | None = _field("nucleus sampling; 0 is greedy", ge=0, le=1)
@@ -59,7 +59,7 @@ class SamplingFields(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the engine chooses tokens. Fields with the name of a field above take its value from there."""
+    """Sampling parameters of the engine. Fields that SamplingFields has as well are resolved from there."""
 
     seed: int  # 64 bits
     max_tokens: int
@@ -88,7 +88,7 @@ class SamplingParams:
 def sampling_params(
     body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, keep_special_tokens: bool
 ) -> SamplingParams:
-    """Resolve a request's fields into engine parameters. `keep_special_tokens`: the reader of the answer needs them."""
+    """Resolve request fields into engine parameters. `keep_special_tokens`: the parser of the answer needs them."""
     names = (field.name for field in fields(SamplingParams) if field.name in SamplingFields.model_fields)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     given |= {name: resolve(given[name]) for name, resolve in _RESOLVED.items() if name in given}
@@ -108,4 +108,4 @@ _RESOLVED: Mapping[str, Any] = {
     "stop": lambda value: (value,) if isinstance(value, str) else tuple(value),
     "stop_token_ids": frozenset,
 }
-"""How the engine's form of a field differs from that of the body."""
+"""Conversions from request values to engine values, by field."""

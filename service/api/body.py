@@ -16,9 +16,9 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 LARGE_BODY_BYTES = 64 * 1024
 _MAX_QUOTED_CHARACTERS = 80
-_PIECE_BYTES = 4096  # of a packed body: of each, what follows a member is copied
-_MAX_MEMBERS = 1024  # of a body of 4 MiB; those who pack blocks for random access have one for each 64 KiB or less
-_GZIP = 16  # added to zlib's window bits: expect gzip's header and trailer
+_PIECE_BYTES = 4096  # input chunk of decompression; after each gzip member the rest of the chunk is copied
+_MAX_MEMBERS = 1024  # gzip members per body; block-wise gzip has one per 64 KiB or less
+_GZIP = 16  # flag in zlib's window bits: expect gzip header and trailer
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
@@ -29,7 +29,7 @@ async def read_body(request: Request, schema: type[Schema], server: Server) -> S
     if len(body) < LARGE_BODY_BYTES and not was_packed:
         return parse_body(body, schema)
 
-    # It takes milliseconds, which would delay every running stream; a few packed bytes may unpack to millions.
+    # Parsing takes milliseconds, which would delay all streams; a few packed bytes may unpack to megabytes.
     def parse() -> Schema:
         return parse_body(unpack(body, max_bytes) if was_packed else body, schema)
 
@@ -37,7 +37,7 @@ async def read_body(request: Request, schema: type[Schema], server: Server) -> S
 
 
 def is_packed(headers: Headers) -> bool:
-    """Whether the body is packed with gzip. Raises UnsupportedMedia for other encodings."""
+    """Whether the body is compressed with gzip. Raises UnsupportedMedia for other encodings."""
     encoding = ",".join(headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
         message = f"The Content-Encoding may be gzip or identity, not '{encoding[:_MAX_QUOTED_CHARACTERS]}'."
@@ -46,8 +46,8 @@ def is_packed(headers: Headers) -> bool:
 
 
 def unpack(body: bytes, max_bytes: int) -> bytes:
-    """Unpack all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before more than `max_bytes` are
-    unpacked."""
+    """Decompress all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before output exceeds
+    `max_bytes`."""
     num_members, unpacked, at, member = 1, bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
         while at < len(body):
@@ -71,7 +71,7 @@ def unpack(body: bytes, max_bytes: int) -> bytes:
 
 
 def _check_content_type(request: Request) -> None:
-    """Refuse all types but JSON: browsers send others across origins without a preflight request."""
+    """Refuse all content types except JSON: browsers send others across origins without a preflight request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(f"The Content-Type must be application/json, not '{media_type}'.")
@@ -92,8 +92,8 @@ def _explain(error: ValidationError, body: bytes) -> InvalidRequest:
         return InvalidRequest(f"The body is not valid JSON: {failures[0]['msg']}.")
     value = pydantic_core.from_json(body)
     paths = [_path(failure, value) for failure in failures]
-    # A value may be tried as several types. The most helpful failure is the one deepest inside the value, and among
-    # those the one whose type matches.
+    # A value may be validated as several union members. Report the failure deepest inside the value; among equally
+    # deep ones, prefer a member whose type matches.
     path, failure = max(
         zip(paths, failures, strict=True),
         key=lambda one: (
@@ -111,12 +111,12 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
     given = failure["input"]
     quote = f" (got {given!r:.{_MAX_QUOTED_CHARACTERS}})" if isinstance(given, str | int | float) else ""
     where = f" for '{path}'" if path else ""
-    reason = re.sub(r" found using \S+", "", failure["msg"])  # in which pydantic names our function
+    reason = re.sub(r" found using \S+", "", failure["msg"])  # pydantic names our discriminator function
     return InvalidRequest(f"Invalid value{where}: {reason}{quote}.", param=path or None)
 
 
 def _path(failure: pydantic_core.ErrorDetails, value: JsonValue) -> list[int | str]:
-    """The location of a failure in the body, without the names of union members."""
+    """Location of a failure in the body, without names of union members."""
     path: list[int | str] = []
     location, is_missing = failure["loc"], failure["type"] == "missing"
     for position, part in enumerate(location):

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: the forms of their answers, whole and in chunks."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: routes and response formats, whole and streamed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ _LOWEST_LOGPROB = -9999.0
 
 
 def completions_router(server: Server) -> APIRouter:
-    """The routes of chat completions and text completions."""
+    """Router of chat completions and text completions."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
@@ -56,13 +56,13 @@ async def _answer(request: Request, body: Completion, server: Server, form: type
 
 
 class ChatReply(Reply):
-    """A chat completion. Its chunks are the role, then content, then the finish reason in a chunk of its own."""
+    """Chat completion. Its chunks are the role, then content, then the finish reason in a chunk of its own."""
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         super().__init__(job, card, tokenizer)
-        self._readers = defaultdict[int, AnswerReader](job.reader)  # of streamed answers, by choice
+        self._readers = defaultdict[int, AnswerReader](job.reader)  # parsers of streamed answers, by choice
 
     def whole(self, outputs: Iterable[SequenceOutput]) -> Json:
         body = super().whole(outputs)
@@ -91,7 +91,7 @@ class ChatReply(Reply):
         }
 
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
-        # The role is sent with the first output and not before, so that clients measure the true time to it.
+        # The role is sent with the first output, not before, so that clients measure the true time to first token.
         if output.index not in self._begun:
             yield self._opening(output.index)
         number = self._totals.add(output)
@@ -121,7 +121,7 @@ class ChatReply(Reply):
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
     def _begun_call(self, number: int, call: int, name: str) -> Json:
-        """A call whose arguments follow."""
+        """Start of a call whose arguments follow."""
         function: Json = {"name": name, "arguments": ""}
         return {"id": self._job.call_id(number, call), "type": "function", "function": function}
 
@@ -153,12 +153,12 @@ def _delta(number: int, delta: Json) -> Json:
 
 
 class _LogprobRecord(NamedTuple):
-    """Log-probabilities of one token of a text completion."""
+    """Log-probabilities at one token of a text completion."""
 
     text: str
     logprob: float | None
-    top: JsonValue  # log-probability by text
-    offset: int  # of the token in the text that is sent
+    top: JsonValue  # log-probabilities of alternatives, by text
+    offset: int  # position of the token in the sent text, in characters
 
 
 def _in_parallel(records: Sequence[_LogprobRecord]) -> Json:
@@ -171,15 +171,15 @@ def _in_parallel(records: Sequence[_LogprobRecord]) -> Json:
 
 
 class TextReply(Reply):
-    """A text completion. It has one chunk per output; the last one of a choice has the finish reason."""
+    """Text completion. It has one chunk per output; the last one of a choice has the finish reason."""
 
     whole_object = chunk_object = "text_completion"
 
     def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         super().__init__(job, card, tokenizer)
         self._echoes = isinstance(job.body, CompletionRequest) and job.body.echo is True
-        self._text_length: Counter[int] = Counter()  # of tokens that were sent with log-probabilities, by choice
-        self._offsets: dict[int, IncrementalDetokenizer] = {}  # which measure that, by choice
+        self._text_length: Counter[int] = Counter()  # characters of tokens sent with log-probabilities, by choice
+        self._offsets: dict[int, IncrementalDetokenizer] = {}  # detokenizers that measure these lengths, by choice
 
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
         output = self._shown(output)
@@ -213,7 +213,7 @@ class TextReply(Reply):
         )
 
     def _prompt_records(self, number: int, scores: Sequence[TokenLogprob]) -> list[_LogprobRecord]:
-        """The records of the prompt's tokens; the first one has no log-probability."""
+        """Records of the prompt's tokens; the first one has no log-probability."""
         first, *others = self._job.prompt_of(number)
         detokenizer = self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens)
         records = [_LogprobRecord(self._tokenizer.token_text(first, at_start=True), None, None, 0)]
@@ -224,7 +224,7 @@ class TextReply(Reply):
         return records
 
     def _record(self, number: int, token: TokenLogprob) -> _LogprobRecord:
-        """The record of the next token; its offset is that of the first character it belongs to."""
+        """Record of the next token. Its offset points to the first character that it contributes to."""
         if number not in self._offsets:
             self._offsets[number] = self._detokenizer(number)
         record = self._scored(token, self._offsets[number], self._text_length[number])
@@ -232,12 +232,12 @@ class TextReply(Reply):
         return record
 
     def _scored(self, token: TokenLogprob, before: IncrementalDetokenizer, length: int) -> _LogprobRecord:
-        """The record of a token that comes after `length` characters, and those that are held back."""
+        """Record of a token after `length` sent characters and the characters that `before` holds back."""
         text_of = partial(self._tokenizer.token_text, at_start=before.is_at_start)
         top: dict[str, JsonValue] = {}
-        # The sampled token is always included, in addition to the likeliest ones.
+        # The sampled token is always included beside the most likely ones.
         for token_id, logprob in (*token.top[: self._job.sampling.num_logprobs], (token.token_id, token.logprob)):
-            # Different parts of characters look alike as text: the likeliest one is kept.
+            # Different partial characters have the same text: keep the most likely one.
             top.setdefault(text_of(token_id), _finite(logprob))
         offset = length + before.num_held_before(token.token_id)
         return _LogprobRecord(text_of(token.token_id), _finite(token.logprob), top, offset)

@@ -21,17 +21,17 @@ class ClientGoneError(Exception):
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """OpenAI's error body."""
+    """Format an error as OpenAI's error body."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_event(error: RequestError) -> dict[str, str | None]:
-    """The event that ends a failed stream of `/v1/responses`."""
+    """Event that ends a failed stream of `/v1/responses`."""
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """The HTTP response of an error."""
+    """HTTP response of an error."""
     headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
     if isinstance(error, RequestTimeout | RequestTooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
@@ -39,12 +39,12 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 def internal_error() -> EngineFailure:
-    """The error that a client sees of a bug; the log has the details."""
+    """Error that clients see for a bug; the log has the details."""
     return EngineFailure("The server had an error while processing this request.", code="internal_error")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make an application answer every exception with an error body."""
+    """Register handlers that answer every exception with an error body."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
@@ -68,14 +68,14 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 def _near(request: Request) -> str:
-    """A hint to the route with the most similar path."""
+    """Hint at the route with the most similar path; empty if there is none."""
     paths = [path for path in request.app.openapi()["paths"] if "{" not in path]
     found = difflib.get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """A response that is not delivered; its status is for the access log."""
+    """Undelivered response; its status is for the access log."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

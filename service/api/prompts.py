@@ -1,5 +1,5 @@
-"""The texts of a body as token ids: conversations by the model's chat template, and the prompts of `/v1/completions`,
-which with `suffix` are texts with a gap, written as the model was trained to fill it (fill in the middle)."""
+"""Encode the texts of a body: conversations by the model's chat template, and prompts of `/v1/completions`, with
+`suffix` in the model's fill-in-the-middle format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,13 @@ _LAYOUTS = (
     ("<\uff5cfim\u2581begin\uff5c>", "prompt", "<\uff5cfim\u2581hole\uff5c>", "suffix", "<\uff5cfim\u2581end\uff5c>"),
     ("[SUFFIX]", "suffix", "[PREFIX]", "prompt"),  # Codestral
 )
-"""Control tokens of families and the places of the two texts between them, in the order of their training."""
+"""Fill-in-the-middle formats of model families: control tokens and the two texts, in training order."""
 _ENDS = frozenset(
     {"<|endoftext|>", "<|end_of_text|>", "<|EOT|>", "\u2581<EOT>", "[MIDDLE]", "<fim_pad>", "<fim-pad>", "<|fim_pad|>"}
     | {"<file_sep>", "<|file_sep|>", "<|file_separator|>", "<filename>", "<repo_name>", "<reponame>", "<|repo_name|>"}
 ).union(*_LAYOUTS)
-"""Control tokens that models write where a filled gap ends: of fill in the middle, of the text's end, of the next
-file."""
-_ANCHOR = "\u263a"  # a character that joins with no other one to a token
+"""Control tokens that end the filled gap: fill-in-the-middle tokens, ends of text, file separators."""
+_ANCHOR = "\u263a"  # a character that is never merged with a neighbour
 
 
 def render(
@@ -47,8 +46,8 @@ def render(
     tools: Sequence[ToolDefinition] = (),
     most_tokens: int | None = None,
 ) -> list[int]:
-    """The tokens of a conversation by the model's chat template, refused early beyond `most_tokens`. Raises
-    InvalidRequest."""
+    """Render a conversation with the model's chat template and encode it. A text that cannot fit `most_tokens` is
+    refused before encoding. Raises InvalidRequest."""
     if body.continue_final_message and body.add_generation_prompt:
         reason = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
         raise InvalidRequest(reason, param="continue_final_message")
@@ -64,7 +63,7 @@ def render(
 
 
 def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str, JsonValue]:
-    """A message in the form of chat templates. Raises InvalidRequest."""
+    """Convert a message to the form that chat templates expect. Raises InvalidRequest."""
     content = message.content if message.content is not None else message.refusal
     thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if content is None and not (message.role == "assistant" and (message.tool_calls or thought is not None)):
@@ -72,11 +71,11 @@ def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str,
         raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
     if message.tool_calls and message.role != "assistant":
         param = f"{param}.tool_calls"
-        raise InvalidRequest(f"Invalid value for '{param}': only an assistant calls.", param=param)
+        raise InvalidRequest(f"Invalid value for '{param}': only messages of the assistant may have tool calls.", param=param)
     if message.role == "tool" and message.tool_call_id is None:
         param = f"{param}.tool_call_id"
         raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
-    # 'developer' is OpenAI's newer name of 'system'; templates know the older one.
+    # 'developer' is OpenAI's newer name for 'system', which templates do not know.
     plain: dict[str, JsonValue] = {"role": "system" if message.role == "developer" else message.role}
     plain["content"] = "" if content is None else text_of(content)
     optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
@@ -90,7 +89,7 @@ def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str,
 
 
 def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
-    """A call of an earlier turn, with its arguments in the form that the template takes. Raises InvalidRequest."""
+    """Convert a past call to the form that the template expects. Raises InvalidRequest."""
     text, parsed = past_arguments(call.function.arguments, param)
     arguments = parsed if traits.arguments == "object" else text
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
@@ -99,8 +98,8 @@ def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
 def encode_prompts(
     body: CompletionRequest, tokenizer: ChatTokenizer, most_tokens: int | None = None, *, control: bool
 ) -> list[list[int]]:
-    """Token ids of each prompt, none of which may be longer than `most_tokens`. `control`: the names of control tokens
-    in a prompt without `suffix` are control tokens. Raises InvalidRequest."""
+    """Encode each prompt, of `most_tokens` tokens at most. `control`: names of control tokens in a prompt are encoded
+    as control tokens, unless there is a `suffix`. Raises InvalidRequest."""
     prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
     if not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -116,20 +115,20 @@ def encode_prompts(
 
 
 def encode_begun(predicted: Prediction, tokenizer: ChatTokenizer, most_tokens: int) -> list[int]:
-    """The first tokens of a predicted answer, encoded from no more text than they may have."""
+    """First `most_tokens` tokens of a predicted answer. No more text than they can stand for is encoded."""
     begun = text_of(predicted.content).encode()[: most_tokens * tokenizer.longest_token_bytes]
-    return tokenizer.encode(begun.decode(errors="ignore"))[:most_tokens]  # without a part of a character
+    return tokenizer.encode(begun.decode(errors="ignore"))[:most_tokens]  # errors="ignore" drops a cut character
 
 
 def gap_ends(body: CompletionFields, tokenizer: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end the text of a gap, in addition to the model's own ends."""
+    """Tokens that end a filled gap, in addition to the model's end tokens."""
     if not isinstance(body, CompletionRequest) or not body.suffix or body.ignore_eos:
         return frozenset()
     return frozenset(token_id for name, token_id in tokenizer.special_ids.items() if name in _ENDS)
 
 
 def _with_gap(prompt: object, body: CompletionRequest, tokenizer: ChatTokenizer, *, special: bool) -> list[int]:
-    """Both texts as plain text between the family's control tokens. Raises InvalidRequest."""
+    """Encode prompt and suffix in the model's fill-in-the-middle format. Raises InvalidRequest."""
     places, suffix = {"prompt", "suffix"}, body.suffix or ""
     known = (one for one in _LAYOUTS if tokenizer.special_ids.keys() >= set(one) - places)
     if (layout := next(known, None)) is None:
@@ -147,7 +146,7 @@ def _with_gap(prompt: object, body: CompletionRequest, tokenizer: ChatTokenizer,
 
 
 def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Tokens of a text that does not begin a document: without the blank that some tokenizers put in front."""
+    """Encode text within a document, without the blank that some tokenizers prepend."""
     anchor = tokenizer.encode(_ANCHOR)
     if not (tokenizer.token_string(anchor[0]) or "").startswith("\u2581"):
         return tokenizer.encode(text)
@@ -155,7 +154,7 @@ def _continued(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def check_token_ids(ids: Sequence[int], card: ModelCard, *, param: str) -> None:
-    """Raise InvalidRequest for a token outside of the vocabulary."""
+    """Raise InvalidRequest for token ids outside of the vocabulary."""
     for token_id in ids:
         if token_id >= card.vocab_size:
             raise InvalidRequest(

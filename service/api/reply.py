@@ -1,5 +1,5 @@
-"""Totals over the outputs of an answer (tokens, timings, acceptance), and the form that both completion routes
-share."""
+"""Totals over the outputs of an answer (tokens, timings, acceptance), and the response format that both completion
+routes share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,24 +20,24 @@ from service.text.tokenizer import ChatTokenizer, IncrementalDetokenizer
 
 Json = dict[str, JsonValue]
 
-_DIGITS = 4  # of a survival
+_DIGITS = 4  # decimals of a survival probability
 
 
 class Totals:
-    """What an answer has taken so far, over all of its choices."""
+    """Accumulated usage of an answer over all choices."""
 
     def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         self._job = job
         self._card = card
         self._tokenizer = tokenizer
         self._completion_tokens = 0
-        self._cached_tokens: dict[str, int] = {}  # by request
+        self._cached_tokens: dict[str, int] = {}  # cached prompt tokens by request id
         self._speculation: list[SpeculationRecord] = []
         self._timings: list[Timings] = []
-        self._thoughts: dict[int, ThoughtTokens] = {}  # of models that think, by choice
+        self._thoughts: dict[int, ThoughtTokens] = {}  # counters of reasoning tokens, by choice
 
     def add(self, output: SequenceOutput) -> int:
-        """Add one engine output; returns the number of its choice."""
+        """Add one engine output; returns the index of its choice."""
         name, cached = output.request_id, output.cached_tokens
         self._completion_tokens += len(output.token_ids)
         self._cached_tokens[name] = max(cached, self._cached_tokens.get(name, 0))
@@ -61,11 +61,11 @@ class Totals:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of thoughts."""
+        """Number of reasoning tokens."""
         return sum(thought.count for thought in self._thoughts.values())
 
     def usage(self) -> Json:
-        """OpenAI's `usage` of a completion."""
+        """OpenAI's `usage` object."""
         prompt_tokens = sum(len(request.prompt) for request in self._job.requests)
         return {
             "prompt_tokens": prompt_tokens,
@@ -80,11 +80,11 @@ class Totals:
         }
 
     def metrics(self) -> Json:
-        """Acceptance and timings."""
+        """The `metrics` object: acceptance and timings."""
         return {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
 
     def _speculative_decoding(self) -> Json | None:
-        """vLLM's record of acceptance, and the drafter."""
+        """Acceptance statistics in vLLM's format, and the drafter."""
         if not self._speculation:
             return None
         accepted = list(chain.from_iterable(record.accepted_per_step for record in self._speculation))
@@ -117,7 +117,7 @@ class Totals:
 
 
 class Reply(ABC):
-    """The answer of a completion route, whole or in chunks; the two routes differ in the form of a choice."""
+    """Response of a completion route, whole or in chunks. Subclasses define the format of a choice."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -128,19 +128,19 @@ class Reply(ABC):
         self._tokenizer = tokenizer
         self._totals = Totals(job, card, tokenizer)
         self._options = job.body.stream_options or StreamOptions()
-        self._begun: set[int] = set()  # choices of which something was sent
-        self._traced: dict[int, IncrementalDetokenizer] = {}  # by choice
+        self._begun: set[int] = set()  # choices with sent chunks
+        self._traced: dict[int, IncrementalDetokenizer] = {}  # detokenizers of traces, by choice
 
     @abstractmethod
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
-        """The chunks that one engine output is streamed as."""
+        """Convert one engine output to chunks."""
 
     @abstractmethod
     def _choice(self, number: int, output: SequenceOutput) -> Json:
-        """One choice of an unstreamed answer; `output` holds all of it."""
+        """Format one choice of an unstreamed answer; `output` contains all of it."""
 
     def whole(self, outputs: Iterable[SequenceOutput]) -> Json:
-        """The body of an unstreamed answer."""
+        """Body of an unstreamed answer."""
         by_choice: list[list[SequenceOutput]] = [[] for _ in range(self._job.num_choices)]
         for output in map(self._shown, outputs):
             by_choice[self._totals.add(output)].append(output)
@@ -149,40 +149,40 @@ class Reply(ABC):
         )
 
     def trailer(self) -> Iterator[Json]:
-        """The chunk with the totals, if the client asked for usage."""
+        """Last chunk with the totals, if the client requested usage."""
         if self._options.include_usage:
             yield self._body(self.chunk_object, [])
 
     def failure(self, error: RequestError) -> Json:
-        """The chunk that ends a failed stream."""
+        """Chunk that ends a failed stream."""
         return {name: {**fields} for name, fields in error_body(error).items()}
 
     def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
-        """The chunk as it is: completions do not number their events."""
+        """Return the chunk unchanged: completions do not number their events."""
         return chunk
 
     def _detokenizer(self, number: int) -> IncrementalDetokenizer:
         return self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens, self._job.prompt_of(number))
 
     def _shown(self, output: SequenceOutput) -> SequenceOutput:
-        """The output without the token that reading the prompt produced, if the answer is to have 0 tokens."""
+        """Remove the token that prefill produced if the request has `max_tokens` 0."""
         if self._job.body.max_tokens != 0:
             return output
         logprobs = None if output.logprobs is None else ()
         return replace(output, token_ids=(), text="", logprobs=logprobs, finish_reason="length", stop_reason=None)
 
     def _reports_tokens(self, output: SequenceOutput) -> bool:
-        """Whether a chunk without text has other content."""
+        """Whether an output without text needs a chunk."""
         details = self._job.return_token_ids or output.logprobs or output.tree is not None
         return bool(output.prompt_logprobs) or (bool(output.token_ids) and bool(details))
 
     def _tokens(self, token_ids: Sequence[int]) -> Json:
-        """The token ids of a piece, for clients that ask for them."""
+        """Token ids of a piece, if the client requested them."""
         return {"token_ids": list(token_ids)} if self._job.return_token_ids else {}
 
     def _trace(self, number: int, output: SequenceOutput) -> Json:
-        """What a step did, for streams with `speculation: {"trace": true}`; our own extension. A token that stopped
-        the answer may be the last of an accepted path."""
+        """Draft tree of a step, for streams with `speculation: {"trace": true}`, an extension of OpenAI's API. The
+        accepted path may end with a token that stopped the answer and is not sent."""
         tree = output.tree
         if tree is None:
             return {}
@@ -200,7 +200,7 @@ class Reply(ABC):
         return {"speculation": step}
 
     def _texts(self, number: int, output: SequenceOutput) -> list[str]:
-        """The text of each token. A character that several tokens share belongs to the last of them."""
+        """Text of each token. A character that several tokens share is part of the last one's text."""
         if number not in self._traced:
             self._traced[number] = self._detokenizer(number)
         texts = [self._traced[number].push(token) for token in output.token_ids]
@@ -219,12 +219,12 @@ class Reply(ABC):
         }
 
     def _body(self, object_name: str, choices: list[JsonValue]) -> Json:
-        """An unstreamed answer, or the last chunk of a stream."""
+        """Body of an unstreamed answer or of the last chunk of a stream."""
         totals: Json = {"usage": self._totals.usage(), "metrics": self._totals.metrics()}
         return {**self._head(object_name), "choices": choices, **totals}
 
     def _chunk(self, choice: Json) -> Json:
-        """One chunk of a stream; it has `usage` only if the client asked for usage."""
+        """One chunk of a stream, with `usage` only if the client requested it."""
         chunk: Json = {**self._head(self.chunk_object), "choices": [choice]}
         if self._options.include_usage:
             chunk["usage"] = self._totals.usage() if self._options.continuous_usage_stats else None
@@ -232,7 +232,7 @@ class Reply(ABC):
 
 
 def merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
-    """One output that holds several consecutive ones of a sequence."""
+    """Concatenate consecutive outputs of a sequence."""
     if len(outputs) == 1:
         return outputs[0]
     has_logprobs = outputs[-1].logprobs is not None

@@ -31,13 +31,14 @@ from service.text.answers import AnswerReader, CallReader, Thinking, thinks
 from service.text.chat_template import short_id
 from service.text.grammar_pool import Source
 
-_SEED_RANGE = 2**63  # of seeds drawn at random
+_SEED_RANGE = 2**63  # range of randomly drawn seeds
 RELAXED_HEADER = "x-adaptree-relaxed"
-"""Paths of the request that are not enforced, such as tools.0.function.parameters.properties.mail.pattern."""
+"""Response header that lists paths of unenforced constraints, such as
+tools.0.function.parameters.properties.mail.pattern."""
 _MAX_RELAXED_PATHS = 8
-_TAG_TOKENS = 16  # more than a tag at the end of a prompt has, with the white space after it
+_TAG_TOKENS = 16  # upper bound of the tokens of a trailing tag with white space
 
-# Known fields that cannot be honoured, each with the values that have no effect; other values are refused.
+# Known but unsupported fields, each with the values that have no effect; other values are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(("tools", "functions", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "documents", "chat_template", "conversation"), ()),
@@ -62,7 +63,7 @@ Completion = ChatCompletionRequest | CompletionRequest
 
 
 class AnswerIdentity(NamedTuple):
-    """Random values drawn when an answer begins. A resumed answer has the same identity."""
+    """Random values drawn once per answer. A resumed answer keeps them."""
 
     uid: str  # 32 hexadecimal digits
     created: int  # seconds since the epoch
@@ -70,48 +71,48 @@ class AnswerIdentity(NamedTuple):
 
     @staticmethod
     def drawn(seed: int | None) -> "AnswerIdentity":
-        """A new identity; `seed`: the request's own, if it has one."""
+        """Draw a new identity. `seed`: taken from the request if it has one."""
         seed = secrets.randbelow(_SEED_RANGE) if seed is None else seed
         return AnswerIdentity(uuid.uuid4().hex, int(time.time()), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request ready to run: one engine request per prompt, all with the same number of choices."""
+    """Request ready to run: one engine request per prompt, each with the same number of choices."""
 
     origin: AnswerIdentity
     body: Completion
     requests: tuple[GenerationRequest, ...]
     release: Release
     form: AnswerForm
-    relaxed: tuple[str, ...] = ()  # paths of the request that its grammar does not enforce
+    relaxed: tuple[str, ...] = ()  # paths of constraints that the grammar does not enforce
 
     @property
     def id(self) -> str:
-        """The id of the answer."""
+        """Id of the answer."""
         return f"{'chatcmpl' if isinstance(self.body, ChatCompletionRequest) else 'cmpl'}-{self.origin.uid}"
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters of the first prompt; those of the others differ in seed and `max_tokens` only."""
+        """Sampling parameters of the first prompt. Other prompts differ in seed and `max_tokens` only."""
         return self.requests[0].sampling
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts."""
+        """Number of choices over all prompts."""
         return len(self.requests) * self.requests[0].n
 
     @property
     def first_choice(self) -> dict[str, int]:
-        """The number of each request's first choice, by the id of the request."""
+        """Index of each request's first choice, by request id."""
         return {request.request_id: index * request.n for index, request in enumerate(self.requests)}
 
     def choice_of(self, output: SequenceOutput) -> int:
-        """The number of the choice that an output belongs to."""
+        """Index of the choice that an output belongs to."""
         return self.first_choice[output.request_id] + output.index
 
     def prompt_of(self, choice: int) -> Sequence[int]:
-        """Token ids of the prompt that a choice continues."""
+        """Prompt of a choice, as token ids."""
         return self.requests[choice // self.requests[0].n].prompt
 
     @property
@@ -121,21 +122,21 @@ class Job:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers: the parts of function schemas that are not enforced, as many as a header holds."""
+        """Response headers: the first unenforced paths of function schemas, limited in number."""
         return {RELAXED_HEADER: ", ".join(map(quote, self.relaxed[:_MAX_RELAXED_PATHS]))} if self.relaxed else {}
 
     def id_of(self, prefix: str, *part: object) -> str:
-        """The id of a part of the answer; the same one when the answer is generated again."""
+        """Derive the id of a part of the answer. Deterministic, so that a resumed answer has the same ids."""
         named = " ".join(map(str, (self.id, *part)))
         return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}"
 
     def call_id(self, choice: int, call: int) -> str:
-        """The id of a call, in the form that the chat template takes."""
+        """Id of a call, in the form that the chat template requires."""
         made, calling = self.id_of("call", choice, call), self.form.calling
         return short_id(made) if calling is not None and calling.short_ids else made
 
     def reader(self) -> AnswerReader:
-        """A reader of one choice."""
+        """New parser for one choice."""
         thinking, calling = self.form.thinking, self.form.calling
         if calling is None:
             return AnswerReader(thinking, None)
@@ -151,8 +152,8 @@ async def build(
     origin: AnswerIdentity | None = None,
     described: Mapping[str, str] | None = None,
 ) -> Job:
-    """Check a request and prepare it to run. `origin`: the identity of an answer that is resumed; `described`: Lark
-    grammars by path that are checked and not enforced. Raises RequestError."""
+    """Check a request and prepare it to run. `origin`: identity of a resumed answer; `described`: Lark grammars by path
+    that are checked but not enforced. Raises RequestError."""
     runtime, origin = server.runtime, origin or AnswerIdentity.drawn(body.seed)
     runtime.check_room(scope.account)
     _check_fields(body, server)
@@ -171,17 +172,17 @@ async def build(
 
 
 class _Encoded(NamedTuple):
-    """A body as far as its text goes."""
+    """Encoded body, before its grammar is compiled."""
 
     form: AnswerForm
-    source: Source  # of the grammar
-    requests: tuple[GenerationRequest, ...]  # without grammar
+    source: Source  # cache key of the grammar
+    requests: tuple[GenerationRequest, ...]  # one per prompt, without grammar
 
 
 def _encoded(
     body: Completion, server: Server, scope: Scope, origin: AnswerIdentity, described: Mapping[str, str]
 ) -> _Encoded:
-    """Encode the texts of a body, and read what its answer must match. Raises InvalidRequest."""
+    """Encode the texts of a body and read the form of its answer. Raises InvalidRequest."""
     tokenizer, most = server.runtime.tokenizer, server.runtime.card.max_model_len
     form = form_of_answer(body, tokenizer, described)
     if isinstance(body, ChatCompletionRequest):
@@ -201,9 +202,9 @@ def _requests(
     scope: Scope,
     origin: AnswerIdentity,
 ) -> Iterator[GenerationRequest]:
-    """The engine request of each prompt, without grammar. Raises InvalidRequest."""
+    """Build the engine request of each prompt, without grammar. Raises InvalidRequest."""
     tokenizer, card = server.runtime.tokenizer, server.runtime.card
-    n, run = body.n or 1, secrets.token_hex(8)  # the interrupted run of a resumed answer may still be going on
+    n, run = body.n or 1, secrets.token_hex(8)  # the interrupted run of a resumed answer may still be active
     kind, source = ("chatcmpl", "messages") if isinstance(body, ChatCompletionRequest) else ("cmpl", "prompt")
     lengths = [_max_tokens(body, len(prompt), server, source=source) for prompt in prompts]
     prediction: tuple[int, ...] = ()
@@ -213,7 +214,7 @@ def _requests(
     ends, num_logprobs = gap_ends(body, tokenizer), _num_logprobs(body)
     for index, (prompt, max_tokens) in enumerate(zip(prompts, lengths, strict=True)):
         check_token_ids(prompt, card, param=source)
-        # A given seed is the same for each prompt; a drawn one differs, within what can be sent back.
+        # A seed of the request applies to all prompts; drawn seeds differ, within the range that a request may send.
         seed = origin.seed if body.seed is not None else (origin.seed + index * n) % _SEED_RANGE
         sampling = sampling_params(
             body, seed=seed, max_tokens=max_tokens, num_logprobs=num_logprobs, keep_special_tokens=keep_tags
@@ -233,7 +234,7 @@ def _requests(
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:
-    """Reserve the most tokens that a job may use in the limits of its key, and submit it to the engine. Raises
+    """Reserve the job's maximum of tokens within the limits of its key, and submit it to the engine. Raises
     RequestError."""
     admission: AdmittedRequest | None = getattr(request.state, "admission", None)
     if admission is None:
@@ -251,19 +252,19 @@ def start(job: Job, server: Server, request: Request) -> OutputStream:
 
 
 def _length_field(body: CompletionFields) -> str:
-    """The name of the field that bounds the answer's length: the one that was sent, or the current one."""
+    """Name of the field that limits the answer's length: the one in the request, otherwise the current name."""
     is_older = body.max_tokens is not None or isinstance(body, CompletionRequest)
     return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
 
 
 def check_model(model: str | None, server: Server) -> None:
-    """Raise NotFound for a model that is not served."""
+    """Raise NotFound for an unknown model name."""
     if model is not None and model not in server.settings.served_model_names:
         raise NotFound(f"The model '{model}' does not exist.", param="model", code="model_not_found")
 
 
 def _check_fields(body: Completion, server: Server) -> None:
-    """Refuse fields that cannot be honoured, and log unknown ones once. Raises RequestError."""
+    """Refuse unsupported fields, and log unknown ones once. Raises RequestError."""
     check_model(body.model, server)
     extra = body.model_extra or {}
     refuse(extra, _HARMLESS)
@@ -289,7 +290,7 @@ def _check_fields(body: Completion, server: Server) -> None:
 
 
 def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
-    """Raise InvalidRequest for the first field with an effect that is not supported."""
+    """Raise InvalidRequest for the first field whose value has an unsupported effect."""
     for name, value in extra.items():
         if value is None or name not in harmless or value in harmless[name]:
             continue
@@ -301,7 +302,7 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
 
 
 def _num_logprobs(body: Completion) -> int | None:
-    """Alternatives reported per token; None: no log-probabilities."""
+    """Number of alternatives reported per token; None: no log-probabilities."""
     if isinstance(body, ChatCompletionRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
@@ -311,14 +312,14 @@ def _speculation(body: CompletionFields) -> SpeculationParams:
     wanted = body.speculation
     if wanted is None:
         return SpeculationParams()
-    # Only chunks report single steps; an unstreamed answer has no field for it.
+    # Only streamed chunks can report single steps.
     trace = wanted.trace is True and body.stream is True
     return SpeculationParams(enabled=wanted.enabled is not False, max_budget=wanted.max_budget, trace=trace)
 
 
 def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, source: str) -> int:
-    """How many tokens may be generated: as many as requested, within the rest of the context and the server's cap.
-    Raises InvalidRequest for a prompt that leaves no room."""
+    """Limit of generated tokens: the request's, at most the rest of the context and the server's cap. Raises
+    InvalidRequest for an empty prompt or one that leaves no room."""
     context = server.runtime.card.max_model_len
     room, cap = context - prompt_tokens, server.settings.max_output_tokens or context
     if prompt_tokens == 0:
@@ -333,5 +334,5 @@ def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, s
     requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if requested is not None and (body.min_tokens or 0) > requested:
         raise InvalidRequest(f"'min_tokens' must not exceed the {requested} tokens allowed.", param="min_tokens")
-    # Agents request more than any context holds; the finish_reason reports where an answer was cut.
+    # Agents request more than any context holds, so this is no error: finish_reason reports a cut answer.
     return min(room, cap) if requested is None else max(1, min(room, cap, requested))

@@ -1,5 +1,4 @@
-"""The request bodies: types and ranges only. The request builder checks what depends on the model or on several
-fields."""
+"""Request bodies: types and ranges only. The request builder checks what depends on the model or on several fields."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
@@ -20,11 +19,11 @@ ResumeFrom = TokenCount | Annotated[list[TokenCount], Field(fail_fast=True, min_
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
-LEAST_RELEASE_SECONDS = 0.001  # between two events
+LEAST_RELEASE_SECONDS = 0.001  # minimum time between two events
 
 
 class StrictBody(Body):
-    """A part that constrains the answer. Unknown fields are refused, because a constraint must not be ignored."""
+    """Part of a body that constrains the answer. Unknown fields are refused: a constraint must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,7 +61,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The refusal as text."""
+        """Text of the refusal."""
         return self.refusal
 
 
@@ -76,12 +75,12 @@ class _HasText(Protocol):
 
 
 def text_of(content: str | Sequence[_HasText]) -> str:
-    """Content as one string. Line breaks join its parts, so that no word forms across their border."""
+    """Content as one string. Parts are joined by line breaks, so that no word forms across a border."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class Prediction(Body):
-    """OpenAI's predicted output, from which drafts are taken."""
+    """OpenAI's predicted output, used as a source of drafts."""
 
     type: Literal["content"]
     content: Content
@@ -110,7 +109,7 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # newer servers' name of the same field
+    reasoning: str | None = None  # the same field under the name that newer servers use
     refusal: str | None = None
     tool_call_id: str | None = None
 
@@ -172,12 +171,12 @@ class StructuredOutputs(StrictBody):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
-    disable_fallback: bool | None = None  # there is no fallback
-    disable_any_whitespace: bool | None = None  # JSON is always on one line
+    disable_fallback: bool | None = None  # accepted without effect: there is no fallback
+    disable_any_whitespace: bool | None = None  # accepted without effect: JSON is always on one line
 
 
 class ChatTemplateFields(Body):
-    """Fields that decide how a conversation becomes a prompt."""
+    """Fields that control how a conversation is rendered to a prompt."""
 
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True, min_length=1, max_length=_MOST_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
@@ -186,7 +185,7 @@ class ChatTemplateFields(Body):
 
 
 class CompletionFields(SamplingFields):
-    """The fields that both completion routes accept."""
+    """Fields that both completion routes accept."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -228,7 +227,7 @@ class ChatCompletionRequest(CompletionFields, ChatTemplateFields):
 
     @property
     def callable_tools(self) -> list[ToolDefinition]:
-        """The tools that the answer may call, and that the model sees."""
+        """Tools that the prompt lists and the answer may call."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
 

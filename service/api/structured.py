@@ -1,4 +1,4 @@
-"""The constraints of a request on its answer: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
+"""Constraints of a request on its answer: OpenAI's `response_format` and `tools`, vLLM's `structured_outputs` and
 `guided_*`, and `json_schema`, `regex`, `ebnf` and `grammar` of SGLang and llama.cpp."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,45 +35,45 @@ _STRUCTURED = {name: name.rstrip("_") for name in ("json_", "json_object", "rege
 
 
 class Constraint(NamedTuple):
-    """One constraint, and the field that sets it."""
+    """Constraint, with the request field that sets it."""
 
     param: str
     kind: GrammarKind
-    source: Any  # a schema, an expression, a list of choices or a grammar
+    source: Any  # schema, regular expression, list of choices, or grammar
 
 
 class AnswerForm(NamedTuple):
-    """What an answer consists of: a thought, calls, and a text that matches a constraint. None: there is none."""
+    """Form of an answer: reasoning, function calls, constraint on the text. None: not present."""
 
     calling: Calling | None
-    functions: Sequence[Function]  # of the request, all of which are checked
-    chosen: str | None  # the only one that the answer may call
+    functions: Sequence[Function]  # all functions of the request, each of which is checked
+    chosen: str | None  # name of the only function that the answer may call
     constraint: Constraint | None
-    described: Mapping[str, str]  # by path, Lark grammars that are checked and not enforced
+    described: Mapping[str, str]  # Lark grammars by path, checked but not enforced
     thinking: Thinking | None = None
 
     @property
     def is_free(self) -> bool:
-        """Whether there is nothing to compile."""
+        """Whether the answer needs no grammar."""
         return self.calling is None and self.constraint is None and not self.described
 
     @property
     def tags(self) -> list[str]:
-        """The strings that separate the parts of an answer."""
+        """Strings that separate the parts of an answer."""
         calls = [] if self.calling is None else [self.calling.form.trigger]
         return calls if self.thinking is None else [*calls, BEGIN, END]
 
 
 class CompiledForm(NamedTuple):
-    """The grammar of an answer, None: it is free; and the paths of the request that it does not enforce."""
+    """Grammar of an answer (None: unconstrained), and paths of the request that it does not enforce."""
 
     grammar: Grammar | None
     relaxed: tuple[str, ...]
 
 
 def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: Mapping[str, str]) -> AnswerForm:
-    """Read the form of an answer, without its thought, from the request. Raises InvalidRequest for constraints that
-    exclude each other."""
+    """Read the form of an answer from the request, except for reasoning. Raises InvalidRequest for conflicting
+    constraints."""
     functions, chosen, calling = list[Function](), None, None
     if isinstance(body, ChatCompletionRequest):
         functions, chosen = _functions(body), _chosen(body)
@@ -93,8 +93,8 @@ def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: 
 
 
 def compiled(form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[str, int]) -> Steps[CompiledForm]:
-    """Compile the grammar of an answer in steps. `special_ids`: token ids of strings that are special tokens. Raises
-    InvalidRequest naming the field, and the path in its schema."""
+    """Compile the grammar of an answer in steps. `special_ids`: ids of special tokens by name. Raises InvalidRequest
+    naming the field and the path in its schema."""
     for path, definition in form.described.items():
         with _named_errors(path):
             yield from compiler.compiling("lark", definition)
@@ -123,7 +123,7 @@ def compiled(form: AnswerForm, compiler: GrammarCompiler, special_ids: Mapping[s
 
 @contextmanager
 def _named_errors(param: str) -> Iterator[None]:
-    """Raise errors of the block as InvalidRequest naming the path in a field."""
+    """Turn grammar errors of the block into InvalidRequest naming the path in the field `param`."""
     try:
         yield
     except (GrammarError, GrammarBudgetError) as error:
@@ -132,7 +132,7 @@ def _named_errors(param: str) -> Iterator[None]:
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:
-    """The functions that the answer may call. Raises InvalidRequest."""
+    """Functions that the answer may call. Raises InvalidRequest for duplicate names."""
     if body.tools is None and body.tool_choice not in (None, "none"):
         raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
     functions = [tool.function for tool in body.callable_tools]
@@ -145,7 +145,7 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
 
 
 def _chosen(body: ChatCompletionRequest) -> str | None:
-    """The function that `tool_choice` names. Raises InvalidRequest."""
+    """Function that `tool_choice` names. Raises InvalidRequest if `tools` lacks it."""
     if not isinstance(body.tool_choice, ToolChoice):
         return None
     name = body.tool_choice.function.name
@@ -155,7 +155,7 @@ def _chosen(body: ChatCompletionRequest) -> str | None:
 
 
 def _calling(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Calling:
-    """How the answer calls functions."""
+    """Call syntax and rules for the answer."""
     traits, choice = tokenizer.traits(with_tools=True), body.tool_choice
     parallel = traits.calls != "one" if body.parallel_tool_calls is None else body.parallel_tool_calls
     return Calling(
@@ -167,7 +167,7 @@ def _calling(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Calling:
 
 
 def _constraints(body: CompletionFields) -> Iterator[Constraint]:
-    """All constraints that a request sets, by any field. Raises InvalidRequest for a schema whose text is no JSON."""
+    """All constraints that a request sets, by any field. Raises InvalidRequest for a schema that is not valid JSON."""
     structured = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
         message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
@@ -195,7 +195,7 @@ def _constraints(body: CompletionFields) -> Iterator[Constraint]:
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
-    """The constraints of `response_format`."""
+    """Constraints of `response_format`."""
     if form is None:
         return
     named = None if form.json_schema is None else form.json_schema.schema_ or _ANY_OBJECT

@@ -1,5 +1,5 @@
-"""The tokens that end an answer: all that a model's files name, and the one with which its chat template ends a turn of
-the assistant. Each is one control token; the start of a turn is no end."""
+"""End tokens of an answer: all that a model's files name, and the control token with which its chat template ends an
+assistant turn. The token that starts the next turn does not count."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,14 +8,15 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from service.errors import StartupError
-from service.text.tokenizer import TEMPLATE_ERRORS, control_tokens
+from service.text.special_tokens import control_tokens
+from service.text.tokenizer import TEMPLATE_ERRORS
 
 _GGUF_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_NAMES = frozenset(
     {"</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>"}
     | {"<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"}
 )
-"""Control tokens that end a text in llama.cpp, by their names: older files state only one of their ends."""
+"""Names of control tokens that llama.cpp treats as ends: older files state only one end token."""
 _FIRST, _ANSWER, _SECOND = "What is first?", "An answer.", "What is second?"
 _TURNS = [
     {"role": "user", "content": _FIRST},
@@ -27,7 +28,7 @@ _TURNS = [
 def end_token_ids(
     config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Ids that end an answer: all that are named. Raises StartupError where there is none."""
+    """Union of the end token ids that configuration, tokenizer and template name. Raises StartupError without any."""
     ids = set[int]()
     for source in (config, config.get_text_config(), generation):
         value = getattr(source, "eos_token_id", None)
@@ -35,7 +36,7 @@ def end_token_ids(
     control = control_tokens(tokenizer.added_tokens_decoder)
     names = (tokenizer.eos_token, _end_of_turn(tokenizer, control))
     ids.update(control[str(name)] for name in names if name in control)
-    # transformers adds a name that a tokenizer's vocabulary lacks behind the model's own.
+    # transformers appends names that the vocabulary lacks, with ids beyond the model's.
     ends = frozenset(token_id for token_id in ids if 0 <= token_id < config.get_text_config().vocab_size)
     if not ends:
         raise StartupError(
@@ -46,7 +47,7 @@ def end_token_ids(
 
 
 def gguf_end_ids(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a text, a turn or a message: those that a GGUF file states, and control tokens with such a name."""
+    """End token ids of a GGUF file: stated ends of text, turn and message, and control tokens with known names."""
     stated = (fields.get(f"tokenizer.ggml.{key}") for key in _GGUF_KEYS)
     control = control_tokens(tokenizer.added_tokens_decoder)
     known = (token_id for name, token_id in control.items() if name in _GGUF_NAMES)
@@ -54,19 +55,19 @@ def gguf_end_ids(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 
 def names_of_ends(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Ends by name, separated by blanks; by number where the tokenizer has no name."""
+    """Format end tokens by name, separated by blanks; by id if they have no name."""
     return " ".join(str(tokenizer.convert_ids_to_tokens(one) or one) for one in sorted(ids))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, control: Mapping[str, int]) -> str | None:
-    """The first control token that the chat template writes behind an answer; None where it writes none, or one that
-    only begins the next turn."""
+    """First control token that the chat template writes after an answer; None if there is none, or if it only starts
+    the next turn."""
     if tokenizer.chat_template is None or not control:
         return None
     try:
         whole, ended = (str(tokenizer.apply_chat_template(_TURNS[:count], tokenize=False)) for count in (3, 2))
     except TEMPLATE_ERRORS:
-        return None  # a template of another kind of conversation; the files' own ends hold
+        return None  # the template does not support this conversation
     opening, _, rest = whole.partition(_FIRST)
     between = rest.partition(_ANSWER)[2].partition(_SECOND)[0]
     found = re.search("|".join(map(re.escape, sorted(control, key=len, reverse=True))), between)

@@ -1,7 +1,7 @@
-"""The configuration that a GGUF file describes, as transformers has it, and the names of its tensors.
+"""transformers configuration and tensor names of a GGUF file.
 
-Keys are those of llama.cpp. Each key of the file's architecture is read or known to have no effect; another one ends
-the start, as a model that passes over it would compute something else.
+Key names follow llama.cpp. Every key of the file's architecture must be read here or be listed as irrelevant; unknown
+keys are start-up errors, because ignoring one could change the model's output.
 """
 
 import math
@@ -19,23 +19,23 @@ Values = dict[str, Any]
 """Fields of a transformers config."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor by which the file's rotary frequencies are divided: how Llama 3.1 and later scale theirs."""
+"""Tensor of divisors of the rotary frequencies: the scaling of Llama 3.1 and later."""
 _NO_EFFECT = frozenset(
     {
-        "vocab_size",  # the embedding has it
+        "vocab_size",  # read from the embedding
         "rope.scaling.finetuned",
         "tensor_data_layout",
-        "expert_used_count",  # of no experts; other files are refused by `expert_count`
+        "expert_used_count",  # irrelevant: models with experts are refused by `expert_count`
         "pooling_type",
         "quantize_imatrix",
     }
 )
-_LOCAL_THETA = 10_000.0  # of Gemma 3's windowed layers, which its files did not state at first
-_GEMMA_27B = (46, 62)  # numbers of layers of the two Gemmas whose scores are scaled by hidden_size / heads
+_LOCAL_THETA = 10_000.0  # rotary base of Gemma 3's windowed layers, which early files omit
+_GEMMA_27B = (46, 62)  # layer counts of the two Gemmas that scale scores by hidden_size / heads
 
 
 class Metadata:
-    """The keys of a file's architecture, without its name; remembers which were read."""
+    """Keys of a file's architecture, without the prefix. Tracks which were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file, self.prefix = file.path.name, f"{file.architecture}."
@@ -43,7 +43,7 @@ class Metadata:
         self._unread = {name.removeprefix(self.prefix): file.fields[name] for name in own}
 
     def take(self, name: str, default: Any = None, *, by_layer: bool = False) -> Any:
-        """The value of a key, or the default. `by_layer`: a list with a value for each layer may have several."""
+        """Read a key. A list of equal values per layer is one value; `by_layer`: return any list."""
         value = self._unread.pop(name, default)
         if by_layer or not isinstance(value, list):
             return value
@@ -52,28 +52,28 @@ class Metadata:
         return value[0]
 
     def drop(self, *prefixes: str) -> None:
-        """Pass over the keys of a part that the file does not hold."""
+        """Ignore keys with these prefixes."""
         self._unread = {name: value for name, value in self._unread.items() if not name.startswith(prefixes)}
 
     def need(self, name: str) -> Any:
-        """The value of a key. Raises StartupError where the file has none."""
+        """Read a required key. Raises StartupError if it is missing."""
         value = self.take(name)
         if value is None:
             raise StartupError(f"{self._file}: the key {self.prefix}{name} is missing; convert the model again")
         return value
 
     def refuse(self, name: str, value: object) -> StartupError:
-        """The error for a value that cannot be run."""
+        """Error for an unsupported value."""
         return StartupError(f"{self._file}: {self.prefix}{name} is {value}, which adaptree cannot run")
 
     def expect(self, name: str, value: object) -> None:
-        """Raise StartupError where a key has another value than this one."""
+        """Raise StartupError if a key is present with another value."""
         found = self.take(name, value)
         if found != value:
             raise self.refuse(name, found)
 
     def refuse_unread(self) -> None:
-        """Raise StartupError for a key that was not read and may change the forward."""
+        """Raise StartupError for an unread key that might change the forward pass."""
         unknown = sorted(self._unread.keys() - _NO_EFFECT)
         if unknown:
             raise StartupError(
@@ -84,20 +84,20 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the files of one architecture differ from Llama's."""
+    """Differences of an architecture's files from Llama's."""
 
-    model_type: str  # in transformers
+    model_type: str  # name in transformers
     tensors: Mapping[str, str] | None = None
-    """Modules of a layer by the names of their tensors, where they differ from `_LAYER`."""
+    """Layer modules by tensor name, where they differ from `_LAYER`."""
     more: Callable[[Values, Metadata, GGUFFile], Values] | None = None
-    """Further fields, from those that all architectures have."""
+    """Computes further configuration fields from the common ones."""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-    rotary_part: bool = False  # whether a part of each head may be rotated
-    pairs_adjacent: bool = False  # the file has the two numbers that are rotated together side by side
-    norms_plus_one: bool = False  # the file has norms as 1 + weight
+    rotary_part: bool = False  # rotary embeddings may cover a part of each head
+    pairs_adjacent: bool = False  # rotary pairs are interleaved in the file
+    norms_plus_one: bool = False  # norm weights are stored as 1 + weight
 
     def names(self, num_layers: int) -> dict[str, str]:
-        """Names in transformers by names in the file, both without `.weight` and `.bias`."""
+        """transformers module names by tensor names, both without `.weight` and `.bias`."""
         layer = {**_LAYER, **(self.tensors or {})}
         names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
         for index in range(num_layers):
@@ -125,8 +125,7 @@ _GEMMA_NORMS = {
 
 
 def config_of(file: GGUFFile) -> PreTrainedConfig:
-    """The transformers config of a file. Raises StartupError for an architecture, a key or a value that adaptree does
-    not run as llama.cpp does."""
+    """Build the transformers config of a file. Raises StartupError for unsupported architectures, keys and values."""
     try:
         return _config(architecture_of(file), Metadata(file), file)
     except (TypeError, ArithmeticError, StrictDataclassError) as error:
@@ -152,7 +151,7 @@ def _config(architecture: Architecture, keys: Metadata, file: GGUFFile) -> PreTr
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """The entry of a file's architecture. Raises StartupError where there is none."""
+    """Look up a file's architecture. Raises StartupError if it is unsupported."""
     known = ARCHITECTURES.get(file.architecture)
     if known is None:
         raise StartupError(
@@ -163,7 +162,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Values:
-    """The fields that all architectures have."""
+    """Configuration fields that all architectures share."""
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     head_dim = keys.take("attention.key_length", hidden // heads)
     if (values_dim := keys.take("attention.value_length", hidden // heads)) != head_dim:
@@ -195,15 +194,15 @@ def _common(architecture: Architecture, keys: Metadata, file: GGUFFile) -> Value
 
 
 def _rope(architecture: Architecture, head_dim: int, keys: Metadata) -> Values:
-    """Rotary parameters, with llama.cpp's defaults: a factor alone scales linearly, and YaRN's attention factor is
-    0.1 ln(factor) + 1 times the file's (Peng et al. 2023, equation 22)."""
+    """Rotary parameters with llama.cpp's defaults: a factor without type means linear scaling; YaRN's attention factor
+    is (0.1 ln(factor) + 1) times the file's (Peng et al. 2023, equation 22)."""
     found: Values = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base", 10_000.0)}
     rotated = keys.take("rope.dimension_count", head_dim)
     if architecture.rotary_part:
         found["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise keys.refuse("rope.dimension_count", rotated)
-    linear = keys.take("rope.scale_linear", 0.0)  # the name of before 2023-09
+    linear = keys.take("rope.scale_linear", 0.0)  # name before 2023-09
     factor = keys.take("rope.scaling.factor", linear) or 1.0
     original, kind = keys.take("rope.scaling.original_context_length"), keys.take("rope.scaling.type", "linear")
     fast, slow = keys.take("rope.scaling.yarn_beta_fast", 32.0), keys.take("rope.scaling.yarn_beta_slow", 1.0)
@@ -224,7 +223,7 @@ def _rope(architecture: Architecture, head_dim: int, keys: Metadata) -> Values:
 
 
 def _biases(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Biases of Llama, which are there if their tensors are."""
+    """Llama has biases if the file has their tensors."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -242,7 +241,7 @@ def _gemma2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Rotary scaling is that of the layers without window. Some files describe the part for images, too."""
+    """Rotary scaling applies to layers without window. Keys of a vision tower are ignored."""
     keys.drop("mm.", "vision.")
     return {
         "sliding_window": keys.need("attention.sliding_window"),
@@ -254,20 +253,21 @@ def _gemma3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _rope_by_layer(values: Values, theta: float) -> Values:
-    """The file's rotary parameters for layers that see the whole text; unscaled ones of base `theta` for windows."""
+    """Rotary parameters per layer type: the file's for full attention, unscaled with base `theta` for windows."""
     local = {"rope_type": "default", "rope_theta": theta}
     return {"full_attention": values["rope_parameters"], "sliding_attention": local}
 
 
 def _gemma_scalar(values: Values) -> int:
-    """The number whose root divides scores. Files do not state it; llama.cpp goes by the number of layers too."""
+    """`query_pre_attn_scalar`: scores are divided by its root. Not in files; derived from the layer count as in
+    llama.cpp."""
     is_27b = values["num_hidden_layers"] in _GEMMA_27B
     scalar: int = values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
     return scalar
 
 
 def _layer_types(values: Values, keys: Metadata, *, period: int) -> list[str]:
-    """One layer in `period`, the last of each, sees the whole text, where the file does not say it layer by layer."""
+    """Layer types as the file lists them; otherwise the last of every `period` layers has full attention."""
     pattern, count = keys.take("attention.sliding_window_pattern", period, by_layer=True), values["num_hidden_layers"]
     windowed = pattern if isinstance(pattern, list) else [index % pattern < pattern - 1 for index in range(count)]
     return ["sliding_attention" if one else "full_attention" for one in windowed]
@@ -281,7 +281,7 @@ def _phi3(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """Multipliers that are missing are one; that of scores is then the usual root."""
+    """Granite's multipliers. Missing ones default to 1, the attention multiplier to head_dim ** -0.5."""
     return {
         "attention_multiplier": keys.take("attention.scale") or values["head_dim"] ** -0.5,
         "embedding_multiplier": keys.take("embedding_scale") or 1.0,
@@ -292,7 +292,7 @@ def _granite(values: Values, keys: Metadata, file: GGUFFile) -> Values:
 
 
 def _olmo2(values: Values, keys: Metadata, file: GGUFFile) -> Values:
-    """With windows it is an OLMo 3, whose windowed layers have unscaled positions."""
+    """OLMo 2; a file with windows is an OLMo 3, whose windowed layers use unscaled rotary positions."""
     window = keys.take("attention.sliding_window", 0)
     if not window:
         return {}
@@ -341,4 +341,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
     ),
 }
-"""Architectures of GGUF files that adaptree reads."""
+"""Supported architectures by their name in GGUF files."""

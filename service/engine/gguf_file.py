@@ -1,7 +1,7 @@
-"""Loads GGUF files: matrices stay in the file's blocks of a few bits, or become numbers of the model's type.
+"""Loads models from GGUF files. Quantised matrices keep their blocks, or are dequantised to the model's dtype.
 
-A quantised matrix is [rows, blocks, bytes] in the file. Formats as ggml defines them (ggml-common.h, ggml-quants.c);
-those without a kernel are dequantised and kept in 8 bits.
+A quantised matrix is [rows, blocks, bytes] in the file. ggml defines the formats (ggml-common.h, ggml-quants.c).
+Formats without a kernel are dequantised and kept in 8 bits.
 """
 
 import logging
@@ -28,15 +28,15 @@ from service.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 23  # weights unpacked at once
+_PIECE = 1 << 23  # weights dequantised at once
 _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
 
 
 def load_gguf(
     file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype, attention: str, *, in_blocks: bool
 ) -> PreTrainedModel:
-    """Load the model on the CPU, in `dtype`, or `in_blocks`: quantised matrices become `QuantisedWeight`s, and all else
-    is float32, as llama.cpp computes. Raises StartupError for a tensor that is missing, unknown or of another shape."""
+    """Load a model on the CPU in `dtype`. `in_blocks`: keep quantised matrices as `QuantisedWeight` and all else in
+    float32, as llama.cpp does. Raises StartupError for missing or unknown tensors and wrong shapes."""
     if in_blocks:
         dtype = torch.float32
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -64,7 +64,7 @@ def load_gguf(
 
 
 def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str]:
-    """Parameters of the model by the names of their tensors."""
+    """Parameter names of the model by tensor name."""
     names = architecture.names(model.config.num_hidden_layers)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     both = {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in names.items() for kind in ("weight", "bias")}
@@ -72,8 +72,8 @@ def _places(architecture: Architecture, model: PreTrainedModel) -> dict[str, str
 
 
 def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTensor, in_blocks: bool) -> str:
-    """Give a tensor to the model; returns the name of the format it is kept in. Raises ValueError for one that does not
-    belong to the model."""
+    """Load a tensor into the model; returns the name of its stored format. Raises ValueError for a tensor that does not
+    fit the model."""
     if name == ROPE_FACTORS:
         return _scale_frequencies(model, tensor)
     if place is None:
@@ -87,7 +87,7 @@ def _take(model: PreTrainedModel, name: str, place: str | None, tensor: GGUFTens
 def _as_transformers_has_it(
     tensor: GGUFTensor, name: str, config: PreTrainedConfig, architecture: Architecture
 ) -> GGUFTensor:
-    """A tensor with norms around zero, and in each head the first numbers of all rotated pairs before the second."""
+    """Convert a tensor to transformers' layout: norm weights around zero, rotary pairs as two halves of each head."""
     module = name.split(".")[-2] if "." in name else name
     if architecture.norms_plus_one and module.endswith("_norm"):
         return GGUFTensor(tensor.shape, GGMLQuantizationType.F32, dequantize(tensor.data, tensor.kind) - 1)
@@ -99,7 +99,7 @@ def _as_transformers_has_it(
 
 
 def _scale_frequencies(model: PreTrainedModel, factors: GGUFTensor) -> str:
-    """Divide rotary frequencies by the file's factors. # [rotated / 2]"""
+    """Divide rotary frequencies by the file's factors. # factors [rotary_dim / 2]"""
     frequencies = dict(model.get_decoder().named_buffers()).get("rotary_emb.inv_freq")
     if frequencies is None:
         raise ValueError("the layers of this model have frequencies of their own")
@@ -112,7 +112,7 @@ def _numbers(tensor: GGUFTensor) -> Tensor:
 
 
 def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool) -> str:
-    """Set a parameter of the model; returns the name of the format it is kept in."""
+    """Set a parameter of the model; returns the name of its stored format."""
     place, _, parameter = name.rpartition(".")
     parent_name, _, own_name = place.rpartition(".")
     parent, module, dtype = model.get_submodule(parent_name), model.get_submodule(place), model.dtype
@@ -130,7 +130,7 @@ def _put(model: PreTrainedModel, name: str, tensor: GGUFTensor, in_blocks: bool)
 
 
 def _dense(tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
-    """All numbers of a tensor, dequantised a piece at a time. # -> [*shape]"""
+    """Dequantise a tensor piece by piece. # -> [*shape]"""
     if len(tensor.shape) < 2:
         return _numbers(tensor).to(dtype)
     dense, first = torch.empty(tensor.shape, dtype=dtype), 0
@@ -149,7 +149,7 @@ def _tie(model: PreTrainedModel) -> None:
 
 
 def _kept(data: NDArray[Any], kind: GGMLQuantizationType, dtype: torch.dtype) -> tuple[QuantisedWeight, str]:
-    """The weight in blocks, and the name of its format. # data [out, bytes]"""
+    """Convert to the kernels' block format; also returns the format's name. # data [out, bytes]"""
     columns, size = GGML_QUANT_SIZES[kind]
     shape = data.shape[0], data.shape[1] // size * columns
     keep = ops.on(torch.device("cpu")).keep_blocks
@@ -168,45 +168,46 @@ def _pieces(data: NDArray[Any], columns: int) -> Iterator[NDArray[Any]]:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """Reinterpret bytes as halves. # [..., 2 n] uint8 -> [..., n] float16"""
+    """Reinterpret bytes as float16. # [..., 2 n] uint8 -> [..., n] float16"""
     return raw.contiguous().view(torch.float16)
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """The lower four bits of all bytes, then the upper ones. # [..., n] -> [..., 2 n]"""
+    """Lower four bits of all bytes, then upper four bits. # [..., n] -> [..., 2 n]"""
     return torch.cat([raw & 15, raw >> 4], dim=-1)
 
 
 def _bits(raw: Tensor, *shifts: int, mask: int = 1) -> Tensor:
-    """The masked bits of all bytes at each shift. # [..., n] -> [..., shifts * n]"""
+    """Masked bits of all bytes at each shift, concatenated. # [..., n] -> [..., shifts * n]"""
     return torch.cat([raw >> shift & mask for shift in shifts], dim=-1)
 
 
 def _of_32(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits; byte j holds four bits of columns j and j + 16.
+    """Unpack Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, fifth bits; byte j holds four bits of columns j and j + 16.
     # [rows, blocks, bytes]"""
     halves = 2 * (1 + form.has_minima)
     head, rest = _halves(raw[..., :halves]), raw[..., halves:]
     codes = _nibbles(rest[..., -16:])
-    if form.bits > 4:  # bit i of 32 belongs to column i
+    if form.bits > 4:  # bit i of 32 is the fifth bit of column i
         spread = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes = codes | spread.flatten(-2) << 4
     return QuantisedBlocks(codes, head[..., :1], head[..., 1:] if form.has_minima else None)
 
 
 def _q8_0(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Q8_0: scale, and signed bytes. # [rows, blocks, bytes]"""
+    """Unpack Q8_0: scale, and signed bytes. # [rows, blocks, bytes]"""
     return QuantisedBlocks(raw[..., 2:] ^ 128, _halves(raw[..., :2]))
 
 
 def _scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Scales of a K block's parts: integers times one scale. # blocks [rows, blocks, 1], scales [rows, blocks,
-    parts] -> [rows, parts of the row]"""
+    """Sub-block scales of K formats: integers times the block's scale. # blocks [rows, blocks, 1],
+    scales [rows, blocks, parts] -> [rows, blocks * parts]"""
     return (blocks.float() * scales.float()).half().flatten(1)
 
 
 def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Q4_K and Q5_K: scales of scales and of minima; eight of each in 6 bits; fifth bits; codes by 64 columns."""
+    """Unpack Q4_K and Q5_K: block scale and minimum, eight 6-bit scales and minima, fifth bits, and codes in groups
+    of 64 columns. # [rows, blocks, bytes]"""
     heads, packed, rest = _halves(raw[..., :4]), raw[..., 4:16], raw[..., 16:]
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
@@ -223,8 +224,8 @@ def _of_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
 
 
 def _q6_k(raw: Tensor, form: BlockFormat) -> QuantisedBlocks:
-    """Q6_K: lower four bits, upper two, 16 scales, and the scale of these; codes by 128 columns. # [rows, blocks,
-    bytes]"""
+    """Unpack Q6_K: lower four bits, upper two bits, 16 scales, block scale; codes in groups of 128 columns. # [rows,
+    blocks, bytes]"""
     low, high = raw[..., :128].unflatten(-1, (2, 64)), raw[..., 128:192].unflatten(-1, (2, 32))
     codes = _nibbles(low) | _bits(high, 0, 2, 4, 6, mask=3) << 4
     scales = _scaled(_halves(raw[..., 208:]), raw[..., 192:208].view(torch.int8))
@@ -242,4 +243,4 @@ _FORMATS: Mapping[GGMLQuantizationType, tuple[BlockFormat, Callable[[Tensor, Blo
     GGMLQuantizationType.Q5_K: (BlockFormat(6, 0, has_minima=True), _of_k),
     GGMLQuantizationType.Q6_K: (BlockFormat(6, 32, size=16), _q6_k),
 }
-"""Formats that stay in the file's blocks: the kernels' form of each, and how its bytes become that."""
+"""Formats that keep their blocks: block format of the kernels, and the function that unpacks the file's bytes."""

@@ -1,7 +1,7 @@
 """Reads GGUF files, versions 2 and 3: metadata as Python values, tensors as views of the mapped file.
 
-The form is that of ggml's docs/gguf.md. The reader of the `gguf` package keeps an array for each string, which takes
-seconds for a large vocabulary, knows no split files and does not name a tensor that is cut off.
+Format: ggml's docs/gguf.md. The reader of the `gguf` package is not used: it keeps an array per string, which takes
+seconds for a large vocabulary, does not read split files and does not name truncated tensors.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from service.errors import StartupError
 
 _KINDS = {kind.value for kind in GGMLQuantizationType}
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_ALIGNMENT = 32  # of tensors, where the file states none
+_ALIGNMENT = 32  # default alignment of tensors, in bytes
 _SCALARS: Mapping[GGUFValueType, str] = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -46,35 +46,35 @@ _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, struct.error)
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor of a file."""
+    """Tensor of a file, as a view of the mapped bytes."""
 
-    shape: tuple[int, ...]  # as torch orders it: [out, in]
+    shape: tuple[int, ...]  # [out, in], the order of torch
     kind: GGMLQuantizationType
-    data: NDArray[Any]  # numbers [*shape]; of blocks, bytes [*shape[:-1], bytes of a row]
+    data: NDArray[Any]  # plain types: [*shape]; quantised: uint8 [*shape[:-1], row_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An opened model: metadata and tensors by name, in the order of the file, of all its parts."""
+    """Opened model: metadata and tensors by name, in file order, over all parts."""
 
-    path: Path  # of the first part
+    path: Path  # path of the first part
     fields: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
     _maps: tuple[mmap.mmap, ...]
 
     @property
     def architecture(self) -> str:
-        """The value of `general.architecture`."""
+        """Value of `general.architecture`."""
         return str(self.fields.get("general.architecture", ""))
 
     def give_back(self) -> None:
-        """Let the system drop the pages that were read: each tensor is read once."""
+        """Allow the kernel to drop the pages read so far: each tensor is read once."""
         for one in self._maps:
             one.madvise(mmap.MADV_DONTNEED)
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The files of a model, given the first. Raises StartupError for another one than the first."""
+    """Paths of all parts of a model, given the first. Raises StartupError for any other part."""
     named = _PART.fullmatch(path.name)
     if named is None or int(named[3]) == 0:
         return [path]
@@ -85,7 +85,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open a model's file, or all files of a split one. Raises StartupError for a missing part and a damaged file."""
+    """Open a model with all its parts. Raises StartupError for missing parts and damaged files."""
     paths = part_paths(path)
     missing = [one.name for one in paths if not one.is_file()]
     if missing:
@@ -93,7 +93,7 @@ def open_gguf(path: Path) -> GGUFFile:
     parts = [_open_part(one) for one in paths]
     tensors: dict[str, GGUFTensor] = {}
     for one in parts:
-        count = one.fields.get("split.count") or 1  # merging leaves 0
+        count = one.fields.get("split.count") or 1  # merged files keep the key, with value 0
         if count != len(paths):
             raise StartupError(
                 f"{one.path} is one of {count} files of a split model: keep their names, as in "
@@ -120,13 +120,13 @@ def _open_part(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """A place in a mapped file, from which values are read one after the other."""
+    """Reads values from a mapped file one after the other."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped, self._at = mapped, 0
 
     def header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Read the whole header. Raises one of `_DAMAGE`."""
+        """Read the whole header. Raises one of the exceptions in `_DAMAGE`."""
         magic, version = self._mapped[:4], 0
         if magic == _MAGIC:
             self._at = 4
@@ -193,7 +193,7 @@ class _Cursor:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings: vocabularies have hundreds of thousands."""
+        """Read strings in one loop: vocabularies have hundreds of thousands."""
         mapped, at, found = self._mapped, self._at, list[str]()
         for _ in range(count):
             (length,) = _LENGTH.unpack_from(mapped, at)

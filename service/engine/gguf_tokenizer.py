@@ -1,8 +1,8 @@
-"""Builds the tokenizer that a GGUF file's metadata describes.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
-A file has no tokenizer.json: it names the kind of vocabulary (`tokenizer.ggml.model`) and, for byte-level BPE, how text
-is cut before it is merged (`tokenizer.ggml.pre`). Both mean what llama.cpp makes of them; a name that is not known here
-is refused, since any other cut gives other tokens than the model was trained on.
+Instead of a tokenizer.json, a file names the kind of vocabulary (`tokenizer.ggml.model`) and, for byte-level BPE, a
+pre-tokenizer (`tokenizer.ggml.pre`), as defined by llama.cpp. Unknown names are refused: with another pre-tokenizer
+the tokens would differ from the ones in training.
 """
 
 import re
@@ -17,29 +17,31 @@ from transformers import PreTrainedTokenizerFast
 from service.errors import StartupError
 
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
-_TEXT = (0, _NORMAL, _USER_DEFINED, _UNUSED)  # types of which SentencePiece makes text
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types in GGUF
+_TEXT = (0, _NORMAL, _USER_DEFINED, _UNUSED)  # token types that SentencePiece merges from text
 _BLANK = "▁"
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
-"""The library's names of the special tokens that a file gives as `NAME_token_id`. One for padding may be plain text."""
+"""transformers' names of the special tokens that a file gives as `NAME_token_id`. Without the padding token, which may
+be plain text."""
 _ALWAYS_CONTROL = re.compile(
     r"<\|(?:eot_id|eom_id|im_end|end|endoftext|fim_prefix|fim_suffix|fim_middle)\|>"
     "|<(?:start_of_turn|end_of_turn|EOT|fim[-_]prefix|fim[-_]suffix|fim[-_]middle)>"
 )
-"""Tokens that control, whatever type a careless conversion gave them."""
+"""Control tokens that some conversions mark as normal."""
 _PHI3 = ("phi-3", "phi3")
-_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other special tokens swallow the blanks after them
+_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3: its other special tokens strip the white space after them
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LIKE_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
-_UPPER, _LOWER = r"(?:(?![a-z])\p{L})", r"(?:(?![A-Z])\p{L})"  # letters outside of ASCII are both
+_UPPER, _LOWER = r"(?:(?![a-z])\p{L})", r"(?:(?![A-Z])\p{L})"  # letters outside of ASCII match both
 _SYLLABLES = r"(?:(?!\s)[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff])+"
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """A cut between a lower-case and an upper-case letter; `ending`: of a word, `digits`: how many go together."""
+    """Regular expression that splits words between lower and upper case; `ending`: optional suffix of a word, `digits`:
+    group of digits."""
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{_UPPER}*{_LOWER}+{ending}|{before}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
@@ -62,29 +64,28 @@ _CUTS: Mapping[tuple[str, ...], str] = {
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
     ): "deepseek-v3 hunyuan-dense joyai-llm",
 }
-"""How text is cut, one expression after the other, and the names of `tokenizer.ggml.pre` that mean this."""
+"""Pre-tokenizers: regular expressions applied in order, and their names in `tokenizer.ggml.pre`."""
 _CUT_OF = {name: cuts for cuts, names in _CUTS.items() for name in names.split()}
 _BEGINS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Cuts of models whose texts begin with BOS unless the file says otherwise."""
+"""Pre-tokenizers of models that add BOS by default."""
 _WHOLE_WORDS = (*_BEGINS, "glm4", "glm5")
-"""Cuts after which a word that is a token stays whole, whatever the merges."""
+"""Pre-tokenizers of models that keep a word whole if it is a token, regardless of merges."""
 
 T = TypeVar("T")
 
 
 class _Tokens(NamedTuple):
-    """The vocabulary, by id."""
+    """Vocabulary by id."""
 
     names: list[str]
     types: list[int]
-    named: dict[str, str]  # special tokens by the library's name
-    begins: bool  # whether a text begins with BOS where the file does not say so
-    special: frozenset[str]  # tokens that control, whatever their types
+    named: dict[str, str]  # special tokens by their name in transformers
+    begins: bool  # BOS is added by default
+    special: frozenset[str]  # control tokens regardless of their types
 
 
 def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file with this metadata. Raises StartupError for a kind that is not known, and for
-    lists that do not fit each other."""
+    """Build the tokenizer from a file's metadata. Raises StartupError for unknown kinds and inconsistent lists."""
     kind = fields.get(_KEY + "model")
     if kind not in ("gpt2", "llama"):
         raise _refused("model", f"it is {kind!r}; adaptree reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
@@ -93,7 +94,7 @@ def tokenizer_of(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
         backend = _sentencepiece(fields, tokens) if kind == "llama" else _byte_level(fields, tokens)
     except StartupError:
         raise
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exception
         raise _refused("merges", f"the tokens cannot be made of these: {error}") from error
     backend.add_tokens(_added(fields, tokens))
     backend.post_processor = _around(fields, tokens, backend)
@@ -123,7 +124,7 @@ def _tokens(fields: Mapping[str, object], *, is_sentencepiece: bool) -> _Tokens:
 
 
 def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
-    """Byte-level BPE. Unused tokens only fill the model's table: they have no text and are left out."""
+    """Byte-level BPE. Unused tokens, which only pad the embedding, are left out."""
     name = str(fields.get(_KEY + "pre") or "default")
     if name not in _CUT_OF:
         raise _refused("pre", f"how {name!r} cuts text is not known here; known are {', '.join(sorted(_CUT_OF))}")
@@ -139,8 +140,8 @@ def _byte_level(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 
 def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
-    """SentencePiece's BPE with bytes for what is unknown: of two neighbours, those are merged first whose token has the
-    highest score. Control tokens are never made of text, which llama.cpp does where their parts are tokens."""
+    """SentencePiece BPE with byte fallback: pairs are merged in the order of the merged token's score. Unlike in
+    llama.cpp, text never merges to a control token."""
     scores = _list(fields, "scores", float, len(tokens.names))
     made = {name: score for name, score, kind in zip(tokens.names, scores, tokens.types, strict=True) if kind in _TEXT}
     merges = [
@@ -162,14 +163,14 @@ def _sentencepiece(fields: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
 
 
 def _used(tokens: _Tokens) -> dict[str, int]:
-    """Ids by name, without unused tokens that have no part to play."""
+    """Ids by name, without unused tokens, except special ones."""
     both = enumerate(zip(tokens.names, tokens.types, strict=True))
     return {name: index for index, (name, kind) in both if kind != _UNUSED or name in tokens.special}
 
 
 def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
-    """Tokens that are found in a text before anything is merged: user-defined ones in any text, control tokens only
-    where the template wrote them."""
+    """Tokens matched before merging: user-defined tokens in any text, control tokens only where the template wrote
+    them."""
     swallows = any(part in str(fields.get("general.name", "")).lower() for part in _PHI3)
     return [
         AddedToken(
@@ -184,7 +185,7 @@ def _added(fields: Mapping[str, object], tokens: _Tokens) -> list[AddedToken]:
 
 
 def _around(fields: Mapping[str, object], tokens: _Tokens, backend: Tokenizer) -> processors.TemplateProcessing:
-    """Put BOS and EOS around a text, as the file says or its kind does."""
+    """Post-processor that adds BOS and EOS as the file or its kind specifies."""
     adds = {
         "bos": bool(fields.get(_KEY + "add_bos_token", tokens.begins)),
         "eos": bool(fields.get(_KEY + "add_eos_token", False)),
@@ -199,7 +200,7 @@ def _around(fields: Mapping[str, object], tokens: _Tokens, backend: Tokenizer) -
 
 
 def _templates(fields: Mapping[str, object]) -> str | dict[str, str] | None:
-    """The chat template, or several by name."""
+    """Chat template, or several by name."""
     key = "tokenizer.chat_template"
     named = {name.removeprefix(key + "."): str(text) for name, text in fields.items() if name.startswith(key + ".")}
     if key in fields:

@@ -1,4 +1,4 @@
-"""Tokens known before verification: what a grammar forbids or forces, and what a resumed stream replays."""
+"""Tokens known before verification: forbidden or forced by a grammar, or replayed for a resumed stream."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from service.text.grammars import GrammarState
 
 _WORD_BITS = 32
 _MOST_FORCED = 16
-"""Tokens that a forced run may add below one node: a tree of the default budget has room for three such runs."""
+"""Maximum length of a forced run below one node; a tree of the default budget has room for three such runs."""
 
 
 def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[int]], vocab: int) -> Tensor:
-    """Tokens that the grammars forbid after these paths, one state per path. # -> [paths, vocab] bool"""
+    """Mask of tokens that grammars forbid after these paths, one state per path. # -> [paths, vocab] bool"""
     masks = np.zeros((len(paths), -(-vocab // _WORD_BITS) * _WORD_BITS // 8), dtype=np.uint8)
     for mask, state, path in zip(masks, states, paths, strict=True):
         state.fill(mask, path)
@@ -24,13 +24,13 @@ def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[in
 
 
 def constrained(candidates: Candidates, states: Sequence[GrammarState | None], max_nodes: int) -> Candidates:
-    """Drop the nodes that grammars forbid and add the tokens they force, with the survival of the node they follow.
-    `states` has one entry per tree; None: no grammar. # -> [batch, nodes]"""
-    tokens = candidates.tokens.tolist()  # planned transfer: of constrained sequences
+    """Remove nodes that grammars forbid and add forced tokens with their parent's survival. `states`: one per tree,
+    None without grammar. # -> [batch, nodes]"""
+    tokens = candidates.tokens.tolist()  # planned transfer: for constrained sequences only
     parents = candidates.parents.tolist()  # planned transfer
     counts = candidates.num_nodes.tolist()  # planned transfer
     possible = torch.ones(candidates.tokens.shape, dtype=torch.bool)
-    runs: list[list[tuple[int, list[int]]]] = []  # per tree: below which node, which tokens
+    runs: list[list[tuple[int, list[int]]]] = []  # (parent node, tokens) per tree
     for tree, state in enumerate(states):
         runs.append([])
         if state is None:
@@ -49,14 +49,14 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
 
 
 def with_runs_of(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
-    """Add a chain of certain tokens to each tree; `tokens` has one run per tree. # -> [batch, nodes]"""
+    """Add a chain of known tokens to each tree; `tokens`: one run per tree. # -> [batch, nodes]"""
     most = min(max_nodes, MAX_DEPTH)
     runs = [[(ROOT, list(run[:most]))] if run else [] for run in tokens]
     return ops.on(candidates.tokens.device).merge_trees(_with_runs(candidates, runs), max_nodes)[0]
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[list[int]]:
-    """The tokens from the root's child down to each node, itself included."""
+    """Tokens on the path from the root to each node, inclusive."""
     paths: list[list[int]] = []
     for token, parent in zip(tokens[:count], parents[:count], strict=True):
         paths.append([*(paths[parent] if parent != ROOT else ()), token])
@@ -64,12 +64,12 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[
 
 
 def _with_runs(candidates: Candidates, runs: Sequence[Sequence[tuple[int, list[int]]]]) -> Candidates:
-    """Append runs of tokens below their nodes, as a raw tree."""
+    """Append runs of tokens below their parent nodes, without merging duplicates."""
     most = max(sum(len(forced) for _, forced in mine) for mine in runs)
     shape, device = (candidates.batch, most), candidates.tokens.device
     tokens, parents, depths = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     survival, counts = torch.zeros(shape), torch.zeros(candidates.batch, dtype=torch.int64)
-    above = [values.tolist() for values in (candidates.depths, candidates.survival)]  # planned transfer: as above
+    above = [values.tolist() for values in (candidates.depths, candidates.survival)]  # planned transfer
     for tree, mine in enumerate(runs):
         place = 0
         for node, forced in mine:

@@ -301,7 +301,7 @@ def as_lark(kind: GrammarKind, value: Any) -> str:
     try:
         return str(any_to_lark(value))
     except Exception as error:  # llguidance's parser raises several types
-        raise GrammarError(f"neither Lark's form nor GBNF: {error}") from error
+        raise GrammarError(f"neither valid Lark nor valid GBNF: {error}") from error
 
 
 def json_rule(schema: JsonValue) -> str:

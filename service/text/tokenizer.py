@@ -6,17 +6,15 @@ import copy
 import hashlib
 import inspect
 import json
-import re
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
 import jinja2
 from pydantic import JsonValue
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -24,8 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from service.errors import InvalidRequest, StartupError
 from service.text.chat_template import Traits, Turn, probe
+from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
 
-_CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>|<(?:start|end)_of_turn>")
 _REPLACEMENT = "\ufffd"
 _BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 _CONTEXT = 4  # number of preceding tokens that determine how the next one is decoded
@@ -53,69 +51,6 @@ TEMPLATE_ERRORS = (
 """Errors that template operations on client values can raise: slicing, arithmetic, look-ups."""
 
 _NO_TEMPLATE = Traits(calls="text", results="user", arguments="text")
-
-
-def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """Ids by name of the added tokens that are never text: tokens marked as special, and tokens that look like control
-    tokens, which some model families do not mark."""
-    return {
-        token.content: token_id
-        for token_id, token in added.items()
-        if token.special or _CONTROL_NAME.fullmatch(token.content)
-    }
-
-
-class SpecialNames:
-    """Names of special tokens by index, and a regular expression that finds the longest match in a text."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.find = re.compile(_pattern(sorted(self.names))) if self.names else None
-
-
-def _pattern(names: list[str]) -> str:
-    """Regular expression for sorted names, in the form of a prefix tree: some tokenizers have thousands of names."""
-    by_first = [
-        re.escape(first) + _pattern([name[1:] for name in some]) if first else ""
-        for first, some in groupby(names, key=lambda name: name[:1])
-    ]
-    if len(by_first) == 1:
-        return by_first[0]
-    return f"(?:{'|'.join(sorted(by_first, key=bool, reverse=True))})"
-
-
-class SpecialTokenGuard:
-    """Replaces names of special tokens in client strings by random words before rendering, so that they cannot become
-    control tokens of the prompt. The rest of the strings is unchanged."""
-
-    def __init__(self, special: SpecialNames) -> None:
-        self._nonce = secrets.token_hex(12)
-        self._special = special
-        self._find_word = re.compile(self._nonce + r"x(\d+)x")
-        self.hid_something = False
-
-    def hide(self, value: JsonValue) -> JsonValue:
-        """Replace the names in all strings of a JSON value."""
-        find = self._special.find
-        if isinstance(value, list):
-            return [self.hide(item) for item in value]
-        if isinstance(value, dict):
-            return {str(self.hide(name)): self.hide(item) for name, item in value.items()}
-        if not isinstance(value, str) or find is None or find.search(value) is None:
-            return value
-        self.hid_something = True
-        return find.sub(lambda match: f"{self._nonce}x{self._special.numbers[match[0]]}x", value)
-
-    def reveal(self, text: str) -> str:
-        """Restore the names in rendered text. Raises InvalidRequest if the template changed a replacement word."""
-        revealed = self._find_word.sub(lambda match: self._special.names[int(match[1])], text)
-        if self._nonce in revealed.lower():
-            raise InvalidRequest(
-                "The messages contain special tokens that this model's chat template cannot keep as text.",
-                param="messages",
-            )
-        return revealed
 
 
 class IncrementalDetokenizer:

@@ -36,6 +36,7 @@ LEAVES = (
     "service.text.grammars",
     "service.text.json_schemas",
     "service.text.schema_keywords",
+    "service.text.special_tokens",
     "service.text.tokenizer",
 )
 RECORDS = (

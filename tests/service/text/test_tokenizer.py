@@ -12,7 +12,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.errors import InvalidRequest, StartupError
-from service.text.tokenizer import ChatTokenizer, SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.special_tokens import SpecialNames, SpecialTokenGuard, control_tokens
+from service.text.tokenizer import ChatTokenizer
 from tests.service.text.tiny_tokenizer import SPECIALS, TEMPLATE, tiny_backend, tiny_tokenizer
 
 TOKENIZER = ChatTokenizer(tiny_tokenizer())
