@@ -71,7 +71,7 @@ def _for_template(message: ChatMessage, param: str, traits: Traits) -> dict[str,
         raise InvalidRequest(f"Invalid value for '{param}': it must be a string, not null.", param=param)
     if message.tool_calls and message.role != "assistant":
         param = f"{param}.tool_calls"
-        raise InvalidRequest(f"Invalid value for '{param}': only messages of the assistant may have tool calls.", param=param)
+        raise InvalidRequest(f"Invalid value for '{param}': only an assistant message may have it.", param=param)
     if message.role == "tool" and message.tool_call_id is None:
         param = f"{param}.tool_call_id"
         raise InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
