@@ -24,7 +24,7 @@ from drafters.training.initialise import InputSums
 
 _FIRST = 4
 """Positions per unknown of the first solution: with fewer, half of what it explains is chance."""
-_LAST = 64  # and of the last one: at this many another doubling explains next to nothing more
+_LAST = 64  # positions per unknown of the last solution: another doubling explains next to nothing more
 
 
 class Bootstrap:
@@ -44,7 +44,7 @@ class Bootstrap:
         """`rows`: output rows of the target; `enabled`: solve for the drafter unless it was deployed with weights."""
         self.makes = enabled and not drafter.made
         self.weights = weights
-        self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is the most frequent
+        self.counts = TokenCounts(drafter.config.target_vocab_size)  # source of the draft vocabulary
         self._embed, self._rows = drafter.embed, rows
         self._checkpoint, self._seed = checkpoint, seed
         self._kept_at = self._keeping_seconds = 0.0
@@ -59,7 +59,7 @@ class Bootstrap:
 
     @property
     def positions(self) -> int:
-        """Positions in the sums."""
+        """Number of positions in the sums."""
         return 0 if self._sums is None else self._sums.positions
 
     @property
@@ -120,7 +120,7 @@ class Bootstrap:
             self.rebase(weights)
 
     def rolled_back(self) -> None:
-        """Collect anew if no solution serves any more: the sums of the last one were dropped."""
+        """Restart collecting if no solution serves any more, because the sums of the last one were dropped."""
         if self.serves_nothing and not self.collects:
             self._sums = self._no_sums()
             self.wanted = _FIRST * self._sums.known
@@ -142,7 +142,7 @@ class Bootstrap:
         return True
 
     def state(self) -> State:
-        """Whether it collects, and for how many positions."""
+        """Serializable state."""
         return {"collects": self.collects, "wanted": self.wanted}
 
     def restore(self, state: State) -> None:
@@ -157,7 +157,7 @@ class Bootstrap:
             self._sums = None
 
     def restore_tensors(self) -> None:
-        """Load the sums and the anchor, as far as they were stored."""
+        """Load the stored sums and anchor, if there are any."""
         if not self.makes:
             return
         if self._sums is not None:

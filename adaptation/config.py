@@ -1,6 +1,6 @@
 """Configuration of learning while serving: the operator's settings, and constants.
 
-Symbols are those of SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `build_learner` unpacks both records
+Symbols follow SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `build_learner` unpacks both records
 into parts that take the values they use.
 """
 
@@ -110,36 +110,36 @@ class AdaptationConfig(BaseModel):
 class Tuning:
     """Constants of every deployment; tests with tiny models and short streams use smaller numbers."""
 
-    seed: int = 0  # of buffers, validation set, bandit and training
-    window_tokens: int = 256  # of a text, in a full update, at most
+    seed: int = 0  # seed of buffers, validation set, bandit and training
+    window_tokens: int = 256  # tokens per text in a full update, at most
     target_top: int = 64  # tokens of the target's distribution kept per rejected position
-    queued_queries: int = 256  # finished ones that wait to be observed; the oldest are dropped
-    niceness: int = 10  # of the learning thread (Linux); with a lower priority serving would wait longer for its lock
-    head_queries: int = 4  # in the buffer of the head update (draft head and rank head)
-    full_queries: int = 8  # in the buffer of the full update
-    warm_up_queries: int = 10  # before the bandit's first decision
-    client_share: float = 0.25  # of the training data, per client at most; with few clients an equal share
-    client_free_queries: int = 16  # per half-life, that a client may add regardless of its share
+    queued_queries: int = 256  # finished queries that wait to be observed; the oldest are dropped
+    niceness: int = 10  # niceness of the learning thread (Linux); a higher one makes serving wait for its lock
+    head_queries: int = 4  # buffer size of the head update (draft head and rank head)
+    full_queries: int = 8  # buffer size of the full update
+    warm_up_queries: int = 10  # queries before the bandit's first decision
+    client_share: float = 0.25  # largest share of the training data per client; an equal share with few clients
+    client_free_queries: int = 16  # queries per half-life that a client may add regardless of its share
     head_steps: int = 1  # optimizer steps of a head update, all on the same buffer
-    full_steps: int = 8  # of a full update, in as many passes as needed
-    step_texts: int = 3  # per optimizer step of a full update
-    warm_up_steps: int = 8  # over which the learning rate rises after a reset; at most one update
+    full_steps: int = 8  # optimizer steps of a full update, in as many passes as needed
+    step_texts: int = 3  # texts per optimizer step of a full update
+    warm_up_steps: int = 8  # steps of learning-rate warm-up after a reset; at most one update
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
-    replay_texts: int = 256  # in the replay buffer; idle time needs many
-    kept_refusals: int = 8  # in a row, before the training copy starts over: small updates add up
-    recorded_share: float = 1 / 16  # of queries, once there are texts enough: recording takes 8 % of the fastest steps
-    validation_share: float = 0.25  # of queries, which are never trained on
-    validation_texts: int = 24  # latest ones that are kept
-    gate_texts: int = 8  # minimum for a publish
+    replay_texts: int = 256  # size of the replay buffer; idle time needs many
+    kept_refusals: int = 8  # refusals in a row before the training copy starts over: small updates add up
+    recorded_share: float = 1 / 16  # recorded queries once texts suffice: recording takes 8 % of the fastest steps
+    validation_share: float = 0.25  # queries held for validation, never trained on
+    validation_texts: int = 24  # size of the validation set, the latest texts
+    gate_texts: int = 8  # validation texts that a publish needs at least
     gate_alpha: float = 0.10  # share of training copies without a gain that the gate may publish
     drift_texts: int = 8  # first validation texts, on which the distance to the anchor is measured
-    alarm_texts: int = 8  # per window of the alarms
+    alarm_texts: int = 8  # texts per window of the alarms
     snapshots: int = 8  # published drafters kept on disk
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Number of physical cores that this process may run on, and no more than its control group may use: two threads
-    per core compute little more than one."""
+    """Physical cores that this process may use, within the CPU quota of its control group: two threads per core compute
+    little more than one."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
     quota = min(_quotas(cgroups, mine), default=float(usable))
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable, math.ceil(quota)))

@@ -1,7 +1,7 @@
 """Scores drafters by replaying validation texts.
 
-A text's score is tau, the mean number of tokens per verify that this drafter would have reached on it. The anchor's
-scores never change, those of the serving drafter only with its version; each replay is done once.
+A text's score is tau, the mean number of tokens per verify that this drafter would have reached on it. Scores are
+cached: the anchor's never change, the serving drafter's only with its version.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from drafters.training.replay import replay_beside_memory, replay_blocks, replay
 
 Replay = Callable[[SpecBlock, Example], float | Pieces[float]]  # -> tau; pieces: it is computed elsewhere
 # Replays of whole trees as they are served take tens of times as long.
-_EVERY = 2  # positions; neighbours see nearly the same, and each costs a block
-_NODES = 8  # some breadth: chains alone flatter a head that has only become more certain
+_EVERY = 2  # stride in positions: neighbours see nearly the same, and each costs a block
+_NODES = 8  # nodes per tree: chains alone flatter a head that has only become more certain
 
 
 def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Example], float]:
@@ -40,13 +40,13 @@ def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Exam
 
 
 def memory_alone(model: SpecBlock, text: Example) -> float:
-    """tau of the memory drafter alone, which has no weights: the baseline of a drafter that is solved from traffic."""
+    """Replay of the memory drafter alone, the baseline of a drafter that is solved from traffic. # -> tau"""
     return replay_memory(text, every=_EVERY, nodes=_NODES).tau
 
 
 @dataclass
 class _CachedScores:
-    """Scores of one drafter by number of the text."""
+    """Cached scores of one drafter, by text number."""
 
     version: int
     scores: dict[int, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class AnchorDistance:
     since far from the anchor may be where the traffic is."""
 
     def __init__(self, weights: DrafterWeights, divergence: TextDivergence, *, num_texts: int) -> None:
-        """`num_texts`: measured on so many texts, always the same ones, so that numbers can be compared."""
+        """`num_texts`: number of texts, always the same ones, so that distances can be compared."""
         self._weights = weights
         self._divergence = divergence
         self._num_texts = num_texts
@@ -65,12 +65,12 @@ class AnchorDistance:
         self._measured: tuple[int, float] | None = None  # version, distance
 
     def add(self, text: ValidationText) -> None:
-        """Measure on this text too, unless there are enough."""
+        """Add a text to measure on, unless there are enough."""
         if len(self._texts) < self._num_texts:
             self._texts.append(text.example)
 
     def forget(self) -> None:
-        """Measure again: the anchor has other weights."""
+        """Discard the measured distance because the anchor changed."""
         self._measured = None
 
     @property
@@ -98,7 +98,7 @@ class TextScores:
 
     serving: float
     anchor: float
-    before: float | None  # of the weights that the serving ones replaced; None: not compared any more
+    before: float | None  # score of the replaced weights; None: not compared any more
 
 
 class OfflineEvaluator:
@@ -115,7 +115,7 @@ class OfflineEvaluator:
         self._anchor, self._baseline_scores = _CachedScores(0), _CachedScores(0)
         self._serving = _CachedScores(weights.newest)
         self._candidate = _CachedScores(weights.newest)
-        self._model, self._loaded = weights.replica, _CachedScores(0)  # the scores of what is loaded go there
+        self._model, self._loaded = weights.replica, _CachedScores(0)  # what the replica holds
 
     def training_changed(self) -> None:
         """Forget the scores of the training copy: it has other weights."""
@@ -126,7 +126,7 @@ class OfflineEvaluator:
         return self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
 
     def published(self) -> None:
-        """Keep the scores of the last candidate: it serves now."""
+        """Make the candidate's scores those of the serving drafter."""
         self._serving = _CachedScores(self._weights.newest, self._candidate.scores)
 
     def scored(self, text: ValidationText, *, with_previous: bool) -> Pieces[TextScores]:
@@ -143,7 +143,7 @@ class OfflineEvaluator:
         self._anchor = _CachedScores(0)
 
     def serving(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
-        """Score what serves, or is staged to."""
+        """Score the served or staged drafter."""
         if self._weights.latest.origin == ANCHOR:
             return (yield from self.anchor(texts))
         if self._serving.version != self._weights.newest:

@@ -31,18 +31,18 @@ from adaptation.samples import (
 )
 from drafters.feedback import QueryFeedback
 
-_QUERY_POSITIONS = 32  # rejected positions of a query that are learnt from, at most
-_HALF_LIFE_SECONDS = 600.0  # after which a client's past use counts half
-_MAX_CLIENTS = 4096  # that the quota remembers
-_TICKS = 64  # per half-life: counts decay once per tick, so that a query costs no walk over all clients
+_QUERY_POSITIONS = 32  # largest number of rejected positions learnt from per query
+_HALF_LIFE_SECONDS = 600.0  # half-life of a client's past use
+_MAX_CLIENTS = 4096  # clients that the quota remembers at most
+_TICKS = 64  # ticks per half-life: counts decay once per tick, so that a query costs no walk over all clients
 _LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share of others without using the own one
-_NEGLIGIBLE = 0.01  # queries or positions
+_NEGLIGIBLE = 0.01  # queries or positions below which a client is forgotten
 _KEPT_OF_FULL = 3, 4
-_MANY_WITHOUT_TEXT = 64  # queries
-_IN_A_ROW = 8  # recorded sequences: a step with one recorded sequence costs as much as if all were
-_RESTING_SHARE = 1 / 32  # of queries that are recorded while no update promises a gain
+_MANY_WITHOUT_TEXT = 64  # queries in a row after which texts count as unavailable
+_IN_A_ROW = 8  # consecutive recorded sequences: a step with one costs as much as if all were recorded
+_RESTING_SHARE = 1 / 32  # recorded queries while no update promises a gain
 
-_RISE_SLACK = 0.5  # of an unusual score that is forgiven, in standard deviations (k)
+_RISE_SLACK = 0.5  # forgiven part of an unusual score, in standard deviations (k)
 _RISE_THRESHOLD = 8.0  # sum of unusual scores after which traffic counts as changed, in standard deviations (h)
 _MIN_QUERIES = 24  # queries before a score can be called unusual
 _MIN_SCORE_SPREAD = 0.01
@@ -54,14 +54,14 @@ _MEMORY = 32  # queries in the running mean: tokens surprise less as their count
 _UNSEEN = 0.1  # added to every count (Lidstone smoothing)
 _PRIOR = 1024  # weight of the long-term counts in the recent ones, in tokens (Dirichlet)
 
-_HALF_LIFE = 65_536  # tokens
-_MAX_PER_QUERY = 4  # times that one query may count for a token: no single text decides
+_HALF_LIFE = 65_536  # half-life of the long-term counts, in tokens
+_MAX_PER_QUERY = 4  # largest count of a token per query: no single text decides
 _MIN_STORED = 0.5  # smaller counts are not stored
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How many rejected positions of a query may be learnt from; 0 unless the reason is `admitted`."""
+    """Number of a query's rejected positions that may be learnt from; 0 unless the reason is `admitted`."""
 
     positions: int
     reason: QuotaReason
@@ -74,8 +74,8 @@ class Admission:
 
 @dataclass(slots=True)
 class _Use:
-    offers: float = 0.0  # queries
-    taken: float = 0.0  # positions
+    offers: float = 0.0  # finished queries, decayed
+    taken: float = 0.0  # admitted positions, decayed
 
 
 class Quota:
@@ -113,14 +113,14 @@ class Quota:
         return max(self._client_share, 1 / max(1, self._num_active))
 
     def admit(self, client: str, positions: int, *, store: bool) -> Admission:
-        """Admit or refuse a finished query with so many rejected positions, and count it."""
+        """Admit or refuse a finished query by its client and number of rejected positions, and count it."""
         if not store:
             return Admission(0, "not_stored")
         if positions < 1:
             return Admission(0, "nothing_to_learn")
         self._forget()
         use = self._offer(self._hash(client))
-        # The total is the sum of the parts up to rounding.
+        # The factor allows for rounding: the total is a sum of the parts.
         if use.taken > max(self._free_positions, self.share * self._taken * (1 + 1e-9)):
             return Admission(0, "over_share")
         granted = min(positions, self.query_positions)
@@ -203,7 +203,7 @@ class TokenCounts:
         return self._counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def state(self) -> State:
-        """The counts as plain values."""
+        """Serializable state."""
         kept = (self._counts >= _MIN_STORED).nonzero()[:, 0]
         return {"tokens": kept.tolist(), "counts": self._counts[kept].tolist()}
 
@@ -229,7 +229,7 @@ class RisingScores:
         self.reset()
 
     def reset(self) -> None:
-        """Estimate mean and deviation anew."""
+        """Start estimating mean and deviation from scratch."""
         self._count = 0
         self._mean = self._variance = self._sum = 0.0
 
@@ -300,21 +300,21 @@ class RecordingSampler:
 
 @dataclass(frozen=True, slots=True)
 class FilteredQuery:
-    """The decision about one query."""
+    """Result of filtering one query."""
 
     admission: Admission
-    text: ValidationText | None  # its text, if it may be scored
-    validates: bool  # it is held for validation
-    changed: bool = False  # answers use other words from here on
+    text: ValidationText | None  # the query's text; None: it must not be scored, or is too short
+    validates: bool  # whether the text is held for validation
+    changed: bool = False  # whether answers use other words since this query
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The samples of one update."""
+    """Arm and samples of one update."""
 
     arm: Arm
     samples: list[TrainingSample]
-    signal: float | None  # mean of the queries; None: a rehearsal in idle time, by no arm's decision
+    signal: float | None  # mean signal of the queries; None: a rehearsal in idle time, which no arm chose
 
 
 class FeedbackFilter:
@@ -330,8 +330,8 @@ class FeedbackFilter:
         sampler: RecordingSampler,
         traffic: TrafficMonitor,
     ) -> None:
-        self.decisions: Counter[str] = Counter()  # by choice and reason, "head:gain"
-        self.refusals: Counter[str] = Counter()  # by reason of the quota
+        self.decisions: Counter[str] = Counter()  # counts by choice and reason, such as "head:gain"
+        self.refusals: Counter[str] = Counter()  # counts by the quota's reason
         self.buffers = buffers
         self.validation = validation
         self.policy = policy
@@ -342,8 +342,8 @@ class FeedbackFilter:
         self._num_without_text = 0
 
     def take(self, feedback: QueryFeedback, *, learning: bool, updating: bool = True) -> FilteredQuery:
-        """Filter a finished query. `learning` False: it is only counted; `updating` False: no update will use it
-        yet."""
+        """Filter a finished query. `learning` False: only count it; `updating` False: keep it out of the arms'
+        buffers."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
         positions = feedback.draft_labels.num_rejected + undrafted
@@ -379,18 +379,18 @@ class FeedbackFilter:
         return FilteredQuery(admission, text, validates, changed)
 
     def due(self) -> Lesson | None:
-        """The lesson of the arm whose update is due, if any."""
+        """Take the samples of the arm whose update is due; None: no update is due."""
         signals = self.buffers.signals
         arm = self.policy.due(signals)
         return None if arm is None else Lesson(arm, self.buffers.take(arm), fmean(signals[arm]))
 
     def rehearsal(self) -> Lesson | None:
-        """A full update on the replay buffer; None: that is empty."""
+        """Draw a full update from the replay buffer; None: it is empty."""
         samples = self.buffers.rehearsal()
         return Lesson("full", samples, None) if samples else None
 
     def forget(self) -> None:
-        """Weights serve that no update computed: values of arms and buffered samples are about others."""
+        """Drop buffered samples and widen the values of arms: no update computed the weights that serve now."""
         self.policy.traffic_changed()
         self.buffers.clear()
 
@@ -410,7 +410,7 @@ class FeedbackFilter:
         self.sampler.share = 1.0 if hurries and self.policy.covers(0.0) else self.sampler.usual
 
     def _sample(self, feedback: QueryFeedback, admission: Admission, undrafted: int) -> TrainingSample:
-        """A sample of the admitted positions: rejected ones first, then steps without a drafted block."""
+        """Build a sample from the admitted positions: rejected ones first, then steps without a drafted block."""
         most = min(max(1, admission.positions), self._quota.query_positions)
         sample = training_sample(feedback, most_rejected=most)
         if not admission.admitted or sample.example is None:

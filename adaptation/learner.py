@@ -78,7 +78,7 @@ class Learner:
         alarm = self._publisher.watch(feedback.query, filtered)
         if alarm is not None:
             self._roll_back(alarm.reason, {"statistic": alarm.statistic, "limit": alarm.limit})
-        if self._job is None:  # else it is charged when that ends
+        if self._job is None:  # an update under way is charged when it ends
             self._charge()
         self._feedback.choose_share(
             learning=not self.paused, collects=self._bootstrap.collects, watched=self._publisher.watches_closely
@@ -103,7 +103,7 @@ class Learner:
         return True
 
     def _due(self) -> Pieces[None] | None:
-        """The work that is due: solving for a first drafter, an arm's update, or a rehearsal in idle time."""
+        """Pieces of the due work: a first drafter, an arm's update, or a rehearsal in idle time; None: there is none."""
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None
         if self._bootstrap.due:
@@ -120,8 +120,8 @@ class Learner:
         self.save(training=False)
 
     def _update(self, lesson: Lesson) -> Pieces[None]:
-        """Train, judge, and publish what is better."""
-        self._charge()  # what is taken from here on is the arm's cost
+        """Train on a lesson, judge the result, and publish it if it is better."""
+        self._charge()  # from here on, seconds count as the arm's cost
         began, published = self.training.time.seconds, False
         try:
             report = yield from self.training.update(lesson.arm, lesson.samples)
@@ -156,7 +156,7 @@ class Learner:
         return verdict.published
 
     def _charge(self) -> None:
-        """Charge what was taken from serving since the last time, to no arm."""
+        """Charge the seconds taken from serving since the last call to the ledger, and to no arm."""
         self._policy.spent(self.training.time.taken())
 
     def _roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
@@ -174,13 +174,13 @@ class Learner:
         self._publisher.forget_gain()
         try:
             job.close()
-        except TrainingLost:  # with it what could be undone
+        except TrainingLost:  # the process has died and cannot undo the update
             self._publisher.start_over()
         self._charge()
 
     def recover(self, error: str) -> None:
-        """Forget the update under way and train on from what is served."""
-        if self.training.waits:  # for an answer that the thread which died has asked for
+        """Drop the update under way and reset the training copy to the served weights."""
+        if self.training.waits:  # the thread that waited for this answer has died
             self.training.close()
         self.abandon()
         self.log.add("failed", error)
@@ -215,7 +215,7 @@ class Learner:
         return version
 
     def shared(self) -> dict[str, JsonValue]:
-        """State for the replica that leads next: the policy's, and whether an operator paused learning."""
+        """State for the replica that leads next: the policy's state, and whether learning is paused."""
         return {"policy": self._policy.state(), "paused": self.paused}
 
     def inherit(self, shared: Mapping[str, JsonValue]) -> None:
@@ -242,9 +242,9 @@ class Learner:
         self._publisher.restored(self._persistence.training_copy())
 
     def status(self, worker: Worker) -> AdaptationStatus:
-        """The status of learning; may measure the distance to the anchor."""
+        """Status of learning; may measure the distance to the anchor."""
         weights, feedback, bootstrap, counts = self.weights, self._feedback, self._bootstrap, self.log.counts
-        kl_to_anchor = self._publisher.kl_to_anchor()  # first, because its time is counted
+        kl_to_anchor = self._publisher.kl_to_anchor()  # first, because it adds to the training seconds
         return AdaptationStatus(
             policy=self._policy.name,
             paused=self.paused,
@@ -321,7 +321,7 @@ def build_learner(
 
 
 def worker_of(learner: Learner, tuning: Tuning) -> Worker:
-    """A thread that runs the learner."""
+    """Build the thread that runs the learner."""
     return Worker(
         learner,
         max_waiting=tuning.queued_queries,

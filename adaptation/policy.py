@@ -18,22 +18,22 @@ ARMS: tuple[Arm, ...] = ("head", "full")
 Reason = Literal[
     "warm_up",  # too few queries to know how long one takes
     "not_admitted",  # the query may not be learnt from, or was not recorded
-    "unusable",  # its numbers are not finite, or no step decoded for it
+    "unusable",  # the query's numbers are not finite, or no step decoded for it
     "explore",  # an arm may gain, or was drawn at random
     "gain",  # an arm is expected to gain
-    "no_gain",  # no arm is
-    "not_covered",  # one may gain, but the ledger does not cover trying it
+    "no_gain",  # no arm is expected to gain
+    "not_covered",  # an arm may gain, but the ledger does not cover trying it
     "never",  # there are no arms: the policy never learns
 ]
 
-State = dict[str, JsonValue]  # plain values from which a later process goes on exactly
+State = dict[str, JsonValue]  # plain values that restore the exact state in a later process
 
 
 @dataclass(frozen=True, slots=True)
 class QueryReport:
-    """One query at its end."""
+    """Time and signal of one finished query."""
 
-    seconds: float  # of decoding, as in `Query`
+    seconds: float  # decoding time, as in `Query`
     signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
     recorded: bool = True
     drafted: bool = True  # blocks were drafted for it; without their states it trains no head
@@ -47,10 +47,10 @@ class QueryReport:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What an update gained in replays, relative to the serving drafter."""
+    """Gain of an update in replays, relative to the serving drafter."""
 
-    gain: float  # of tokens per verify, of all updates since the training copy left what serves
-    error: float  # standard error of the gain of this update alone
+    gain: float  # relative gain in tokens per verify of all updates since the training copy equalled the served weights
+    error: float  # standard error of this update's own gain
     needed: float = 0.0  # critical value of the gate: part of a published gain is selection
     before: float = 0.0  # gain before this update, by earlier ones that were refused
 
@@ -61,7 +61,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The arm whose buffer a query goes to, and why."""
+    """The arm that gets a query, and the reason."""
 
     arm: Arm | None  # None: skip
     reason: Reason
@@ -72,8 +72,8 @@ LEARNING = "learning"
 
 _PRIOR_GAIN = 0.05
 """Prior standard deviation of the gain of an update on a typical batch: one in three changes tau by more."""
-_MIN_ERROR = 0.01  # of a gain: few texts are no more certain, even if they are all alike
-_RECORDING_SHARE = 0.08  # of a query's seconds, for recording it: 0.8 ms of steps of 6 to 15 ms on a CPU
+_MIN_ERROR = 0.01  # smallest standard error of a gain: few texts are no more certain, even if they are alike
+_RECORDING_SHARE = 0.08  # cost of recording in shares of a query's seconds: 0.8 ms of steps of 6 to 15 ms (CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class BanditRules:
 
     batch_queries: Mapping[Arm, int]  # size of each arm's buffer; without arms nothing is learnt
     alpha: float  # minimum weight of a new measurement
-    epsilon: tuple[float, float]  # at first, and after the cold start
+    epsilon: tuple[float, float]  # share of exploring queries: initial, and after the cold start
     s_min: float  # updates of less signal leave the value of their arm unchanged
-    warm_up_queries: int = 10  # before the first decision; also the window of the mean query
+    warm_up_queries: int = 10  # queries before the first decision; also the window of the mean query
     cold_start_events: int = 8  # judged updates over which epsilon falls
-    horizon_queries: int = 200  # within which an update has to pay for itself
+    horizon_queries: int = 200  # queries within which an update has to pay for itself
     cap_queries: float = 8.0  # loss that learning may have at once, in mean queries
 
 
@@ -110,9 +110,9 @@ class _Knowledge:
 
     num_queries: NonNegativeInt = 0
     num_events: NonNegativeInt = 0
-    seconds: list[NonNegativeFloat] = field(default_factory=list)  # of the last `warm_up_queries` queries
-    signal: NonNegativeFloat = 0.0  # of a typical query
-    balance: float | None = None  # of the ledger, in seconds; None: not opened
+    seconds: list[NonNegativeFloat] = field(default_factory=list)  # seconds of the last `warm_up_queries` queries
+    signal: NonNegativeFloat = 0.0  # moving average of the signal of a query
+    balance: float | None = None  # seconds in the ledger; None: not opened yet
     arms: dict[Arm, _Belief] = field(default_factory=lambda: {arm: _Belief() for arm in ARMS})
 
 
@@ -198,7 +198,7 @@ class Bandit:
         return max(full, key=self._best_net_gain, default=None)
 
     def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """Record a judged update on queries of this mean signal, which took so many seconds from serving."""
+        """Learn from a judged update: `signal`, mean of its queries; `seconds`, taken from serving."""
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
         belief.num_updates += 1
@@ -217,7 +217,7 @@ class Bandit:
         self._ledger.record(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
 
     def spent(self, seconds: float) -> None:
-        """Charge seconds taken from serving to no arm: an update that was interrupted, or could not be judged."""
+        """Charge seconds taken from serving to the ledger alone: of an interrupted or unjudged update."""
         if self._is_warm:
             self._ledger.raise_cap(LEARNING, seconds)
             self._ledger.record(LEARNING, -seconds)
@@ -237,7 +237,7 @@ class Bandit:
     def restore(self, state: State) -> None:
         """Load what `state` returned; an update under way is lost. Raises ValueError for anything else, and then
         changes nothing."""
-        if not state and not self._rules.batch_queries:  # 0.3.0 saved none where nothing was learnt
+        if not state and not self._rules.batch_queries:  # 0.3.0 saved an empty state for `never`
             return
         if set(state) != {"knowledge", "random"}:
             raise ValueError("not the state of a bandit")

@@ -42,9 +42,9 @@ _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied 
 _ENDING_SECONDS = 5.0
 _POLL_SECONDS = 0.1  # between two looks for an answer, in which commands can come
 _LEAST_SHARE = 1 / 16
-"""Of a core: the process runs where nothing else wants to. With less than this it would learn of old texts only."""
+"""Share of a core that the process gets at least before it counts as lost; with less it would learn from old texts."""
 _UNKNOWN_SECONDS = 4.0
-"""CPU seconds of the imports, as measured, and of a request of which none was answered yet."""
+"""Presumed CPU seconds of the imports (measured), and of a first request of its kind."""
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
@@ -61,13 +61,13 @@ main({memory}, {talk})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the other process needs to build trainer and replica on the shared weights."""
+    """Description from which the training process builds trainer and replica on the shared weights."""
 
     config: DrafterConfig
     replica_dtype: torch.dtype
     rules: Rules
     seed: int
-    beside_memory: bool  # drafters are replayed with the memory drafter
+    beside_memory: bool  # whether drafters are replayed beside the memory drafter
     head: str | None  # name of the target's output rows among the shared tensors
     shared: Mapping[str, Tensor]  # meta tensors: shapes and types, in the order in which they lie in memory
 
@@ -84,7 +84,7 @@ class TrainingProcess:
     def __init__(self, memory: int, setup: Setup, time: TrainingTime) -> None:
         """`memory`: a file descriptor, which this object closes; `time`: says when the process may compute."""
         self.num_started = 0
-        self.is_asked = False  # a request is under way
+        self.is_asked = False  # whether a request is under way
         self._memory = memory
         self._setup = setup
         self._time = time
@@ -99,7 +99,7 @@ class TrainingProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: it does not run."""
+        """Process id; None: the process does not run."""
         process = self._process
         return None if process is None else process.pid
 
@@ -148,7 +148,7 @@ class TrainingProcess:
             busy, self.is_asked = self.is_asked, False
         if process is not None and busy:
             process.kill()
-            wait([self._answer], _ENDING_SECONDS)  # whose thread has the connection
+            wait([self._answer], _ENDING_SECONDS)  # the exchange thread still uses the connection
         if connection is not None:
             connection.close()
         if process is not None:
@@ -172,9 +172,9 @@ class TrainingProcess:
         self._answer = _exchanged(self._connection, (call, given, named))
         work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
         seconds = max(_ENDING_SECONDS, work / _LEAST_SHARE) * 2**self._num_lost
-        if call == "abandon":  # for which an operator waits
+        if call == "abandon":  # an operator may be waiting for it
             seconds = _ENDING_SECONDS
-        waited = 0.0  # without the time in which this thread did something else
+        waited = 0.0  # seconds in this loop, without other work of this thread
         try:
             while not wait([self._answer], _POLL_SECONDS).done:
                 waited += _POLL_SECONDS
@@ -218,21 +218,21 @@ class Training:
 
     @property
     def waits(self) -> bool:
-        """Whether the process computes."""
+        """Whether a request to the training process is under way."""
         return self.process is not None and self.process.is_asked
 
     def start(self) -> None:
-        """Start the process, if one trains. Raises OSError."""
+        """Start the training process, if there is one. Raises OSError."""
         if self.process is not None:
             self.process.start()
 
     def close(self) -> None:
-        """End the process; the next update starts another one."""
+        """End the training process, if there is one; the next update starts another."""
         if self.process is not None:
             self.process.close()
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample]) -> Pieces[UpdateReport]:
-        """As `OnlineTrainer.update`, at the pace of the arm."""
+        """Run `OnlineTrainer.update` here or in the process, at the arm's share of the learning rate."""
         report = yield from (self.process or self.trainer).update(arm, samples, rate_share=self.pace.share(arm))
         self.num_updates[arm] += report.applied
         return report
@@ -245,7 +245,7 @@ def training_process(
     time: TrainingTime,
     train_in: Literal["auto", "process", "thread"],
 ) -> TrainingProcess | None:
-    """A process that computes on the weights and optimizers of this trainer; None: this process trains. Raises
+    """Build the process that computes on the trainer's weights and optimizers; None: this process trains. Raises
     ValueError where a process is required and not possible."""
     if not _in_its_own_process(train_in, drafter, weights):
         return None
@@ -277,7 +277,7 @@ def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterW
 
 
 def _computed_on(trainer: OnlineTrainer, **models: SpecBlock) -> dict[str, Tensor]:
-    """Tensors that both processes compute on, by names that are the same in both."""
+    """Tensors that both processes compute on, by name; the names are the same in both."""
     tensors = {f"moments.{name}": value for name, value in trainer.moments().items()}
     for prefix, model in models.items():
         own = {**dict(model.named_parameters()), "d2t": model.d2t, "t2d": model.t2d}
@@ -338,7 +338,7 @@ def main(memory: int, talk: int) -> None:
 
 
 def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) -> dict[str, Callable[..., object]]:
-    """The requests by name: the same trainer and replay as where a thread trains, on the shared tensors."""
+    """Request handlers by name: trainer and replay on the shared tensors."""
     dtypes = (torch.float32, torch.float32, setup.replica_dtype)
     training, anchor, replica = (SpecBlock(setup.config).to(dtype).eval().requires_grad_(False) for dtype in dtypes)
     embed = partial(embedding, weight=tensors[_EMBEDDING])
@@ -377,7 +377,7 @@ def _exchanged(connection: Connection, request: object) -> "Future[object]":
         try:
             _send(connection, request)
             answer.set_result(_received(connection))
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised again in the thread that waits
             answer.set_exception(error)
 
     threading.Thread(target=exchange, name="training", daemon=True).start()

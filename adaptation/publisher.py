@@ -26,26 +26,26 @@ from adaptation.trainer import UpdateReport
 from adaptation.weights import ANCHOR, DrafterWeights, Version
 from drafters.feedback import Query
 
-_SLACK = 0.5  # fall per group that is forgiven, in standard errors (k)
+_SLACK = 0.5  # forgiven fall per group, in standard errors (k)
 _THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
 _FORGET = 0.9  # weight of the past in the spread of the pairs, per window
-_GROUP = 4  # pairs
+_GROUP = 4  # pairs per step of the sum
 _PROBATION = 4  # windows of pairs during which weights count as new
 _LEAST_SPREAD = 0.01  # tokens per verify; a smaller spread comes from replays of equal drafters
-_NO_GAIN = (0.0, 0.0)  # gain and standard error of a training copy that is what serves
+_NO_GAIN = (0.0, 0.0)  # gain and standard error of a training copy that equals the served weights
 
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """The verdict on a candidate, and the numbers it rests on; means are nan where there was nothing to average."""
+    """Gate decision about a candidate, with its numbers in tokens per verify; a mean over no finite scores is nan."""
 
     reason: GateReason
     num_texts: int
     candidate_mean: float
     serving_mean: float
     anchor_mean: float
-    standard_error: float  # of the mean difference candidate - serving
-    needed: float  # critical value of that difference
+    standard_error: float  # standard error of the mean difference candidate - serving
+    needed: float  # critical value of the mean difference
 
     @property
     def publish(self) -> bool:
@@ -67,7 +67,7 @@ class Gate:
     """
 
     def __init__(self, *, min_texts: int, alpha: float, judgements: int) -> None:
-        """`alpha`: false publishes per training copy, in (0, 1]; `judgements`: at most so many tests of one copy."""
+        """`alpha`: probability of a false publish per training copy, 0 to 1; `judgements`: most tests of one copy."""
         assert min_texts >= 2, "one text has no standard error"
         self.min_texts = min_texts
         self._level = alpha / judgements
@@ -181,11 +181,11 @@ class PairedCusum:
         return Alarm("worse_than_anchor", highest, self._threshold) if highest > self._threshold else None
 
     def reset(self) -> None:
-        """Set the sum to 0: another drafter serves now. The spread of pairs is the traffic's, and stays."""
+        """Reset the sum because another drafter serves; keep the spread of pairs, which depends on the traffic."""
         self._now = self._now.model_copy(update={"total": 0.0})
 
     def state(self) -> State:
-        """The sum and the spread as plain values."""
+        """Serializable state."""
         return self._now.model_dump(mode="json")
 
     def restore(self, state: State) -> None:
@@ -193,7 +193,7 @@ class PairedCusum:
         self._now = _CusumState.model_validate(state)
 
     def _add(self, differences: Sequence[float]) -> float:
-        """The highest the sum came to in this window."""
+        """Add a window of differences. # -> the highest value of the sum within it"""
         freedom = _FORGET * self._now.freedom + len(differences) - 1
         squares = _FORGET * self._now.squares + variance(differences) * (len(differences) - 1)
         spread = max(math.sqrt(squares / freedom), _LEAST_SPREAD)
@@ -208,7 +208,7 @@ class PairedCusum:
 
 
 class RollbackMonitor:
-    """Both alarms, and the scores that do not fill a window yet.
+    """Runs both alarms on windows of scores.
 
     Besides the anchor, new weights are for a while compared with those they replaced: a drafter that has learnt a lot
     can lose all of it and still be no worse than the anchor.
@@ -245,7 +245,7 @@ class RollbackMonitor:
         return None if alarm is None else replace(alarm, reason="worse_than_before")
 
     def weights_changed(self) -> None:
-        """Start over, with a probation: other weights serve now."""
+        """Restart alarms and probation because other weights serve."""
         for alarm in self.alarms.values():
             alarm.reset()
         self._pairs: list[TextScores] = []
@@ -257,7 +257,7 @@ class Verdict:
     """Outcome of a judged update."""
 
     published: bool
-    judgement: Judgement | None  # None: too little is known of the training copy, now or before the update
+    judgement: Judgement | None  # None: the training copy's gain is unknown, now or before the update
 
 
 class Publisher:
@@ -276,7 +276,7 @@ class Publisher:
         log: EventLog,
         tuning: Tuning,
     ) -> None:
-        judgements = tuning.kept_refusals + 1  # of one training copy, before it starts over
+        judgements = tuning.kept_refusals + 1  # tests of one training copy before it starts over
         self.gate = Gate(min_texts=tuning.gate_texts, alpha=tuning.gate_alpha, judgements=judgements)
         self.monitor = RollbackMonitor(tuning)
         self.evaluator = evaluator
@@ -286,9 +286,9 @@ class Publisher:
         self._weights: DrafterWeights = bootstrap.weights
         self._validation = validation
         self._training = training
-        self._max_refusals = tuning.kept_refusals  # in a row, before the training copy starts over
+        self._max_refusals = tuning.kept_refusals  # refusals in a row before the training copy starts over
         self._num_refused = 0
-        self._gained: tuple[float, float] | None = _NO_GAIN  # by the training copy, with its error; None: not known
+        self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, with its error; None: unknown
 
     def judge(self) -> Pieces[GateDecision]:
         """Judge the training copy on the kept texts of today's traffic."""
@@ -376,8 +376,8 @@ class Publisher:
         return version
 
     def restored(self, training: Mapping[str, Tensor] | None) -> None:
-        """Train on from a saved training copy, shapes [...] as in `OnlineTrainer.tensors`; None: from what is
-        served."""
+        """Load a saved training copy, shapes [...] as in `OnlineTrainer.tensors`; None: restart from the served
+        weights."""
         if training is None:
             self.start_over()
         else:
@@ -385,16 +385,16 @@ class Publisher:
             self._gained = None  # it may have been ahead of what serves
 
     def start_over(self) -> None:
-        """Train on from what is served."""
+        """Reset the training copy to the served weights."""
         self._num_refused, self._gained = 0, _NO_GAIN
         self._training.trainer.load(self._bootstrap.training_start())
 
     def forget_gain(self) -> None:
-        """What the training copy has gained is not known: an update was abandoned."""
+        """Mark the training copy's gain as unknown, because an update was abandoned."""
         self._gained = None
 
     def traffic_changed(self) -> None:
-        """The gain of the training copy was measured on other texts."""
+        """Mark the training copy's gain as unknown, and train at the full learning rate."""
         self._training.pace.traffic_changed()
         if self._gained != _NO_GAIN:
             self._gained = None
@@ -421,7 +421,7 @@ class Publisher:
         return True
 
     def _judgement(self, decision: GateDecision) -> Judgement | None:
-        """Gain of the last update alone."""
+        """Gain of the last update alone; None: unknown."""
         before, self._gained = self._gained, None
         if not decision.serving_mean > 0:
             return None
@@ -435,7 +435,7 @@ class Publisher:
         return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
     def _serves_others(self) -> None:
-        """Weights serve that no update computed."""
+        """Restart monitor and training copy: no update computed the weights that serve now."""
         self.monitor.weights_changed()
         self.start_over()
 

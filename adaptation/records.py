@@ -1,4 +1,4 @@
-"""Errors, events and status of adaptation: records without torch."""
+"""Errors, events and status of adaptation. Imports no torch."""
 
 import time
 from collections import Counter, deque
@@ -32,7 +32,7 @@ RefusalReason = Literal[
     "foreign",  # made for another model, drafter or type of weights
     "old",  # newer versions are known
     "fork",  # does not follow from the version before it
-    "misfit",  # names, shapes or numbers that cannot be
+    "misfit",  # impossible names, shapes or numbers
     "not_finite",
 ]
 
@@ -63,7 +63,7 @@ GateReason = Literal[
 ]
 """Why the gate publishes or refuses a candidate."""
 QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
-"""Why a query may be learnt from, or not."""
+"""Why a query is admitted to learning or excluded from it."""
 AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before"]
 """Why the monitor takes weights back."""
 Outcome = Literal[
@@ -75,11 +75,11 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
-"""What became of an update in training."""
+"""Outcome of an update's training."""
 Stage = Literal["observe", "update", "command", "recover", "save"]
-"""Where in the learning thread an exception arose."""
+"""Stage of the learning thread in which an exception arose."""
 Role = Literal["alone", "following", "leading"]
-"""What a replica is among others."""
+"""Role of a replica among those that share a store."""
 
 EventKind = Literal[
     "solved",  # a drafter was solved from the collected sums, and is to be judged
@@ -91,7 +91,7 @@ EventKind = Literal[
     "paused",
     "resumed",
     "loaded",  # weights of an operator or a leader serve
-    "restored",  # an earlier process's state was taken up, or could not be
+    "restored",  # an earlier process's state was loaded, or could not be
     "failed",  # an exception in learning; serving is unaffected
     "not_stored",  # the state could not be written
 ]
@@ -102,7 +102,7 @@ class Event:
     """One decision or failure, with its numbers."""
 
     kind: EventKind
-    version: int  # of the drafter that serves from here on
+    version: int  # version of the drafter that serves from here on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     unix_seconds: float = field(default_factory=time.time, compare=False)
@@ -115,7 +115,7 @@ class EventLog:
     """Emits events, counts them by kind, and keeps the latest."""
 
     def __init__(self, emit: Emit, newest: Callable[[], int]) -> None:
-        """`newest`: the version that serves, or is staged to."""
+        """`newest`: function that returns the latest served or staged version."""
         self.counts: Counter[EventKind] = Counter()
         self.latest: deque[Event] = deque(maxlen=_NUM_KEPT_EVENTS)
         self._emit = emit
@@ -139,53 +139,53 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """This replica among those that share a store. Counts are those of this process."""
+    """Status of this replica among all that share a store. Counts start with this process."""
 
     name: str = ""  # empty: there is no shared store
     role: str = "alone"  # alone, following or leading
-    connected: bool = False  # to the shared store
+    connected: bool = False  # whether the shared store answers
     leader: str = ""  # name of the replica that announced the current version
-    epoch: int = 0  # of that leader
-    number: int = 0  # of that version
-    announced_sha256: str = ""  # of the announced weights
-    served_sha256: str = ""  # of the weights that are served here, or staged
-    queries: Mapping[str, int] = field(default_factory=dict)  # by outcome
-    versions: Mapping[str, int] = field(default_factory=dict)  # by outcome
+    epoch: int = 0  # the leader's epoch
+    number: int = 0  # number of the announced version within its epoch
+    announced_sha256: str = ""  # hash of the announced weights
+    served_sha256: str = ""  # hash of the weights served or staged here
+    queries: Mapping[str, int] = field(default_factory=dict)  # counts by outcome
+    versions: Mapping[str, int] = field(default_factory=dict)  # counts by outcome
     connections_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationStatus:
-    """State of learning. Counts are those of this process."""
+    """Status of learning. Counts start with this process."""
 
     policy: str
     paused: bool
-    version: int  # of the drafter that serves
-    origin: int  # the version that first had its weights; 0: the deployed drafter
+    version: int  # served version
+    origin: int  # version that first had the served weights; 0: the deployed drafter
     newest: int  # the version that serves or is staged
     condemned: tuple[int, ...]  # versions excluded from restores
     snapshots: tuple[int, ...]  # versions that are kept
-    values: Mapping[str, float]  # by arm, gain of throughput per unit of signal; empty: the policy estimates none
+    values: Mapping[str, float]  # gain of throughput per unit of signal, by arm; empty: the policy never learns
     phase: Literal["collecting", "learning"]  # collecting: sums from which a drafter is solved
-    collected_positions: int  # of texts, in these sums
-    wanted_positions: int  # for the next solution; 0: none is due
-    balance_seconds: float | None  # serving time that learning may still lose; None: no ledger, or not opened yet
-    waiting: Mapping[str, int]  # by arm, samples in its buffer
+    collected_positions: int  # text positions in the sums
+    wanted_positions: int  # positions that the next solution needs; 0: none will follow
+    balance_seconds: float | None  # serving time that learning may still take; None: the ledger is not opened yet
+    waiting: Mapping[str, int]  # buffered samples by arm
     validation_texts: int  # texts in the validation set
     queries_observed: int
-    queries_dropped: int  # the queue was full
-    queries_excluded: int  # not admitted to learning
-    excluded: Mapping[str, int]  # the same by reason
-    samples_dropped: int  # their buffer was full
-    decisions: Mapping[str, int]  # by choice and reason, "head:gain"
-    updates: Mapping[str, int]  # completed ones, by arm
+    queries_dropped: int  # queries lost to a full queue
+    queries_excluded: int  # queries not admitted to learning
+    excluded: Mapping[str, int]  # excluded queries by reason
+    samples_dropped: int  # samples lost to a full buffer
+    decisions: Mapping[str, int]  # counts by choice and reason, such as "head:gain"
+    updates: Mapping[str, int]  # completed updates by arm
     publishes: int
     refusals: int
     rollbacks: int
     discards: int
-    training_seconds: float  # of updates and their evaluation
+    training_seconds: float  # seconds of updates and their evaluation
     kl_to_anchor: float | None  # None: not enough texts yet
-    failures: Mapping[str, int]  # of the learning thread, by stage
-    restarts: int  # of the learning thread
-    events: tuple[Event, ...] = ()  # the latest, oldest first
+    failures: Mapping[str, int]  # exceptions in the learning thread by stage
+    restarts: int  # replaced learning threads
+    events: tuple[Event, ...] = ()  # latest events, oldest first
     replicas: ReplicaStatus = field(default_factory=ReplicaStatus)

@@ -18,23 +18,23 @@ from drafters.feedback import DraftLabels, QueryFeedback
 from drafters.protocol import Noise
 from drafters.training.corpus import Example
 
-_ACCEPTED_PER_REJECTED = 3  # the rank head must see both, or it learns that everything is rejected
-_LEAST_PROMPT = 2  # positions; a first label needs a position with features and a token before it
-_LEAST_ANSWER = 4  # labelled tokens; fewer do not score a drafter
-_MISSED_MEMORY = 512  # rejected positions in the mean of what blocks miss
+_ACCEPTED_PER_REJECTED = 3  # accepted labels per rejected one: the rank head has to see both
+_LEAST_PROMPT = 2  # prompt positions: a first label needs a position with features and a token before it
+_LEAST_ANSWER = 4  # labelled tokens; fewer cannot score a drafter
+_MISSED_MEMORY = 512  # rejected positions in the running mean of 1 - r
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
-_HURRIED_SHARE = 0.5  # of queries held for validation until the set is full
+_HURRIED_SHARE = 0.5  # queries held for validation until the set is full
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Training data of one query."""
+    """Training data from one query."""
 
-    signal: float  # s of the kept draft labels, and of steps without a drafted block
+    signal: float  # s, summed over kept draft labels and steps without a drafted block
     num_rejected: int
     draft_labels: DraftLabels
     example: Example | None  # None: too little text for a full update
-    noise: Noise  # of the labels; each token is the first after its root
+    noise: Noise  # sampling noise of the labels; each token is the first after its root
 
 
 class UndraftedSignal:
@@ -50,17 +50,17 @@ class UndraftedSignal:
         self._missed += (sample.signal - sample.num_rejected * self._missed) / self._num_observed
 
     def signal(self, steps: int) -> float:
-        """Signal of so many steps."""
+        """Expected signal of so many steps without a drafted block."""
         return steps * self._missed
 
 
 def undrafted_steps(feedback: QueryFeedback) -> int:
-    """Number of steps whose own token has no label of a rejected draft."""
+    """Number of steps whose own token carries no label of a rejected draft."""
     return max(0, feedback.query.num_steps - feedback.draft_labels.num_rejected)
 
 
 def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingSample:
-    """The newest rejected positions of a query, at most `most_rejected`, and accepted ones between them."""
+    """Sample of a query's newest rejected positions, at most `most_rejected`, and the accepted ones between them."""
     labels, query = _newest(feedback.draft_labels, most_rejected), feedback.query
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
     noise = Noise.of_text(query.seed, query.temperature, query.offset + labels.positions - 1)
@@ -68,7 +68,7 @@ def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingS
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:
-    """The text for full updates and replays, from its first feature on; None: it is too short."""
+    """Text of a query for full updates and replays, from its first feature on; None: it is too short."""
     tokens = torch.tensor(feedback.query.tokens[feedback.first :])
     prompt = max(feedback.prompt - feedback.first, _LEAST_PROMPT)
     unlabelled = prompt + feedback.first - feedback.prompt
@@ -110,7 +110,7 @@ class SampleBuffers:
         rng: random.Random,
         max_positions: int = _MAX_POSITIONS,
     ) -> None:
-        """`update_samples`: of a full update; what new samples leave free, `rng` draws from the replay buffer."""
+        """`update_samples`: samples per full update; `rng` fills up from the replay buffer."""
         self.num_dropped = self.num_remembered = 0
         self._max_samples = max_samples
         self._max_positions = max_positions
@@ -141,7 +141,7 @@ class SampleBuffers:
         self._replay.append(sample)
 
     def add(self, arm: Arm, sample: TrainingSample) -> None:
-        """Queue a sample; for the head update without its text."""
+        """Queue a sample; one for the head update loses its text."""
         self._waiting.append((arm, replace(sample, example=None) if arm == "head" else sample))
         if self.counts[arm] > self._max_samples[arm]:
             self._drop(next(index for index, (name, _) in enumerate(self._waiting) if name == arm))
@@ -182,7 +182,7 @@ class SampleBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ValidationText:
-    """A text to be replayed, and the number under which its scores are cached."""
+    """A text for replays, with the number under which its scores are cached."""
 
     number: int
     example: Example
@@ -223,7 +223,7 @@ class ValidationSet:
         return len(self.current) == self._texts.maxlen
 
     def traffic_changed(self) -> None:
-        """Use only texts from now on."""
+        """Count only texts from now on as current."""
         self._first_current = self._number + 1
 
     def draws(self) -> bool:

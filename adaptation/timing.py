@@ -1,4 +1,4 @@
-"""Decides when training may compute: as far as the ledger covers what it takes from serving, and in idle time."""
+"""Decides when training may compute: while the server is idle, or as far as the ledger covers the delay of serving."""
 
 import contextlib
 import math
@@ -12,12 +12,12 @@ from drafters.decision import GainPosterior
 
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
-"""Work in small pieces: it yields between two, so that something else can come first, and returns its result. Closing
-it undoes what it has begun."""
+"""Generator that yields between pieces of work, so that queries and commands come first, and returns the result.
+Closing it undoes the work so far."""
 
 
 def completed(pieces: Pieces[Result]) -> Result:
-    """Do all pieces at once, and return their result."""
+    """Run all pieces at once and return the result."""
     try:
         while True:
             next(pieces)
@@ -25,11 +25,11 @@ def completed(pieces: Pieces[Result]) -> Result:
         return cast(Result, end.value)
 
 
-_PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # of a step beside training, in steps: measured on two cores; spread of one step
+_PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # relative delay of a step beside training (two cores), and its spread
 _LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and less than this drowns in noise
-_MEMORY_STEPS = 128  # that a mean of step times remembers
-_BETWEEN_STEPS_SECONDS = 0.05  # after a step in which serving counts as busy: more than lies between two steps
-_LONGEST_STEP_SECONDS = 1.0  # after the begin of a step that failed, so that no end of it was recorded
+_MEMORY_STEPS = 128  # window of a mean step time
+_BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy so long after a step: longer than the gap between two
+_LONGEST_STEP_SECONDS = 1.0  # serving counts as busy so long after the start of a step without a recorded end
 
 
 class StepDelay:
@@ -51,7 +51,7 @@ class StepDelay:
 
     @property
     def share(self) -> float:
-        """Share of the time of training that serving loses."""
+        """Seconds that serving loses per second of training beside it."""
         delay = max(_LEAST_DELAY, self._delay.mean)
         return delay / (1.0 + delay)
 
@@ -69,7 +69,7 @@ class TrainingTime:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`device`: where a thread trains; `covers`: whether the ledger covers so many seconds more."""
+        """`device`: the training thread's; `covers`: whether the ledger covers so many seconds more."""
         self.seconds = 0.0
         self.disturbs = True  # training slows steps beside it; not in a process that runs where nothing else wants to
         self._covers = covers
@@ -82,7 +82,7 @@ class TrainingTime:
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Measure what runs in this context, and charge it if serving is busy at its end."""
+        """Context manager that measures training seconds, and charges them if serving is busy at the end."""
         began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
@@ -93,19 +93,19 @@ class TrainingTime:
             self._uncharged += 0.0 if self.is_idle else seconds * self.taken_share
 
     def add_process_seconds(self, seconds: float) -> None:
-        """Count CPU seconds of another process that this thread waited for."""
+        """Add CPU seconds of the training process to the context under way."""
         self._process_seconds += seconds
 
     def stepped(self, variant: Hashable, seconds: float) -> bool:
         """Record an engine step; steps of one variant take equally long. Called by the engine's thread.
-        # -> whether its time is that of serving alone"""
+        # -> whether no training slowed it"""
         self._step_ended_at = self._clock()
         trains = self._computes
         self._delay.observe(variant, seconds, trains=trains)
         return not (trains and self.disturbs)
 
     def stepping(self) -> None:
-        """Record that an engine step begins. Called by the engine's thread."""
+        """Record the start of an engine step. Called by the engine's thread."""
         self._step_began_at = self._clock()
 
     @property
@@ -119,7 +119,7 @@ class TrainingTime:
 
     @property
     def taken_share(self) -> float:
-        """Share of the time of training beside serving that serving loses."""
+        """Seconds that serving loses per second of training beside it."""
         return self._delay.share
 
     def taken(self) -> float:
@@ -144,10 +144,10 @@ class IdleTime:
         self._clock = clock
         self._rests_until = 0.0
         self._num_failures = 0
-        self._num_texts = 0  # at the last update
+        self._num_texts = 0  # texts seen by the last update
 
     def may_begin(self, num_texts: int) -> bool:
-        """Whether another update may begin. `num_texts`: texts there were so far, in all."""
+        """Whether another update may begin. `num_texts`: texts observed since start."""
         if num_texts != self._num_texts:
             self._num_texts, self._num_failures = num_texts, 0
         return self._share > 0 and self._clock() >= self._rests_until and self._num_failures < self._max_failures

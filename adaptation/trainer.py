@@ -35,12 +35,12 @@ from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, head_loss
 
 _PROMPT = 16  # tokens before an answer: with all 35 of German texts an update costs an eighth more, and learns no more
-_ANCHORS = 4  # blocks per text on which the distance to the anchor is computed
+_ANCHORS = 4  # blocks per text for the distance to the anchor
 _HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
 _adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
 
-_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # of the share, after a publish and a clearly worse candidate
+_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # factors of the share after a publish and a clearly worse candidate
 _FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
 _SOLVED_STEP = 0.01
 """Step size for a drafter that was solved and not trained yet, in units of each parameter's root mean square."""
@@ -51,7 +51,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
-    """Return a function that gives the anchor's output rows for tokens it knows, and the target's own for others.
+    """Output rows by vocabulary: the anchor's for tokens it knows, the target's own for others.
 
     A drafter predicts the target's hidden state, so the target's rows fit it. Weights that an operator or another
     replica brings may have another vocabulary than the anchor.
@@ -109,7 +109,7 @@ class TextDivergence:
         labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
         valid = labels >= 0
         if not model.config.injected:
-            valid[..., 0] = False  # counted at its position
+            valid[..., 0] = False  # the position itself counts this entry
         valid[..., 1:] &= reached[..., :-1]
         return valid
 
@@ -124,15 +124,15 @@ class Pace:
         self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
 
     def share(self, arm: Arm) -> float:
-        """Share of the learning rate, above 0 and at most 1."""
+        """Share of the arm's learning rate, above 0 and at most 1."""
         return self._shares[arm]
 
     def published(self, arm: Arm) -> None:
-        """Raise the share."""
+        """Raise the arm's share after a published update."""
         self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
 
     def clearly_worse(self, arm: Arm) -> None:
-        """Cut the share."""
+        """Cut the arm's share after an update that made the drafter clearly worse."""
         self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
 
     def traffic_changed(self) -> None:
@@ -144,16 +144,16 @@ class Pace:
 class Rules:
     """Settings of all updates."""
 
-    learning_rate: float  # of full updates; with `relative`, in units of each one's root mean square
+    learning_rate: float  # for full updates; with `relative`, in units of each parameter's root mean square
     relative: bool
     anchor_weight: float
-    blocks: int  # per tree that are trained
+    blocks: int  # trained blocks per tree
     autocast: bool  # products in bf16; weights, sums and optimizer in fp32
     tuning: Tuning
 
 
 def rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *, autocast: bool) -> Rules:
-    """A drafter that is solved from traffic has far to go: its steps are as large as its weights allow."""
+    """Update settings of a drafter. One that is solved from traffic trains in steps as large as its weights allow."""
     if not drafter.made:
         tuning = replace(tuning, update_norm=_SOLVED_STEP * tuning.full_steps)
     return Rules(
@@ -173,17 +173,17 @@ class UpdateReport:
     arm: Arm
     outcome: Outcome
     seconds: float
-    losses: tuple[dict[str, float], ...] = ()  # by step and term; only the last step of a pass has `anchor`
+    losses: tuple[dict[str, float], ...] = ()  # one dict per step, by term; only the last step of a pass has `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
 
     @property
     def applied(self) -> bool:
-        """Whether the weights have changed."""
+        """Whether the update changed the weights."""
         return self.outcome == "applied"
 
 
 class _Discard(Exception):
-    """Ends an update that is not applied."""
+    """Raised to end an update without applying it."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -219,7 +219,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, share: float = 1.0) -> None:
-        """Apply the gradients at this share of the rate; parameters without a gradient stay."""
+        """Take one step at this share of the learning rate; parameters without a gradient are left unchanged."""
         num_steps = int(max(state["step"] for state in self._state.values()))
         share *= min(1.0, (num_steps + 1) / self._warm_up_steps)
         for (name, parameter), rate in zip(self._parameters.items(), self._rates(), strict=True):
@@ -229,13 +229,13 @@ class Adam:
                 _adamw([parameter], [parameter.grad], *moments, [], [state["step"]], lr=share * rate)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state itself by name, shapes [...] as the parameters'."""
+        """Optimizer state by name, not copied; shapes [...] as the parameters'."""
         moments = {f"{name}.{kind}": value for name, state in self._state.items() for kind, value in state.items()}
         return moments | {f"{name}.rate": rate for name, rate in self._relative.items()}
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget all moments and rates."""
+        """Zero all moments and relative rates."""
         for value in self.tensors().values():
             value.zero_()
 
@@ -250,7 +250,7 @@ class Adam:
 
 
 class Descent:
-    """Takes gradients as they are for steps, and has no state."""
+    """Stateless optimizer: subtracts the gradients, which are Newton steps already."""
 
     gradient_norm = math.inf
 
@@ -259,17 +259,17 @@ class Descent:
 
     @torch.no_grad()
     def step(self, share: float = 1.0) -> None:
-        """Apply this share of the gradients."""
+        """Subtract this share of the gradients."""
         for parameter in self._parameters.values():
             assert parameter.grad is not None
             parameter.add_(parameter.grad, alpha=-share)
 
     def tensors(self) -> dict[str, Tensor]:
-        """No state."""
+        """Optimizer state by name: empty."""
         return {}
 
     def reset(self) -> None:
-        """Forget nothing."""
+        """No-op: there is no state."""
 
 
 class OnlineTrainer:
@@ -305,8 +305,8 @@ class OnlineTrainer:
         self._optimizers: dict[Arm, Adam | Descent] = {"head": Descent(heads), "full": full}
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
-        """Learn from these samples, one optimizer step per piece, or leave everything as it was. `rate_share` scales
-        the arm's learning rate."""
+        """Train on these samples, one optimizer step per piece; a failed update restores all weights and moments.
+        `rate_share` scales the arm's learning rate."""
         before, moments = _copies(self._trained[arm].values()), _copies(self._optimizers[arm].tensors().values())
         losses: list[dict[str, float]] = []
         seconds = 0.0
@@ -328,7 +328,7 @@ class OnlineTrainer:
         return UpdateReport(arm, outcome, seconds, tuple(losses), moved)
 
     def moments(self) -> dict[str, Tensor]:
-        """States of the optimizers themselves by arm and name, shapes [...] as the parameters'."""
+        """Optimizer state tensors by arm and name, not copied; shapes [...] as the parameters'."""
         return {
             f"{arm}.{name}": value
             for arm, optimizer in self._optimizers.items()
@@ -337,18 +337,18 @@ class OnlineTrainer:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Start from other weights, shapes [...] as in the drafter, with reset optimizers."""
+        """Load other weights, shapes [...] as in the drafter, and reset the optimizers."""
         write_weights(self._model, weights)
         for optimizer in self._optimizers.values():
             optimizer.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer states that a later process needs, always with the same names and shapes [...]."""
+        """Weights and optimizer state for a later process; names and shapes [...] never change."""
         return {f"weights.{name}": value for name, value in weights_of(self._model).items()} | self.moments()
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load `tensors()` of an earlier process, shapes [...] as there."""
+        """Load the `tensors()` of an earlier process, with the same names and shapes [...]."""
         for name, value in self.tensors().items():
             value.copy_(tensors[name])
         self._model.set_vocabulary(self._model.d2t.clone())

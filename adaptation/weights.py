@@ -1,4 +1,4 @@
-"""The copies of a drafter: the one that serves, written here and nowhere else, the one that is trained, and the anchor.
+"""Copies of a drafter: serving weights (written by this module only), training copy, anchor and replica.
 
 New weights are staged by the adaptation thread and written by the engine thread in `between_steps`, in place and as a
 whole, so that a step never sees two versions. Every change of weights, a restore too, is a new and higher version.
@@ -37,12 +37,12 @@ class ServedDrafter:
     """The drafter that serves, and what learning needs of its target."""
 
     config: DrafterConfig
-    weights: Mapping[str, Tensor]  # by name, in the serving dtype
-    target_head: Tensor | None  # [target_vocab, hidden], output rows for tokens the anchor lacks; None: not known
+    weights: Mapping[str, Tensor]  # tensors by name, in the serving dtype
+    target_head: Tensor | None  # [target_vocab, hidden], output rows for tokens the anchor lacks; None: unknown
     prepare: Prepare
     embed: Embed  # the target's embedding, on the device that trains
-    embedding: Tensor | None  # [target_vocab, hidden], its table for a training process; None: no process
-    blocks: int = 2  # M, per tree as served
+    embedding: Tensor | None  # [target_vocab, hidden], the target's table for a training process; None: no process
+    blocks: int = 2  # M, blocks per served tree
     made: bool = True  # False: no trained weights yet; they are solved from traffic
     given: Mapping[str, Tensor] | None = None  # weights of another target's drafter, tried before solving
 
@@ -53,7 +53,7 @@ class Version:
 
     version: int
     origin: int  # the version that first had them; 0 is the anchor
-    weights: dict[str, Tensor]  # by name, in the serving dtype
+    weights: dict[str, Tensor]  # tensors by name, in the serving dtype
     write: Callable[[], None]
     replaced: dict[str, Tensor] | None = None  # the weights that a publish replaced
 
@@ -83,7 +83,7 @@ class DrafterWeights:
         self.training = _model(config, weights, torch.float32, train_device).requires_grad_(True)
         self.replica = _model(config, weights, replica_dtype or served["lm_head.weight"].dtype, train_device)
         self.condemned: set[int] = set()
-        self.highest = max([ANCHOR, *snapshots.versions])  # version that was ever used, by earlier processes too
+        self.highest = max([ANCHOR, *snapshots.versions])  # highest version ever used, by earlier processes too
         self._staged: Version | None = None
         self._lock = threading.Lock()
 
@@ -94,27 +94,27 @@ class DrafterWeights:
 
     @property
     def train_device(self) -> torch.device:
-        """Where the training copy, the anchor and the replica are."""
+        """Device of training copy, anchor and replica."""
         return self.training.d2t.device
 
     @property
     def version(self) -> int:
-        """The version that is served."""
+        """Version number of the served weights."""
         return self._served.version
 
     @property
     def newest(self) -> int:
-        """The version that is served, or staged to be."""
+        """Version number of `latest`."""
         return self.latest.version
 
     @property
     def origin(self) -> int:
-        """The version that first had the weights that are served."""
+        """Version number under which the served weights were first served."""
         return self._served.origin
 
     @property
     def latest(self) -> Version:
-        """What is served, or staged to be."""
+        """The staged weights if there are any, else the served ones."""
         return self._staged or self._served
 
     @property
@@ -123,15 +123,15 @@ class DrafterWeights:
         return self._staged is not None
 
     def between_steps(self) -> int:
-        """Write what is staged, if anything. Called by the engine thread. An exception leaves the former weights whole,
-        and the others staged. # -> the version of the next step"""
+        """Write staged weights, if any. Called by the engine thread between two steps. An exception leaves the former
+        weights intact and the new ones staged. # -> the version of the next step"""
         if self._staged is not None:
             with self._lock:
                 self._write(self._staged)
         return self.version
 
     def publish(self, scores: Mapping[str, float]) -> int:
-        """Store the training copy as a snapshot and stage it. Raises NotStored, and then nothing has changed."""
+        """Store the training copy as a snapshot and stage it. Raises NotStored and then changes nothing."""
         assert not self.pending, "the version before has not reached the engine"
         return self._add(self._as_served(weights_of(self.training)), scores, replaced=self._served.weights)
 
@@ -153,18 +153,18 @@ class DrafterWeights:
             try:
                 return self._bring_back(older, self.snapshots.get(older, self.layout).tensors)
             except Damaged as error:
-                logger.warning("drafter version %d is not gone back to: %s", older, error)
+                logger.warning("skipping drafter version %d in the rollback: %s", older, error)
         return self._bring_back(ANCHOR, self._first)
 
     def condemn(self) -> int:
-        """Exclude what is served or staged from later restores. # -> its version"""
+        """Exclude the served or staged weights from later restores. # -> the version that first had them"""
         origin = self.latest.origin
         if origin != ANCHOR:
             self.condemned.add(origin)
         return origin
 
     def resume(self, newest: int, condemned: set[int]) -> None:
-        """Take up what an earlier process knew: versions that were used, and condemned ones."""
+        """Load the version numbers that an earlier process used, and those it condemned."""
         self.highest = max(self.highest, newest)
         self.condemned |= condemned
 
@@ -190,7 +190,7 @@ class DrafterWeights:
         return self._as_replica(self._as_served(weights_of(self.training)))
 
     def previous(self) -> SpecBlock:
-        """The replica with the weights that the served or staged ones were published in place of."""
+        """The replica with the weights that the last publish replaced."""
         assert self.latest.replaced is not None, "they were not published"
         return self._as_replica(self.latest.replaced)
 
@@ -204,7 +204,7 @@ class DrafterWeights:
         return staged
 
     def _claim(self) -> int:
-        """A new version. One whose publish fails is not used again: it may have reached the disk."""
+        """Next version number. That of a failed publish is not used again: it may have reached the disk."""
         self.highest += 1
         return self.highest
 
@@ -264,7 +264,7 @@ class DrafterWeights:
 
 
 def in_place(model: SpecBlock) -> Prepare:
-    """A `Prepare` that copies weights into a network of the training form."""
+    """Make a `Prepare` that copies weights into a network of the training form."""
     return lambda weights: partial(write_weights, model, weights)
 
 

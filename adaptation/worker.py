@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _Command = tuple[Future[Any], Callable[[], object]]
-_POLL_SECONDS = 0.1  # between two looks whether something is due and may compute
-_LONGEST_POLL_SECONDS = 1.0  # the time between doubles up to this while nothing is
+_POLL_SECONDS = 0.1  # shortest interval between two checks for due work
+_LONGEST_POLL_SECONDS = 1.0  # the interval doubles up to this while no work is due
 _MAX_NICENESS = 19
 
 
 class Loop(Protocol):
-    """What the thread runs: the learner, or a test's stand-in."""
+    """Interface of the learner that the thread runs."""
 
     @property
     def waits(self) -> bool:
@@ -41,7 +41,7 @@ class Loop(Protocol):
         ...
 
     def observe(self, feedback: QueryFeedback) -> object:
-        """Take in one finished query."""
+        """Observe one finished query."""
 
     def work(self) -> bool:
         """Do the next piece of an update; begin one if it is due. # -> whether there was a piece that may compute"""
@@ -50,7 +50,7 @@ class Loop(Protocol):
         """Undo the update under way, if any."""
 
     def recover(self, error: str) -> None:
-        """Go on after an exception in any call."""
+        """Restore a consistent state after an exception in any call."""
 
     def save(self, *, training: bool) -> None:
         """Store the state; `training`: the training copy too."""
@@ -87,7 +87,7 @@ class Inbox:
         return answer
 
     def take(self, timeout_seconds: float, *, queries: bool = True) -> QueryFeedback | _Command | None:
-        """Remove what is next, a query only with `queries`; None: nothing came in time, or the thread is to end."""
+        """Pop the next command, or with `queries` the next query; None: timeout, or the thread is stopping."""
         waiting = (self._commands, self.queries) if queries else (self._commands,)
         with self._ready:
             if not (any(waiting) or self.stopping):
@@ -95,13 +95,13 @@ class Inbox:
             return next((queue.popleft() for queue in waiting if queue), None)
 
     def stop(self) -> None:
-        """Let the thread end."""
+        """Ask the thread to end."""
         with self._ready:
             self.stopping = True
             self._ready.notify_all()
 
     def cancel_commands(self) -> None:
-        """Cancel what no thread will run any more."""
+        """Cancel all commands that still wait."""
         for answer, _ in self._commands:
             answer.cancel()
 
@@ -188,7 +188,7 @@ class Worker:
             self._guard("save", lambda: self.loop.save(training=True))
 
     def _turn(self) -> None:
-        """Do what is next: commands, then queries, then a piece of an update."""
+        """Run one command, else observe one query, else do one piece of an update."""
         taken = self.inbox.take(self._pause_seconds, queries=not self.loop.waits)
         if isinstance(taken, tuple):
             self._attempt("command", partial(_carry_out, *taken))
@@ -200,7 +200,7 @@ class Worker:
             self._pause_seconds = 0.0
 
     def _work(self) -> None:
-        # Longer after a piece that fails, too.
+        # Set before the piece, so that a failing one waits longer too.
         self._pause_seconds = min(max(_POLL_SECONDS, 2 * self._pause_seconds), _LONGEST_POLL_SECONDS)
         if self.trains and not self.inbox.stopping:
             self._pause_seconds = 0.0 if self.loop.work() else self._pause_seconds
@@ -233,7 +233,7 @@ def _carry_out(answer: Future[Any], command: Callable[[], object]) -> None:
     except Exception as error:
         answer.set_exception(error)
         raise
-    except BaseException:  # what ends this thread must not end the caller's
+    except BaseException:  # an exception that ends this thread must not end the caller's
         answer.set_exception(RuntimeError("the adaptation thread died over this command"))
         raise
 
@@ -247,7 +247,7 @@ def lower_priority(niceness: int) -> None:
 
 
 LOW_PRIORITY = 0
-"""The lowest CUDA stream priority; serving takes -1."""
+"""CUDA stream priority of training, the lowest; serving has -1."""
 
 
 @contextmanager
@@ -257,13 +257,13 @@ def low_priority_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.Stream(device, priority=LOW_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))  # which may still fill the training copies
+    stream.wait_stream(torch.cuda.current_stream(device))  # serving may still be filling the training copies
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
 
 
 def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
-    """The query on the device that learns, safe to be read by the calling thread's stream."""
+    """Copy a query to the training device, safe to read on the calling thread's stream."""
     if feedback.ready is None:
         return feedback
     feedback.ready.synchronize()
@@ -280,6 +280,6 @@ def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
 
 
 def _taken(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; the memory is not reused for serving before this stream has read it."""
+    """Copy a tensor [...] to the device; serving reuses its memory only after this stream has read it."""
     value.record_stream(torch.cuda.current_stream(value.device))
     return value.to(device)

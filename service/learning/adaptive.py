@@ -1,5 +1,4 @@
-"""Assembles a server that learns: engine, drafter, learner and its thread; or a trainer that learns for other
-replicas."""
+"""Assembles a server that learns (engine, drafter, learner and its thread), or a trainer for other replicas."""
 
 import hashlib
 import logging
@@ -68,7 +67,7 @@ class Adaptive:
         """Start learning. `wake` lets an idle engine take one step, so that new weights do not wait for a request."""
         self.learner.weights.on_staged = wake
         try:
-            self.learner.training.start()  # now, because its imports would slow serving down
+            self.learner.training.start()  # before serving, which its imports would slow down
         except OSError as error:
             logger.error("the process that trains did not start; the first query tries again: %s", error)
         self.worker.start()
@@ -135,8 +134,8 @@ def build_adaptive(
     tuning: Tuning | None = None,
     policy: Bandit | None = None,
 ) -> Adaptive:
-    """Build an engine as the assembly would, with a drafter of its own that learns, or goes on from the state in
-    `folder`. `policy`: of learning, other than the configured one. Raises StartupError."""
+    """Build an engine with a drafter of its own that learns, from the state in `folder` if there is one. `policy`:
+    learning policy in place of the configured one. Raises StartupError."""
     config, limits, tuning = assembly.config.adaptation, limits or assembly.limits, tuning or Tuning()
     ledger, source, parts = RegretLedger(), _own_drafter(assembly), assembly.loaded.parts
     network, table = source.serving.network, parts.embedding
@@ -273,7 +272,7 @@ def stop_learning(worker: Worker, replicas: Replicas) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _EngineHooks:
-    """Implements the engine's `Learning`: weights come in, and feedback of finished queries goes out."""
+    """Implements the engine's `Learning` hooks: new weights before a step, feedback after a query."""
 
     weights: DrafterWeights
     time: TrainingTime
@@ -295,7 +294,7 @@ class _EngineHooks:
 
 
 def _own_drafter(assembly: Assembly) -> LoadedDrafter:
-    """Load the drafter once more, for its weights are replaced. Raises StartupError if it has none."""
+    """Load a second copy of the drafter, whose weights learning replaces. Raises StartupError if it has none."""
     found = load_drafter(assembly.drafter_folder, assembly.loaded, blocks=assembly.config.draft_blocks)
     if found is None:
         raise StartupError(
@@ -318,8 +317,8 @@ def _write_origin(
 
 
 def learning_folder(state_dir: Path, loaded: LoadedModel, drafter: Path | None) -> Path:
-    """The folder of the learning state: it belongs to one target and one deployed drafter, or to the shapes of a
-    drafter that is solved from traffic."""
+    """Folder of the learning state: one per target and deployed drafter, or per shape of a drafter that is solved from
+    traffic."""
     digest = hashlib.sha256()
     if drafter is None:
         assert loaded.initial_drafter is not None, "nothing learns"

@@ -22,7 +22,7 @@ OTHER: Final = "other"  # label of reasons that are sentences, which the log has
 
 
 def _words(literal: Any, *but: str) -> tuple[str, ...]:
-    """The words of a Literal without some."""
+    """Values of a Literal, without some of them."""
     return tuple(word for word in get_args(literal) if word not in but)
 
 
@@ -116,12 +116,18 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("drafter_origin", "Version that first had the serving weights.", lambda s: s.origin),
     Gauge(
         "adaptation_phase{phase}",
-        "1 for the current phase; collecting: positions of texts for a new drafter.",
+        "1 for the current phase; collecting: gathering training data for the first drafter.",
         lambda s: {s.phase: 1.0},
         LEARNING_PHASES,
     ),
-    Gauge("adaptation_collected_positions", "Positions collected for a new drafter.", lambda s: s.collected_positions),
-    Gauge("adaptation_wanted_positions", "Positions wanted for it; 0: none.", lambda s: s.wanted_positions),
+    Gauge(
+        "adaptation_collected_positions", "Positions collected for the first drafter.", lambda s: s.collected_positions
+    ),
+    Gauge(
+        "adaptation_wanted_positions",
+        "Positions that the next solution needs; 0: none follows.",
+        lambda s: s.wanted_positions,
+    ),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
     Gauge(
         "adaptation_balance_seconds",

@@ -30,7 +30,7 @@ class Live:
     def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._clock = clock
-        self.guard = Guard()  # the engine's, once it is loaded
+        self.guard = Guard()  # replaced by the engine's guard once it is loaded
         self._steps: deque[StepStats] = deque(maxlen=_MAX_PENDING)
         self._finished: deque[FinishStats] = deque(maxlen=_MAX_PENDING)
         self._happened: deque[Json] = deque(maxlen=_MAX_PENDING)
@@ -80,7 +80,7 @@ class Live:
             sources.update(step.accepted_by_source)
             self._memory = step.memory
         moment: Json = {
-            "unix_seconds": self._now(),  # its end
+            "unix_seconds": self._now(),  # end of the moment
             "seconds": seconds,
             "tokens_per_second": _rate(sum(step.emitted_tokens for step in steps), seconds),
             "prompt_tokens_per_second": _rate(sum(step.prompt_tokens for step in steps), seconds),
@@ -138,7 +138,7 @@ class SinceStart:
         self._longest = 1.0  # seconds of a span
 
     def add(self, new: Decoded) -> None:
-        """Append what was generated since the last call."""
+        """Append the tokens generated since the last call."""
         self._append(new)
         if len(self.spans) > _KEPT_SPANS:
             self._longest *= 2
@@ -166,7 +166,7 @@ def compared(steps: Sequence[StepStats]) -> Json | None:
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:
-    """Remove and return the records that are there now; more may be appended meanwhile."""
+    """Remove and return all present records; other threads may append more meanwhile."""
     return [waiting.popleft() for _ in range(len(waiting))]
 
 
