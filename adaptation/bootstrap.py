@@ -12,10 +12,10 @@ import time
 import torch
 from torch import Tensor
 
+from adaptation.evaluator import Rows
 from adaptation.feedback import TokenCounts
 from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import State
-from adaptation.trainer import Rows
 from adaptation.weights import ANCHOR, DrafterWeights, ServedDrafter
 from drafters.decision import SHARE
 from drafters.network.checkpoint import weights_of, write_weights

@@ -3,13 +3,10 @@
 Requests with `store: false` leave no trace here. Recording costs the engine 1 to 2 % of a step, learnt from or not.
 """
 
-import hashlib
 import math
 import random
-import secrets
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -19,8 +16,9 @@ from torch import Tensor
 
 from adaptation.config import Tuning
 from adaptation.policy import Arm, Bandit, QueryReport, State
-from adaptation.records import QuotaReason
 from adaptation.samples import (
+    Admission,
+    Quota,
     SampleBuffers,
     TrainingSample,
     UndraftedSignal,
@@ -31,13 +29,6 @@ from adaptation.samples import (
 )
 from drafters.feedback import QueryFeedback
 
-_QUERY_POSITIONS = 32  # largest number of rejected positions learnt from per query
-_HALF_LIFE_SECONDS = 600.0  # half-life of a client's past use
-_MAX_CLIENTS = 4096  # clients that the quota remembers at most
-_TICKS = 64  # ticks per half-life: counts decay once per tick, so that a query costs no walk over all clients
-_LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share of others without using the own one
-_NEGLIGIBLE = 0.01  # queries or positions below which a client is forgotten
-_KEPT_OF_FULL = 3, 4
 _MANY_WITHOUT_TEXT = 64  # queries in a row after which texts count as unavailable
 _IN_A_ROW = 8  # consecutive recorded sequences: a step with one costs as much as if all were recorded
 _RESTING_SHARE = 1 / 32  # recorded queries while no update promises a gain
@@ -57,110 +48,6 @@ _PRIOR = 1024  # weight of the long-term counts in the recent ones, in tokens (D
 _HALF_LIFE = 65_536  # half-life of the long-term counts, in tokens
 _MAX_PER_QUERY = 4  # largest count of a token per query: no single text decides
 _MIN_STORED = 0.5  # smaller counts are not stored
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Number of a query's rejected positions that may be learnt from; 0 unless the reason is `admitted`."""
-
-    positions: int
-    reason: QuotaReason
-
-    @property
-    def admitted(self) -> bool:
-        """Whether the query may be learnt from."""
-        return self.positions > 0
-
-
-@dataclass(slots=True)
-class _Use:
-    offers: float = 0.0  # finished queries, decayed
-    taken: float = 0.0  # admitted positions, decayed
-
-
-class Quota:
-    """Admits queries while their client has at most its share of the recent training data.
-
-    The share is `client_share`, or an equal one with few active clients. Below `free_queries` all are admitted. Clients
-    are stored as hashes with a random key of this process; of more than `max_clients` the least active are forgotten.
-    """
-
-    def __init__(
-        self,
-        *,
-        client_share: float,
-        free_queries: int,
-        clock: Callable[[], float] = time.time,
-        query_positions: int = _QUERY_POSITIONS,
-        half_life_seconds: float = _HALF_LIFE_SECONDS,
-        max_clients: int = _MAX_CLIENTS,
-    ) -> None:
-        self.query_positions = query_positions
-        self._client_share = client_share
-        self._free_positions = free_queries * query_positions
-        self._tick_seconds = half_life_seconds / _TICKS
-        self._max_clients = max_clients
-        self._clock = clock
-        self._key = secrets.token_bytes(32)
-        self._uses: dict[bytes, _Use] = {}
-        self._num_active = 0
-        self._taken = 0.0
-        self._ticked_at = clock()
-
-    @property
-    def share(self) -> float:
-        """Share of the training data that one client may have now."""
-        return max(self._client_share, 1 / max(1, self._num_active))
-
-    def admit(self, client: str, positions: int, *, store: bool) -> Admission:
-        """Admit or refuse a finished query by its client and number of rejected positions, and count it."""
-        if not store:
-            return Admission(0, "not_stored")
-        if positions < 1:
-            return Admission(0, "nothing_to_learn")
-        self._forget()
-        use = self._offer(self._hash(client))
-        # The factor allows for rounding: the total is a sum of the parts.
-        if use.taken > max(self._free_positions, self.share * self._taken * (1 + 1e-9)):
-            return Admission(0, "over_share")
-        granted = min(positions, self.query_positions)
-        use.taken += granted
-        self._taken += granted
-        return Admission(granted, "admitted")
-
-    def _hash(self, client: str) -> bytes:
-        return hashlib.blake2b(client.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key).digest()
-
-    def _offer(self, name: bytes) -> _Use:
-        if name not in self._uses and len(self._uses) >= self._max_clients:
-            self._make_room()
-        use = self._uses.setdefault(name, _Use())
-        was_active = use.offers >= _LEAST_OFFERS
-        use.offers += 1
-        self._num_active += not was_active and use.offers >= _LEAST_OFFERS
-        return use
-
-    def _forget(self) -> None:
-        ticks = int((self._clock() - self._ticked_at) / self._tick_seconds)
-        if ticks < 1:
-            return
-        self._ticked_at += ticks * self._tick_seconds
-        kept = 0.5 ** (ticks / _TICKS)
-        for use in self._uses.values():
-            use.offers *= kept
-            use.taken *= kept
-        self._keep({name: use for name, use in self._uses.items() if max(use.offers, use.taken) > _NEGLIGIBLE})
-
-    def _make_room(self) -> None:
-        """Forget the least active quarter, so that many new clients cost one sort per quarter."""
-        by_use = sorted(self._uses.items(), key=lambda item: (item[1].taken, item[1].offers), reverse=True)
-        part, whole = _KEPT_OF_FULL
-        self._keep(dict(by_use[: self._max_clients * part // whole]))
-
-    def _keep(self, uses: dict[bytes, _Use]) -> None:
-        self._uses = uses
-        self._num_active = sum(use.offers >= _LEAST_OFFERS for use in uses.values())
-        self._taken = sum(use.taken for use in uses.values())
 
 
 @dataclass

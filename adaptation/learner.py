@@ -20,7 +20,14 @@ from torch import Tensor
 
 from adaptation.bootstrap import Bootstrap
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.evaluator import AnchorDistance, OfflineEvaluator, memory_alone, replay_of
+from adaptation.evaluator import (
+    AnchorDistance,
+    OfflineEvaluator,
+    TextDivergence,
+    memory_alone,
+    replay_of,
+    untrained_rows,
+)
 from adaptation.feedback import FeedbackFilter, FilteredQuery, Lesson, build_filter
 from adaptation.persistence import LearnerCheckpoint, Part, Persistence
 from adaptation.policy import Bandit, policy_of
@@ -28,7 +35,7 @@ from adaptation.process import Training, training_process
 from adaptation.publisher import Publisher
 from adaptation.records import AdaptationStatus, Emit, EventLog, TrainingLost
 from adaptation.timing import IdleTime, Pieces, TrainingTime
-from adaptation.trainer import OnlineTrainer, TextDivergence, UpdateReport, rules_of, untrained_rows
+from adaptation.trainer import OnlineTrainer, UpdateReport, rules_of
 from adaptation.weights import DrafterWeights, ServedDrafter, Version, copies_of
 from adaptation.worker import Worker, received
 from drafters.feedback import QueryFeedback
@@ -103,7 +110,7 @@ class Learner:
         return True
 
     def _due(self) -> Pieces[None] | None:
-        """Pieces of the due work: a first drafter, an arm's update, or a rehearsal in idle time; None: there is none."""
+        """Pieces of the due work: a first drafter, an arm's update, or a rehearsal in idle time; None: none is due."""
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None
         if self._bootstrap.due:

@@ -60,13 +60,15 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Choice:
     """The arm that gets a query, and the reason."""
 
     arm: Arm | None  # None: skip
     reason: Reason
 
 
+_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # factors of the share after a publish and a clearly worse candidate
+_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
 LEARNING = "learning"
 """The ledger account of all costs of learning."""
 
@@ -88,6 +90,32 @@ class BanditRules:
     cold_start_events: int = 8  # judged updates over which epsilon falls
     horizon_queries: int = 200  # queries within which an update has to pay for itself
     cap_queries: float = 8.0  # loss that learning may have at once, in mean queries
+
+
+class Pace:
+    """Each arm's share of its learning rate, raised after a publish and cut after a clearly worse candidate.
+
+    Far from the traffic large steps learn faster; close to it they make a trained drafter forget.
+    """
+
+    def __init__(self) -> None:
+        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
+
+    def share(self, arm: Arm) -> float:
+        """Share of the arm's learning rate, above 0 and at most 1."""
+        return self._shares[arm]
+
+    def published(self, arm: Arm) -> None:
+        """Raise the arm's share after a published update."""
+        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
+
+    def clearly_worse(self, arm: Arm) -> None:
+        """Cut the arm's share after an update that made the drafter clearly worse."""
+        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
+
+    def traffic_changed(self) -> None:
+        """Use the whole rate: the drafter may be far from the new traffic."""
+        self._shares = dict.fromkeys(ARMS, 1.0)
 
 
 @dataclass
@@ -171,22 +199,22 @@ class Bandit:
         """Whether training may take so many seconds from serving that are not charged yet."""
         return not self._is_warm or self._ledger.balances[LEARNING] > seconds
 
-    def decide(self, query: QueryReport) -> Decision:
+    def decide(self, query: QueryReport) -> Choice:
         """Choose the buffer of a finished query. Called for every query, in order."""
         if not self._rules.batch_queries:
-            return Decision(None, "never")
+            return Choice(None, "never")
         if not query.usable:
-            return Decision(None, "unusable")
+            return Choice(None, "unusable")
         self._observe(query)
         if not self._is_warm:
-            return Decision(None, "warm_up")
+            return Choice(None, "warm_up")
         if query.signal is None:
-            return Decision(None, "not_admitted")
+            return Choice(None, "not_admitted")
         arms: Sequence[Arm] = ARMS if query.drafted else ("full",)
         arm = self._choose(arms)
         if arm is None:
-            return Decision(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
-        return Decision(arm, "gain" if self._net_gain(arm, self._now.arms[arm].mean) > 0 else "explore")
+            return Choice(None, "not_covered" if self._promising(arms, covered=False) else "no_gain")
+        return Choice(arm, "gain" if self._net_gain(arm, self._now.arms[arm].mean) > 0 else "explore")
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
         """The arm whose buffer is full and whose update the ledger covers, if any. `signals`: of the samples in each

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from adaptation.evaluator import replay_of
-from adaptation.policy import Arm
+from adaptation.evaluator import replay_of, untrained_rows
+from adaptation.policy import Arm, Pace
 from adaptation.records import TrainingLost
 from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces, TrainingTime, completed
-from adaptation.trainer import OnlineTrainer, Pace, Rules, UpdateReport, untrained_rows
+from adaptation.trainer import OnlineTrainer, Rules, UpdateReport
 from adaptation.weights import DrafterWeights, ServedDrafter
 from drafters.network.model import DrafterConfig, SpecBlock
 from drafters.training.corpus import Example

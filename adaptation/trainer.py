@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.optim.adamw import adamw
 
 from adaptation.checkpoint import all_finite
 from adaptation.config import AdaptationConfig, Tuning
-from adaptation.policy import ARMS, Arm
+from adaptation.evaluator import Rows, TextDivergence
+from adaptation.policy import Arm
 from adaptation.records import Outcome
 from adaptation.samples import TrainingSample
 from adaptation.timing import Pieces
@@ -25,14 +25,12 @@ from adaptation.weights import ServedDrafter
 from drafters.coupling import TreeNoise
 from drafters.feedback import DraftLabels
 from drafters.network.checkpoint import weights_of, write_weights
-from drafters.network.heads import rank_features
 from drafters.network.model import Embed, SpecBlock
 from drafters.protocol import Noise
 from drafters.training.corpus import Batch, Example
 from drafters.training.fit import clipped_gradients
-from drafters.training.forward import forward_of
 from drafters.training.objective import Objective, ObjectiveSettings
-from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, head_loss
+from drafters.training.output_layers import OUTPUT_LAYERS, head_loss
 
 _PROMPT = 16  # tokens before an answer: with all 35 of German texts an update costs an eighth more, and learns no more
 _ANCHORS = 4  # blocks per text for the distance to the anchor
@@ -40,104 +38,8 @@ _HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries
 _RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
 _adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
 
-_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # factors of the share after a publish and a clearly worse candidate
-_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
 _SOLVED_STEP = 0.01
 """Step size for a drafter that was solved and not trained yet, in units of each parameter's root mean square."""
-
-
-Rows = Callable[[Tensor], Tensor]
-"""Untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
-
-
-def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
-    """Output rows by vocabulary: the anchor's for tokens it knows, the target's own for others.
-
-    A drafter predicts the target's hidden state, so the target's rows fit it. Weights that an operator or another
-    replica brings may have another vocabulary than the anchor.
-    target_head [target_vocab, hidden]; None: the vocabulary is always the anchor's
-    """
-
-    def rows(vocabulary: Tensor) -> Tensor:
-        if torch.equal(vocabulary, anchor.d2t):
-            return anchor.lm_head.weight.detach()
-        assert target_head is not None, "there are no rows for other tokens"
-        known = anchor.t2d[vocabulary]
-        found = target_head[vocabulary.to(target_head.device)].to(anchor.lm_head.weight)
-        return torch.where((known >= 0)[:, None], anchor.lm_head.weight.detach()[known.clamp(min=0)], found)
-
-    return rows
-
-
-class TextDivergence:
-    """KL(drafter || anchor) on texts: at the first entry of every labelled position, if these are run, and along whole
-    blocks as far as the anchor could have drafted the text (valid prefix). Both use the drafter's vocabulary, the
-    anchor with its output rows from `rows`."""
-
-    def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, anchors: int) -> None:
-        self._anchor = anchor
-        self._embed = embed
-        self._rows = rows
-        self._num_anchors = anchors
-
-    def __call__(self, model: SpecBlock, batch: Batch) -> Tensor:
-        starts = self._starts(batch)
-        head = self._rows(model.d2t)
-        with torch.no_grad():
-            known, blocks = forward_of(self._anchor, self._embed).first(batch, starts)
-            valid = self._valid(model, head, batch, starts, blocks.states)
-            labelled = batch.label_index[:, 2 : 2 + known.shape[1]] >= 0
-            anchor_logits = linear(torch.cat([known[labelled], blocks.states[valid]]), head)
-        own, blocks = forward_of(model, self._embed).first(batch, starts)
-        return anchor_divergence(model.lm_head(torch.cat([own[labelled], blocks.states[valid]])), anchor_logits)
-
-    def _starts(self, batch: Batch) -> Tensor:
-        """Positions spread evenly over each text's labelled ones. # -> [batch, anchors] int64"""
-        labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
-        share = torch.linspace(0, 1, self._num_anchors + 1, device=labelled.device)[:-1]
-        first = labelled.long().argmax(1)[:, None]
-        return first + (share * labelled.sum(1)[:, None]).long()
-
-    def _valid(self, model: SpecBlock, head: Tensor, batch: Batch, starts: Tensor, states: Tensor) -> Tensor:
-        """Block entries that the anchor could have reached. # -> [batch, anchors, block] bool"""
-        size = states.shape[2]
-        predicted = starts[:, :, None] + 2 + torch.arange(size, device=starts.device)
-        tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=batch.tokens.shape[1] - 1)).view_as(predicted)
-        drafted = model.t2d[tokens]
-        _, ids = rank_features(linear(states, head))
-        reached = (ids == drafted[..., None]).any(-1).cumprod(2).bool()
-        labels = batch.label_index.gather(1, predicted.flatten(1)).view_as(predicted)
-        valid = labels >= 0
-        if not model.config.injected:
-            valid[..., 0] = False  # the position itself counts this entry
-        valid[..., 1:] &= reached[..., :-1]
-        return valid
-
-
-class Pace:
-    """Each arm's share of its learning rate, raised after a publish and cut after a clearly worse candidate.
-
-    Far from the traffic large steps learn faster; close to it they make a trained drafter forget.
-    """
-
-    def __init__(self) -> None:
-        self._shares = dict.fromkeys(ARMS, _FIRST_SHARE)
-
-    def share(self, arm: Arm) -> float:
-        """Share of the arm's learning rate, above 0 and at most 1."""
-        return self._shares[arm]
-
-    def published(self, arm: Arm) -> None:
-        """Raise the arm's share after a published update."""
-        self._shares[arm] = min(1.0, self._shares[arm] * _RATE_GROWTH)
-
-    def clearly_worse(self, arm: Arm) -> None:
-        """Cut the arm's share after an update that made the drafter clearly worse."""
-        self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
-
-    def traffic_changed(self) -> None:
-        """Use the whole rate: the drafter may be far from the new traffic."""
-        self._shares = dict.fromkeys(ARMS, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

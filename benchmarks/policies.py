@@ -5,7 +5,7 @@ from random import Random
 from typing import Final, Literal
 
 from adaptation.config import Tuning
-from adaptation.policy import Arm, Bandit, BanditRules, Decision, Judgement, QueryReport, State
+from adaptation.policy import Arm, Bandit, BanditRules, Choice, Judgement, QueryReport, State
 
 FixedName = Literal["always", "head_only", "full_only"]
 PolicyName = Literal["bandit", FixedName, "never"]
@@ -30,13 +30,13 @@ class EveryBatch(Bandit):
         """Never."""
         return False
 
-    def decide(self, query: QueryReport) -> Decision:
+    def decide(self, query: QueryReport) -> Choice:
         """The arm, for every query that may be learnt from."""
         if not query.usable:
-            return Decision(None, "unusable")
+            return Choice(None, "unusable")
         if query.signal is None:
-            return Decision(None, "not_admitted")
-        return Decision(self._arm, "gain")
+            return Choice(None, "not_admitted")
+        return Choice(self._arm, "gain")
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
         """The arm, once its buffer is full."""

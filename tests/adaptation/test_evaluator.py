@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptation.config import Tuning
-from adaptation.evaluator import AnchorDistance, OfflineEvaluator, replay_of
+from adaptation.evaluator import AnchorDistance, OfflineEvaluator, TextDivergence, replay_of, untrained_rows
 from adaptation.publisher import Gate, GateDecision, judged, t_quantile
 from adaptation.samples import ValidationText, example_of
 from adaptation.timing import completed
-from adaptation.trainer import TextDivergence, untrained_rows
 from adaptation.weights import DrafterWeights
 from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptation.feedback import FeedbackFilter, Quota, RecordingSampler, TrafficMonitor
-from adaptation.samples import SampleBuffers, ValidationSet, training_sample
+from adaptation.feedback import FeedbackFilter, RecordingSampler, TrafficMonitor
+from adaptation.samples import Quota, SampleBuffers, ValidationSet, training_sample
 from drafters.feedback import QueryFeedback
 from tests.adaptation.samples import feedback, undrafted
 from tests.adaptation.worlds import Clock

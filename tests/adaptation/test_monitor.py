@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from adaptation.config import Tuning
 from adaptation.evaluator import TextScores
-from adaptation.publisher import Alarm, PairedCusum, RollbackMonitor
+from adaptation.monitor import Alarm, PairedCusum, RollbackMonitor
 from tests.adaptation.streams import Texts
 
 WINDOW = 16

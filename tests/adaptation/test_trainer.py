@@ -14,10 +14,11 @@ from torch.nn.functional import kl_div
 
 from adaptation import trainer as trainer_module
 from adaptation.config import Tuning
-from adaptation.policy import ARMS, Arm
+from adaptation.evaluator import TextDivergence, untrained_rows
+from adaptation.policy import ARMS, Arm, Pace
 from adaptation.samples import TrainingSample, example_of, training_sample
 from adaptation.timing import completed
-from adaptation.trainer import Adam, OnlineTrainer, Pace, Rules, TextDivergence, UpdateReport, untrained_rows
+from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
 from drafters.network.checkpoint import weights_of
 from drafters.network.heads import propose

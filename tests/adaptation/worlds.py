@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from adaptation.policy import _RECORDING_SHARE, ARMS, Arm, Bandit, Decision, Judgement, QueryReport
+from adaptation.policy import _RECORDING_SHARE, ARMS, Arm, Bandit, Choice, Judgement, QueryReport
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Buffers:
 
     signals: dict[Arm, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
 
-    def decide(self, policy: Bandit, query: QueryReport) -> Decision:
+    def decide(self, policy: Bandit, query: QueryReport) -> Choice:
         decision = policy.decide(query)
         if decision.arm is not None and query.signal is not None:
             self.signals[decision.arm] = [*self.signals[decision.arm], query.signal][-8:]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adaptation.learner import Learner
-from adaptation.publisher import PairedCusum
+from adaptation.monitor import PairedCusum
 from adaptation.records import Event
 from adaptation.samples import training_sample
 from adaptation.timing import Pieces

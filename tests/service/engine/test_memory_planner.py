@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from adaptation.checkpoint import SnapshotRing
 from adaptation.config import Tuning
-from adaptation.trainer import OnlineTrainer, Rules, untrained_rows
+from adaptation.evaluator import untrained_rows
+from adaptation.trainer import OnlineTrainer, Rules
 from adaptation.weights import DrafterWeights, in_place
 from drafters.network.checkpoint import weights_of
 from drafters.network.pool import EntryPool
