@@ -18,10 +18,11 @@ from torch import Tensor
 from adaptation import evaluator
 from adaptation.checkpoint import SnapshotRing
 from adaptation.feedback import FeedbackFilter
+from adaptation.monitor import RollbackMonitor
 from adaptation.persistence import LearnerCheckpoint
 from adaptation.policy import Arm
 from adaptation.process import TrainingProcess
-from adaptation.publisher import Gate, RollbackMonitor
+from adaptation.publisher import Gate
 from adaptation.samples import SampleBuffers
 from adaptation.trainer import OnlineTrainer
 from adaptation.weights import DrafterWeights, Version
