@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.decision import RegretLedger
+from drafters.memory_counts import MemoryCounts
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from kernels.graph_runner import Capture
 from kernels.lattice import Lattice
@@ -114,19 +115,6 @@ class RankOutcomes:
 
     predicted: Mapping[str, float] = field(default_factory=dict)
     right: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCounts:
-    """Room for past answers, and its use since the start."""
-
-    reserved_bytes: int  # for past answers
-    used_share: float = 0.0  # of their places, 0 to 1, by a sample
-    remembered_tokens: int = 0
-    known_tokens: tuple[int, ...] = ()
-    """Generated tokens that remembered answers had, by the longest context (`ORDERS`)."""
-    evicted_scopes: int = 0  # whose share another scope took
-    forgotten_shares: int = 0  # on request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

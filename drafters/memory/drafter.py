@@ -11,17 +11,8 @@ from drafters import readback
 from drafters.asking import GatedNetwork
 from drafters.calibration import MIN_SURVIVAL
 from drafters.memory.past import PastAnswers, buckets_per_share, num_shares, power_of_two
-from drafters.protocol import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DraftingSizes,
-    MemoryCounts,
-    Noise,
-    RankOutcomes,
-    Read,
-    StepTimes,
-)
+from drafters.memory_counts import MemoryCounts
+from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, RankOutcomes, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import MAX_DEPTH, Candidates, DraftTree
 from kernels import ops

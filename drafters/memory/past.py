@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafters.protocol import DraftContext, MemoryCounts, MemorySizes
+from drafters.memory_counts import MemoryCounts
+from drafters.protocol import DraftContext, MemorySizes
 from kernels.memory import BUCKET_BYTES, CONTEXT, ORDERS, Memory
 
 _PRIOR_SQUARES = 20.0  # squared gradients that the fitted weights start with: they count as some hundred labels

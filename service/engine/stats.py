@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drafters.protocol import MemoryCounts
+from drafters.memory_counts import MemoryCounts
 from service.engine.requests import Timings
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 from adaptation.records import AdaptationStatus, Event
-from drafters.protocol import MemoryCounts
+from drafters.memory_counts import MemoryCounts
 from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.observability.guard import Guard
 from service.observability.learning_tables import label_of

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from drafters.protocol import MemoryCounts
+from drafters.memory_counts import MemoryCounts
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
 from service.observability.guard import PARTS
 

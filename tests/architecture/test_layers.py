@@ -45,7 +45,7 @@ RECORDS = (
     "adaptation.config",
     "adaptation.records",
     "drafters.files",
-    "drafters.memory.counts",
+    "drafters.memory_counts",
 )
 
 ALLOWED = {

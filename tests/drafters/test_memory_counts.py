@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from drafters.memory.drafter import MemoryDrafter
-from drafters.protocol import Committed, DraftContext, DraftingSizes, MemoryCounts, MemorySizes, Noise
+from drafters.memory_counts import MemoryCounts
+from drafters.protocol import Committed, DraftContext, DraftingSizes, MemorySizes, Noise
 from drafters.readback import Readback
 from drafters.tree import VerifyResult
 from kernels.trees import DraftTree, select_nodes

@@ -14,7 +14,7 @@ from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
 from adaptation.records import Event, EventKind, RefusalReason, ReplicaStatus
 from drafters.calibration import CLASS_NAMES
-from drafters.protocol import MemoryCounts
+from drafters.memory_counts import MemoryCounts
 from drafters.tree import MAX_DEPTH
 from kernels.memory import ORDERS
 from service.config import ServiceConfig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from drafters.decision import RegretLedger
-from drafters.protocol import Committed, DraftContext, MemoryCounts, Noise, RankOutcomes, Read, StepTimes
+from drafters.memory_counts import MemoryCounts
+from drafters.protocol import Committed, DraftContext, Noise, RankOutcomes, Read, StepTimes
 from drafters.tree import Candidates, DraftTree, VerifyResult
 from service.engine.budget import Budget, CostBudget, DraftBudget, FixedBudget, StepLoad
 from service.engine.costs import FREE, CostTable
