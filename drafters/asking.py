@@ -1,7 +1,7 @@
 """Whether to run further forwards in this step: a network beside the memory, or more blocks of a tree.
 
-A `Decision` (drafters/decision.py) by expected tokens and size of batch: the gain is the accepted tokens that nothing
-else proposed, less the seconds by which the step got longer."""
+A `StepDecision` (drafters/decision.py) by expected tokens and size of batch: the gain is the accepted tokens that
+nothing else proposed, less the seconds by which the step got longer."""
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from math import exp, log
 from torch import Tensor
 
 from drafters import readback
-from drafters.decision import TRIAL_STEPS, Decision, GainPosterior, RegretLedger
+from drafters.decision import TRIAL_STEPS, GainPosterior, RegretLedger, StepDecision
 from drafters.protocol import Committed, DraftContext, Drafter, DraftingSizes, Noise, Read, StepTimes
 from drafters.readback import Observe
 from drafters.tree import Candidates
@@ -47,7 +47,7 @@ class AskGate:
     have an account of their own: what they gain must not pay for what sampled ones lose."""
 
     def __init__(self, name: str, ledger: RegretLedger) -> None:
-        self._decision = Decision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
+        self._decision = StepDecision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
         self._step = Step()
         self._last_seconds = 0.0  # seconds of the last step; 0 before the first
         self.on_weights_changed: Callable[[], None] = self._decision.widen

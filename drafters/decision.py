@@ -3,9 +3,9 @@
     act if the ledger covers the worst case, and mean + z * sd > 0
 
 `GainPosterior` estimates one action's mean net gain; `RegretLedger` bounds what all actions together may lose, whatever
-their posteriors say. `Decision` holds both for an action that is taken or left in each step. Where the gain is clear
-the posterior decides and the ledger stays full; where it is not, finding out costs what the ledger holds, and then a
-share of the time.
+their posteriors say. `StepDecision` holds both for an action that is taken or left in each step. Where the gain is
+clear the posterior decides and the ledger stays full; where it is not, finding out costs what the ledger holds, and
+then a share of the time.
 """
 
 import math
@@ -183,7 +183,7 @@ class RegretLedger:
             self._caps[account] = max(self._caps[account], seconds)
 
 
-class Decision:
+class StepDecision:
     """Whether to take an action in a step. Its gain, in plain steps, has a posterior for each key and size of batch,
     and so have the seconds of a step without it, the *baseline*. Accounts in the ledger bound its losses.
 
@@ -266,7 +266,7 @@ class Decision:
     def restore(self, state: dict[str, list[Any]], widened: float) -> None:
         """Continue from a state whose baselines have no keys, with gains widened by this share of the prior. Raises
         ValueError, KeyError or TypeError for anything else, and then changes nothing."""
-        fresh = Decision(self._name, self._ledger, noise=self._noise, baseline=self._baseline)
+        fresh = StepDecision(self._name, self._ledger, noise=self._noise, baseline=self._baseline)
         for size, posterior in state["plain"]:
             fresh.baseline(1 << (size - 1)).restore(posterior)
         for key, size, posterior in state["gains"]:

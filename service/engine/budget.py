@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from drafters.decision import TRIAL_STEPS, Decision, GainPosterior, RegretLedger
+from drafters.decision import TRIAL_STEPS, GainPosterior, RegretLedger, StepDecision
 from drafters.tree import MAX_NODES
 from service.engine.costs import CostTable, DraftCosts, FloatArray, OnlineCosts, OnlineDraftCosts, write_whole
 from service.engine.stats import DraftingOutlook, StepStats
@@ -358,7 +358,7 @@ class DraftGate:
 
     def __init__(self, ledger: RegretLedger, single_step_seconds: float) -> None:
         """`single_step_seconds`: a plain step of one sequence, the unit of the ledger's accounts."""
-        self.decision = Decision(DRAFTING, ledger)  # keys are traffic classes
+        self.decision = StepDecision(DRAFTING, ledger)  # keys are traffic classes
         self._single_step_seconds = single_step_seconds
         self._suspended: set[tuple[str, int]] = set()  # traffic classes by size of batch
 
@@ -458,7 +458,7 @@ class DraftGate:
         )
 
     def restore(self, state: Any, age_seconds: float) -> None:
-        """Begin with posteriors saved `age_seconds` ago, widened by their age. Raises as `Decision.restore`."""
+        """Begin with posteriors saved `age_seconds` ago, widened by their age. Raises as `StepDecision.restore`."""
         self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
         self._suspended.clear()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.decision import SHARE, Decision, GainPosterior, RegretLedger
+from drafters.decision import SHARE, GainPosterior, RegretLedger, StepDecision
 
 CAP = 64.0
 WORST = 0.8
@@ -175,7 +175,7 @@ class TestPosterior:
         assert (posterior.mean, posterior.sd) == (mean, 1.0)
 
     def test_a_size_never_seen_begins_with_its_neighbours_mean(self) -> None:
-        gains = Decision("x", RegretLedger())
+        gains = StepDecision("x", RegretLedger())
         for _ in range(100):
             gains.gain(4).observe(-0.5)
         assert gains.gain(7) is gains.gain(4)
