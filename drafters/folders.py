@@ -151,7 +151,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _described(folder: Path) -> Described:
-    """Read a folder's `config.json`. Raises OSError, and ValueError for what is no JSON object."""
+    """Read a folder's `config.json`. Raises OSError, and ValueError if it is no JSON object."""
     described: Any = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict):
         raise ValueError("not a JSON object")

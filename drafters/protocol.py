@@ -90,13 +90,13 @@ class Committed:
     rows: Tensor  # [batch] int64
     tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
     counts: Tensor  # [batch] int64: valid entries of `tokens`
-    tree: DraftTree  # as it was verified
+    tree: DraftTree  # the verified tree
     result: VerifyResult
     features: Tensor | None  # [batch, depth + 1, taps * hidden]: target features of root and accepted nodes
     positions: Tensor  # [batch] int64, absolute position of the root
     slots: Tensor  # [batch, depth + 1] int64: target slots of root and accepted nodes; padding is arbitrary
     scores: Scores | None = None  # present if `wants_scores`
-    follow: bool = True  # as of `Read`
+    follow: bool = True  # False: run no network on it (see `Read`)
     host: HostMetadata | None = None  # rows and roots on the host
 
 
@@ -104,8 +104,8 @@ class Committed:
 class StepTimes:
     """Seconds of a step, by the device's clock."""
 
-    seconds: float  # of the whole step
-    follow_seconds: float  # of them, in the drafter's `read` and `commit`
+    seconds: float  # whole step
+    follow_seconds: float  # part spent in the drafter's `read` and `commit`
     reads_prompts: bool
 
 
@@ -121,9 +121,9 @@ class RankOutcomes:
 class MemorySizes:
     """Room for past answers, in equal shares, one for each scope."""
 
-    num_bytes: int = 0  # of all shares; 0: no past answers are remembered
+    num_bytes: int = 0  # all shares together; 0: no past answers are remembered
     owners: int = 1
-    scopes: int = 1  # of an owner
+    scopes: int = 1  # scopes per owner
     has_keys: bool = False  # whether owners are API keys: requests without one, the server's own, then have no share
 
 
@@ -138,18 +138,18 @@ def ignore(lattice: Lattice, logits: Tensor, ids: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingSizes:
-    """Sizes a drafter allocates for, and what of the server it shares."""
+    """Sizes that a drafter allocates for, and server objects that it shares."""
 
     max_sequences: int
-    max_length: int  # tokens of a sequence
-    max_nodes: int  # of a tree
+    max_length: int  # tokens per sequence
+    max_nodes: int  # nodes per tree
     vocab_size: int = 0
-    num_slots: int = 0  # of the target's KV pool
+    num_slots: int = 0  # slots in the target's KV pool
     memory: MemorySizes = field(default_factory=MemorySizes)
     device: torch.device | str = "cpu"
     capture: Capture | None = None  # turns a computation into a repeatable graph; None: run eagerly
-    ledger: RegretLedger = field(default_factory=RegretLedger)  # the server's; by default one of its own
-    observer: Observer = ignore  # of drafters that have distributions
+    ledger: RegretLedger = field(default_factory=RegretLedger)  # the server's; the default is a new one
+    observer: Observer = ignore  # called by drafters that have distributions
 
 
 class Drafter(Protocol):
@@ -202,7 +202,7 @@ class Drafter(Protocol):
         """Begin these sequences; what a row held before is void."""
 
     def read(self, read: Read) -> None:
-        """Take in a piece of a prompt; called only if `reads_prompts`."""
+        """Process a piece of a prompt; called only if `reads_prompts`."""
         return
 
     def grow(self, rows: Tensor, noise: Noise) -> Candidates:
@@ -215,7 +215,7 @@ class Drafter(Protocol):
         also for rows and in steps without a tree."""
 
     def timed(self, times: StepTimes) -> None:
-        """Take in the times of the step committed last; not called for steps that are unlike those of serving."""
+        """Observe the times of the last committed step; not called for steps outside of serving, such as warm-up."""
         return
 
     def finish(self, rows: Sequence[int]) -> list[int]:

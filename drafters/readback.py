@@ -62,7 +62,7 @@ def readback_of(device: torch.device | str) -> Readback:
 
 
 def clock_of(device: torch.device | str) -> Clock:
-    """Return a clock that tells when this device does what is asked of it."""
+    """Return a clock of this device: time stamps in the order of its work."""
     return perf_counter if torch.device(device).type == "cpu" else DeviceTimestamp
 
 

@@ -79,7 +79,7 @@ class _NamedDrafter(NamedTuple):
 
 
 def kind_names() -> tuple[str, ...]:
-    """Return all kinds, those of this package first."""
+    """Return the names of all kinds, this package's first."""
     installed = {entry.name for entry in entry_points(group=GROUP)}
     return (*_KINDS, *sorted(installed - _KINDS.keys()))
 
@@ -95,12 +95,12 @@ def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ..
     layers: tuple[int, ...] = ()
     for one in _resolved(name):
         own = trained if one.kind.needs == "weights" else one.kind.tap_layers(num_layers)
-        layers += tuple(layer for layer in own if layer not in layers)  # of a small target one may tap a layer twice
+        layers += tuple(layer for layer in own if layer not in layers)  # taps may coincide in a small target
     return layers
 
 
 def reads_predictions(name: str) -> bool:
-    """Return whether the drafter of that name drafts from a client's prediction; those of other distributions may."""
+    """Return whether the drafter of that name may draft from a client's prediction; True for plug-ins."""
     return any(one.name == MEMORY or one.name not in _KINDS for one in _resolved(name))
 
 

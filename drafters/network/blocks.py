@@ -44,10 +44,10 @@ class TrainedWeights:
     embed: Embed
     blocks: int = 2  # M, forwards per tree
     starts: int = 4  # blocks begun at once after the first forward
-    policy: str = "best_first"  # of POLICIES
+    policy: str = "best_first"  # growth policy, a key of POLICIES
     recorder: FeedbackRecorder | None = None  # collects what may be learnt from
     attempt: Attempt = lambda call, otherwise, name: call()  # calls the recorder, or `otherwise` where that raises
-    version: Callable[[], int] = lambda: 0  # of the weights that `network` holds now
+    version: Callable[[], int] = lambda: 0  # current weight version of `network`
     ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
 
     def record(self, name: str, call: Callable[[FeedbackRecorder], None]) -> None:
@@ -171,7 +171,7 @@ class TreeGrower:
         return self._block(states, live, picked.origin, start, before)[0]
 
     def _tree(self, rows: Tensor, grown: Sequence[ForwardNodes]) -> DraftTree:
-        """Merge all forwards' nodes into one tree; keep what is needed to learn from it."""
+        """Merge the nodes of all forwards into one tree, and note its proposals for calibration."""
         tokens, parents, depths, survival, predicted, buckets = grown[0]
         if len(grown) > 1:
             values = (torch.cat(part, dim=-1) for part in zip(*grown, strict=True))
@@ -186,13 +186,13 @@ class TreeGrower:
     def _take_in(
         self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Learn from what was committed, and queue it for the next forward; arguments as of `EntryState.wait`.
-        # -> [2] as of `RankCalibration.learn`"""
+        """Update the calibration, and queue the committed entries for the next forward. Arguments: see
+        `EntryState.wait`. # -> [2], see `RankCalibration.learn`"""
         self.state.wait(rows, positions, counts, slots, features, tokens)
         return self.calibration.learn(rows, tokens, counts)
 
     def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """Learn from what was committed, and mark it as never run. # -> [2] as of `RankCalibration.learn`"""
+        """Update the calibration, and mark the committed slots as never run. # -> [2], see `RankCalibration.learn`"""
         self.pool.forget(taken_slots(slots, counts))
         return self.calibration.learn(rows, tokens, counts)
 

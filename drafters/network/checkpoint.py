@@ -1,4 +1,4 @@
-"""Drafter files: a folder with `config.json` and `model.safetensors`, whose parameter names are those of the published
+"""Drafter files: a folder with `config.json` and `model.safetensors`, with the parameter names of the published
 SpecBlock weights (`input_layer.*`, `layers.N.*`, `shift_proj.N`, `norm`, `lm_head`, `rank_head.0 / .2`, `t2d`, `d2t`).
 A head that equals the target's rows is not stored. Files that do not fit the target are refused as a whole, with what
 to do. Also: the weights of a drafter by name, to compare, send and write them."""
@@ -74,7 +74,7 @@ class Description:
     config: DrafterConfig
     target_identity: str | None  # None: not stated
     facts: Mapping[str, Any]
-    weights_sha256: str | None  # of `model.safetensors`; None: not stated
+    weights_sha256: str | None  # digest of `model.safetensors`; None: not stated
 
 
 def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping[str, Any], own_head: bool) -> None:
@@ -189,7 +189,7 @@ def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors into a DrafterError that says what is wrong with the folder."""
+    """Turn these errors into a DrafterError with the folder and `what` is wrong with it."""
     try:
         yield
     except errors as error:

@@ -78,7 +78,7 @@ class DrafterConfig(ABC):
 
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
     trained_blocks: ClassVar[int]  # consecutive blocks that training goes through
-    family: ClassVar[str | None] = None  # of the layers as the kind is published; None: the target's
+    family: ClassVar[str | None] = None  # layer family the kind is published with; None: the target's
     injected: ClassVar[bool] = False  # committed positions run no layer: keys and values are made of their condition
 
     target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`

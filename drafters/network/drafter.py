@@ -1,4 +1,4 @@
-"""The drafter of trained networks: takes in committed entries, returns draft trees, learns how far to trust them.
+"""The drafter of trained networks: reads committed entries, returns draft trees, and learns how far to trust them.
 Legend: batch, rows = sequences of the engine's table, depth = longest accepted path."""
 
 from collections.abc import Sequence

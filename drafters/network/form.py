@@ -1,5 +1,5 @@
-"""What a published form says of itself, and what forms share: names, layers, vocabularies, and checks that an embedding
-is the target's."""
+"""The record of a published form, and what forms share: names, layers, vocabularies, and a check that an embedding is
+the target's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,20 +25,20 @@ Tensors = Mapping[str, Tensor]
 
 
 class PublishedForm(NamedTuple):
-    """One published form. `config` and `weights` raise KeyError for what is missing and ValueError for what cannot
-    be."""
+    """One published form. `config` and `weights` raise KeyError for missing values and ValueError for impossible
+    ones."""
 
     name: str
     recognises: Callable[[Described], bool]
     kind: Callable[[Described], str]  # name of the drafter's kind
     config: Callable[[Described, Tensors, TargetParts], DrafterConfig]
     weights: Callable[[dict[str, Tensor], DrafterConfig, TargetParts], dict[str, Tensor]]
-    """By the names of `checkpoint.weights_of`; those of a rank head may be missing."""
-    reads: Callable[[str], bool] = lambda name: True  # whether a tensor of this name is the drafter's
+    """Return weights by the names of `checkpoint.weights_of`; a rank head may be missing."""
+    reads: Callable[[str], bool] = lambda name: True  # whether this tensor is the drafter's
 
 
 def named(described: Described) -> tuple[str, ...]:
-    """Return the names by which a config says what it is: its `speculators_model_type`, else its `architectures`."""
+    """Return the names of a config's format: its `speculators_model_type`, else its `architectures`."""
     model_type = described.get("speculators_model_type")
     return (str(model_type),) if model_type else tuple(map(str, described.get("architectures") or ()))
 

@@ -10,5 +10,5 @@ class TrainedKind(NamedTuple):
     """A kind of trained drafter."""
 
     config: type[DrafterConfig]
-    shape: Fields  # of the `config.json` of a drafter that is trained here, where it differs from the defaults
-    forms: tuple[PublishedForm, ...] = ()  # in which others publish drafters of this kind
+    shape: Fields  # non-default fields in `config.json` of a drafter trained here
+    forms: tuple[PublishedForm, ...] = ()  # other projects' file formats for this kind

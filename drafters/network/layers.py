@@ -35,7 +35,7 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     epsilon: float
-    biases: tuple[bool, bool, bool]  # of q, k and v; of the attention output; of the feed-forward
+    biases: tuple[bool, bool, bool]  # biases in q, k and v; in the attention output; in the feed-forward
     family: Family
     rotary: Rotary
 
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
     """Self-attention with rotary positions; queries and keys are normed where the family does so."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
-        """`extra`: width of what is read before the state."""
+        """`extra`: width of the input that is read before the state."""
         super().__init__()
         joined, output, _ = shape.biases
         reads = extra + shape.hidden

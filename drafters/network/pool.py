@@ -27,7 +27,7 @@ ROOM = 2 * WAITING
 
 
 class EntryPool:
-    """Keys and values of committed entries, then those of the growing trees:
+    """Keys and values of committed entries, then of growing trees:
     `storage` [layers, 2, slots * entries + sequences * live, kv_heads, head_dim]."""
 
     def __init__(self, network: ServingNetwork, num_slots: int, *, sequences: int = 0, live: int = 0) -> None:

@@ -1,5 +1,5 @@
-"""Rotary position embedding of a drafter's layers, scaled as the target scales its own. Frequencies are those of
-transformers, bit for bit."""
+"""Rotary position embedding of a drafter's layers, scaled as the target scales its own. Frequencies equal
+transformers', bit for bit."""
 
 import math
 from collections.abc import Mapping

@@ -50,7 +50,7 @@ class _Planned:
         self.layers = structure.served_layers(planner)
         self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
-        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # of a pool
+        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # the pool they were planned for, and its runs
         self.shifts = [
             planner.product(weights[f"shift_proj.{number}.weight"]) for number in range(config.traits.shifts)
         ]
@@ -82,7 +82,6 @@ class ServingNetwork:
         are copied to where these are, because graphs have captured their addresses."""
         self.structure: Structure = config.structure()
         self.config, self.traits = config, config.traits
-        self.shape: LayerShape = self.structure.shape
         head = weights["lm_head.weight"]
         self.dtype, self.device = head.dtype, head.device
         self.ops = ops.on(self.device).in_8_bits() if in_8_bits else ops.on(self.device)
@@ -91,13 +90,18 @@ class ServingNetwork:
         self._in_place = in_place
         self._planned, self._kept = self._plan(weights)
         self._set_vocabulary(weights[VOCABULARY])
-        width = config.features_size // max(1, self.traits.normed_parts)  # that one norm of features reads
+        width = config.features_size // max(1, self.traits.normed_parts)  # one norm's input
         self._unit = torch.ones(width, dtype=self.dtype, device=self.device)
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the decoder layers."""
+        return self.structure.shape
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Plan other weights, in any thread. Call what is returned once, on the engine thread between steps, to serve
-        them. # weights by name, as for the constructor: shapes [...] as of the first ones"""
+        """Plan other weights, in any thread, and return a function that puts them in service: to be called once, on the
+        engine thread between steps. # weights by name, as for the constructor: shapes [...] as of the first ones"""
         planned, kept = self._plan(weights)
 
         @torch.no_grad()

@@ -38,7 +38,7 @@ Own = TypeVar("Own", bound=Live)
 
 
 class Forward(Protocol[Own]):
-    """Computes blocks from committed positions, and further blocks after nodes of those."""
+    """Computes blocks from committed positions, and further blocks after their nodes."""
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
         """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
@@ -168,7 +168,7 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = self._rotary(positions.flatten())
-        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # with one row per sequence it is a view
+        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # `slots` is a view if each sequence has one row
 
 
 class _StoreOnly:

@@ -37,7 +37,7 @@ class DFlashConfig(DrafterConfig):
     injected: ClassVar[bool] = True
     two_way: ClassVar[bool] = True  # entries of a block attend to all of it
 
-    mask_token: int  # of the target; entries read its embedding
+    mask_token: int  # target token whose embedding the entries read
     silent_first: bool = True  # the row before a block's entries, the newest token's, predicts nothing
     ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
 
@@ -128,8 +128,8 @@ class MaskTokenStructure(Structure):
         return [replace(layer, norms=layer.norms._replace(attention_input=norm)) for layer in known]
 
 
-# The forms in which others publish it: z-lab and SpecForge (`dflash_config`, the target's head and whole vocabulary),
-# and speculators (nested layer config, head and vocabulary of its own).
+# Published forms. Files of z-lab and SpecForge have a `dflash_config`, the target's head and its whole vocabulary.
+# Files of speculators have a nested layer config, and a head and vocabulary of their own.
 
 _NAMES = {
     "fc.": "input_layer.condition_proj.",
@@ -149,7 +149,7 @@ def _kind(described: Described) -> str:
 
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> DrafterConfig:
-    """Number i of a DFlash file's taps is the output of layer i; number k of speculators' is that of layer k - 1."""
+    """Read the config. Tap i of a DFlash file is the output of layer i; tap k of a speculators file, of layer k - 1."""
     nested = _NESTED in described
     own = described if nested else described["dflash_config"]
     layers = form.layers_of({"model_type": "qwen3", **described.get(_NESTED, described)}, target)

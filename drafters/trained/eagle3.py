@@ -29,13 +29,13 @@ from kernels.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(DrafterConfig):
-    """An EAGLE-3 drafter. Defaults are those of the authors' network; the others are EAGLE-3.1's and speculators'."""
+    """An EAGLE-3 drafter. Defaults give the authors' network, other values EAGLE-3.1's and speculators'."""
 
     kind: ClassVar[str] = "eagle3"
     trained_blocks: ClassVar[int] = 6
     family: ClassVar[str | None] = "llama"
 
-    feature_norms: Literal["none", "each", "joined"] = "none"  # of tapped features; joined: one norm of all together
+    feature_norms: Literal["none", "each", "joined"] = "none"  # tapped features: no norm, one per tap, one for all
     normed_residual: bool = False  # the first layer adds to the normed state
     continues_normed: bool = False  # further blocks start at states after the output norm
     ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
@@ -102,7 +102,7 @@ class TokenAndStateLayer:
     normed_residual: bool
 
     def __call__(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layer; the result holds the state, not only what is added to it.
+        """Run the layer and return the whole state.
         # pair [rows, 2 * hidden] -> [rows, hidden]"""
         normed, state = self._normed(pair), _state(pair)
         residual = normed.clone() if self.normed_residual else state
@@ -124,7 +124,7 @@ class TokenAndStateLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """A further layer; what it gets beside the pair is the whole state, and so is what it returns."""
+    """A further layer: it gets and returns the whole state, not only what the layer adds."""
 
     layer: DecoderLayer
 
@@ -160,7 +160,7 @@ class Eagle3(Structure):
         token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -embedded.shape[1] :]  # of a wider context its end is the state to continue from
+            state = context[:, -embedded.shape[1] :]  # a wider context ends with the state to continue from
             return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
 
         return blocks

@@ -10,9 +10,9 @@ entry k stands at position t + k and predicts the token at t + k + 1.
   (`SpecBlock.rank_logits` in network/model.py) says from h_k and 15 features of it how likely the target's token is
   among ranks 1, 2-4, 5-10 or beyond. network/heads.py spreads these classes over ten candidates for each position;
   network/blocks.py grows the tree and starts the next blocks at its likeliest nodes, on the drafter's own states.
-- Section 3.3, training: network and forwards are those of serving (training/forward.py); entries after a token that
-  could not have been drafted do not teach (training/objective.py). `FusedInput.solve` is where training starts, which
-  the paper leaves to chance.
+- Section 3.3, training: the same network runs the same forwards as in serving (training/forward.py); entries after a
+  token that could not have been drafted do not teach (training/objective.py). `FusedInput.solve` is where training
+  starts, which the paper leaves to chance.
 - Section 3.4, learning while serving: adaptation/.
 
 Legend: rows, hidden, block = K, taps."""
@@ -59,7 +59,7 @@ class SpecBlockConfig(DrafterConfig):
     trained_blocks: ClassVar[int] = 2
 
     # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
-    prefix_entries: Literal["first", "all"] = "first"  # which of a committed position's K entries later ones attend to
+    prefix_entries: Literal["first", "all"] = "first"  # entries of a committed position that later ones see
     shift: bool = True  # False: ablation without the layer-wise shift
     broadcast: bool = True  # False: only a block's first entry sees condition and token
     as_published: bool = False
@@ -130,7 +130,7 @@ class FusedInput(Input):
         varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
         together."""
         hidden, solved = sums.hidden, sums.fused()
-        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # or there is no norm
+        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # none without norms
             norm.get_parameter("weight").copy_(1.0 / own)
         self.condition_proj.weight.copy_(solved.condition.T)
         self.condition_norm.weight.fill_(1.0)
@@ -168,7 +168,7 @@ class FusedStructure(Structure):
         added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -hidden:]  # of a wider context its end is the state to continue from
+            state = context[:, -hidden:]  # a wider context ends with the state to continue from
             normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
             seen = known(torch.cat(normed, dim=-1))[:, None]
             if broadcast:

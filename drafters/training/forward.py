@@ -41,7 +41,7 @@ class StreamAttention:
         """`before`: keys and values of all earlier forwards, by layer."""
         self._seen = seen  # [batch, rows, rows before + rows] bool
         self._before = before
-        self.layers: list[KeysValues] = []  # of earlier forwards and this one
+        self.layers: list[KeysValues] = []  # keys and values so far, this forward's included
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as `Attend` says. # query [batch, heads, rows, dim] -> the same"""
@@ -61,7 +61,7 @@ class TrainedBlocks:
     states: Tensor  # [batch, anchors, block, hidden]
     onward: Tensor  # [batch, anchors, block, hidden], the context of blocks that start at each entry
     seen: Tensor  # [batch, anchors, block, rows] bool, rows of all forwards so far that each entry attends to
-    held: Sequence[KeysValues]  # of these rows, by layer
+    held: Sequence[KeysValues]  # keys and values of these rows, by layer
     places: Tensor  # [batch, anchors] int64, positions at which the blocks stand, less one
     ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], states of one forward for all blocks
 

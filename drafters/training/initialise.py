@@ -87,8 +87,8 @@ class FusedSolution(NamedTuple):
 
 
 class InputSums:
-    """The normal equations of the input layer: sums over positions of products of what is known (taps, the next token's
-    embedding, 1) with itself and with the regression target, the next position's top tap.
+    """The normal equations of the input layer: sums over positions of products of the inputs (taps, the next token's
+    embedding, 1) with each other and with the regression target, the next position's top tap.
     Legend: known = (taps + 1) * hidden + 1."""
 
     def __init__(self, config: DrafterConfig, device: torch.device | str) -> None:
@@ -97,8 +97,8 @@ class InputSums:
         self._normalises, self._injected = config.traits.normed_parts > 0, config.injected
         known = (len(config.tap_layers) + 1) * self.hidden + 1
         wide = known + self.hidden
-        self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # of known with known and target
-        self._squares = torch.zeros(self.hidden, dtype=torch.float64, device=device)  # of the target
+        self._products = torch.zeros(known, wide, dtype=torch.float64, device=device)  # input times input and target
+        self._squares = torch.zeros(self.hidden, dtype=torch.float64, device=device)  # sums of squared targets
         self._waiting: list[Tensor] = []  # known and target of some sequences, [positions, known + hidden] float32
 
     @property
@@ -126,13 +126,12 @@ class InputSums:
             self._sum_up()
 
     def solve(self, layer: Input, generator: torch.Generator) -> None:
-        """Set all weights of an input layer, with `generator` for what is random."""
+        """Set all weights of an input layer; `generator` draws the random ones."""
         self._sum_up()
         layer.solve(self, generator)
 
     def linear_guess(self) -> Tensor:
-        """Return the best linear guess of the next position's top tap, what it takes of the taps. # -> [taps * hidden,
-        hidden]"""
+        """Return the regression's weights on the taps. # -> [taps * hidden, hidden]"""
         return self._solution(torch.arange(self.known, device=self._squares.device))[: self.known - self.hidden - 1]
 
     def fused(self) -> FusedSolution:
@@ -177,7 +176,7 @@ class InputSums:
 
     @property
     def _ones(self) -> Tensor:
-        """Sums of what is known; the last one counts positions. # [known]"""
+        """Sums of the inputs; the last one counts positions. # [known]"""
         return self._products[-1, : self.known]
 
     def _solution(self, inputs: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Objective:
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
         """Score a batch; `generator` draws anchors, cuts, temperatures and noise on its own device."""
         entries = self._entries(batch, generator)
-        logits = self._model.lm_head(entries.states)  # at once: the gradient of each product is as large as the head
+        logits = self._model.lm_head(entries.states)  # one product: each one's gradient is as large as the head
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(logits.detach(), favourite)
         distributions = _distributions(logits, entries.labels, batch, self._model.t2d)
@@ -102,7 +102,7 @@ class Objective:
         found = [self._labelled(stream, ahead, batch, place=0)]
         block = torch.arange(self._size, device=anchors.device)
         place = torch.zeros_like(anchors)[:, :, None] + block
-        valid = torch.ones_like(place, dtype=torch.bool)  # of the entry a block starts at
+        valid = torch.ones_like(place, dtype=torch.bool)  # validity of the entry a block starts at
         for number in range(self._blocks):
             if number:
                 cuts = 1 + (_uniform(anchors.shape, generator, anchors.device) * self._size).long()

@@ -13,8 +13,8 @@ from drafters.network.model import SpecBlock
 OUTPUT_LAYERS = ("lm_head.weight", "rank_head.2.weight")
 """The parameters that learn."""
 
-_LIKELY = 16  # of the target's tokens per row; of 64 the loss is the same within 1 %, and has twice as many classes
-_DAMPING = 0.3  # in mean squared norms of a row: what a row says alone is believed by three quarters
+_LIKELY = 16  # target tokens per row; with 64 the loss is the same within 1 %, and has twice as many classes
+_DAMPING = 0.3  # unit: a row's mean squared norm; a row alone moves its logits by three quarters
 _DRAFT_RATE = 4.0
 """Steps of a softmax, whose curvature is at most a half, diverge above it; those of unlikely tokens, where there is
 next to no curvature, are still short of the minimum. The rank head's classes are likely: it takes steps of 1."""
@@ -35,12 +35,12 @@ def target_divergence(log_q: Tensor, places: Tensor, top_logprobs: Tensor) -> Te
 
 
 def newton_logits(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Logits of an output layer, by whose gradient a damped Newton step is taken in the space of these rows,
+    """Logits of an output layer, by whose gradient a damped Newton step is made in the space of these rows,
 
         dW = ((H H^T + damping 1)^-1 dL/dlogits)^T H,    H = inputs,
 
-    which moves the logits of each row by what is wrong with them, however alike the rows are: one such step does what
-    takes a first-order method many, and no moments are kept. # inputs [rows, width], weight [classes, width] -> [rows,
+    which moves each row's logits by their own error, however alike the rows are: one step equals many of a first-order
+    method, and no moments are kept. # inputs [rows, width], weight [classes, width] -> [rows,
     classes] float32"""
     with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
         products = inputs.float() @ inputs.float().T
