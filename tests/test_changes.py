@@ -1,5 +1,6 @@
 """Which slow tests run after which changes."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -83,3 +84,10 @@ def test_a_slow_test_runs_if_every_mark_covers_a_change(
     items: list[pytest.Item] = [request.node]
     changes.deselect_slow(request.config, items, "changed")
     assert items == ([request.node] if expected else [])
+
+
+def test_what_slow_tests_cover_is_there() -> None:
+    texts = [path.read_text() for path in (changes.ROOT / "tests").rglob("*.py")]
+    covered = [places for text in texts for places in re.findall(r'(?:covers=|COVERS = )"([^"]+)"', text)]
+    assert len(covered) > 10
+    assert [place for places in covered for place in places.split() if not (changes.ROOT / place).exists()] == []
