@@ -37,9 +37,11 @@ PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm"
 class Family:
     """How a family's decoder layer differs from Llama's."""
 
-    norms: Norms[str | None] = PRE_NORM  # their names in transformers
-    query_key_norms: Literal["head", "projection"] | None = None  # what one norm of queries and of keys spans
-    query_key_value_bias: bool = False  # whether these products have biases whatever `attention_bias` says
+    norms: Norms[str | None] = PRE_NORM  # module names in transformers
+    query_key_norms: Literal["head", "projection"] | None = (
+        None  # span of a norm of queries or keys; None: no such norms
+    )
+    query_key_value_bias: bool = False  # True: q, k and v have biases whatever `attention_bias` says
 
 
 FUSED_FAMILIES = {
@@ -69,7 +71,7 @@ class RotaryTable:
 
     def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
         """`embed` computes cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
-        # Nodes have positions after the last one of a sequence.
+        # Tree nodes have positions beyond the longest sequence.
         self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class Placed(NamedTuple):
 
     end: Tensor  # [batch] int64, index in its sequence of entries of the last one before the block
     live: Tensor  # [batch, size] int64, where keys and values of the block go
-    at: Tensor  # index in the sequence of entries; where there are fewer than rows, padding rows see others' entries
+    at: Tensor  # index in the sequence's entries; padding rows see any entries
     positions: Tensor  # absolute position that an entry predicts
     slots: Tensor  # slots that keys and values are written to
 

@@ -84,8 +84,8 @@ class Picked(NamedTuple):
 
     origin: StartNodes
     tokens: Tensor  # int64
-    start: Tensor  # int64, which start's block the node belongs to
-    position: Tensor  # int64, which of its block's positions, 0-based
+    start: Tensor  # int64, index of the start whose block has the node
+    position: Tensor  # int64, 0-based position in the block
 
 
 def spread_classes(logits: Tensor, logprobs: Tensor) -> Tensor:

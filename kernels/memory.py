@@ -58,16 +58,16 @@ AFTER_REJECTED = SIGHTING // 4
 _WORD = (1 << 64) - 1
 
 SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # bounds of a token's share of the counts after a context
-TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # counts after a context
+TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # bounds of the sum of counts after a context
 STRENGTH_EDGES = (0.34, 0.9)  # bounds of a share in the joint group
-LEAST_ODDS = -10  # log2, of a claim
-CLAIM_CLASSES = 18  # nothing proposed at this depth, not this token, and log2 of the odds up to 5
+LEAST_ODDS = -10  # lower bound of log2 of a claim's odds
+CLAIM_CLASSES = 18  # classes: nothing proposed at this depth, not this token, or log2 of the odds up to 5
 STRENGTHS = len(STRENGTH_EDGES) + 2
 SHARES, TOTALS, LENGTHS = len(SHARE_EDGES) + 1, len(TOTAL_EDGES) + 1, len(ORDERS) + 1
 OF_SHARE, OF_KNOWN, OF_TOTAL = len(ORDERS) * SHARES + 1, LENGTHS**2, TOTALS + 1
 OF_PART = OF_SHARE + OF_KNOWN + OF_TOTAL
 OF_CLAIM = CLAIM_CLASSES * STRENGTHS**2
-NOISES = 13  # none, and by leading zeros of the noise's hash; one token in 2^10 has more than have a class
+NOISES = 13  # classes: no noise, or leading zeros of the noise's hash, which are seldom more
 
 FEATURES = len(PARTS) * OF_PART + OF_CLAIM + NOISES
 """Weights of a set."""
@@ -81,7 +81,7 @@ class Memory(NamedTuple):
 
     entries: Tensor  # [buckets, WAYS] int64: tag, successor and count; a count of 0 is an empty entry
     weights: Tensor  # [scopes, WEIGHT_SETS, FEATURES] float32
-    squares: Tensor  # like weights, summed squares of their gradients
+    squares: Tensor  # like weights: sums of squared gradients
     parts: Tensor  # [rows, PARTS, 2] int64, first bucket and number of buckets (a power of two, or 0 for none)
     scopes: Tensor  # [rows] int64
     warm: Tensor  # [rows] bool, whether the temperature is above 0
@@ -119,7 +119,7 @@ class Memory(NamedTuple):
 
 @dataclass(slots=True)
 class Sighting:
-    """Count of a token in one part, after the longest context with any."""
+    """Count of a token in one part, after the longest context that has any count."""
 
     order: int = -1
     count: float = 0.0
@@ -143,7 +143,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class GrownNode:
-    """A node of a tree that is grown, or of the network's tree."""
+    """A node of the tree under construction, or of the network's tree."""
 
     token: int
     parent: int
@@ -277,7 +277,7 @@ def _hash_factors() -> Tensor:
 
 
 def then(context: tuple[int, ...], token: int) -> tuple[int, ...]:
-    """The context after one more token."""
+    """Shift the context by one token."""
     return token, *context[:-1]
 
 
@@ -291,7 +291,7 @@ def _signed(word: int) -> int:
 
 
 def nodes_of(tree: DraftTree, line: int) -> list[GrownNode]:
-    """The nodes of one tree of a batch."""
+    """Read the nodes of one tree of a batch."""
     count = int(tree.num_nodes[line])
     columns = (values[line, :count].tolist() for values in tree[:4])
     return [GrownNode(*values) for values in zip(*columns, strict=True)]

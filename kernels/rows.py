@@ -29,7 +29,7 @@ class ExtendRows:
     table_row: int
     start: int  # absolute position of the first token
     tokens: Sequence[int]
-    completes: bool  # the last token is the newest of the sequence, so the step chooses the next one
+    completes: bool  # True if the last token is the sequence's newest: the step chooses the next one
 
     @property
     def num_rows(self) -> int:

@@ -83,7 +83,7 @@ def sample(
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
     """The token of highest score in each row, of equals the lowest id. # scores [rows, vocab], any float type ->
     [rows]"""
-    best = scores.max(dim=-1)  # finds a NaN, if there is one
+    best = scores.max(dim=-1)  # NaN if the row has one
     bad_rows = ~best.values.isfinite()
     return ChosenTokens(best.indices.masked_fill(bad_rows, 0), bad_rows.long())
 

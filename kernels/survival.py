@@ -32,7 +32,7 @@ class HitCounts:
     prior_expected: Tensor
     came_true: Tensor
     expected: Tensor
-    rates: Tensor  # (prior + came true) / (prior + expected), within limits
+    rates: Tensor  # clamped (prior + came true) / (prior + expected)
     decay: float  # factor on all older labels at each count
     low: float
     high: float

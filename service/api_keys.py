@@ -65,7 +65,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     key: KeyHash
-    name: str | None = Field(default=None, pattern=_NAME)  # a label of metrics, and the account of the budget
+    name: str | None = Field(default=None, pattern=_NAME)  # label in metrics, and account of the budget
     requests_per_minute: Amount = None
     tokens_per_minute: Amount = None
     max_concurrent: Amount = None

@@ -40,7 +40,7 @@ class OutputStream:
         """`num_places`: places of the queue that the body holds while it waits."""
         self.account = body.requests[0].scope.account
         self._body, self._num_places = body, num_places
-        self._unfinished = {request.request_id: request.n for request in body.requests}  # sequences, by request
+        self._unfinished = {request.request_id: request.n for request in body.requests}  # sequences per request
         self._abort = abort
         self._release = release
         self._meter = meter
@@ -105,9 +105,9 @@ class Door:
 
     def __init__(self, max_waiting: int) -> None:
         """`max_waiting`: number of places of the queue."""
-        self.num_refused = 0  # bodies for which the queue had no place
+        self.num_refused = 0  # bodies refused because the queue was full
         self._max_waiting = max_waiting
-        self._streams: dict[str, OutputStream] = {}  # by request id
+        self._streams: dict[str, OutputStream] = {}  # open streams by request id
         self._open: set[OutputStream] = set()
 
     def __len__(self) -> int:

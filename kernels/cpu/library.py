@@ -47,8 +47,7 @@ class _Export(ctypes.Structure):
 
 
 class CStruct(bytes):
-    """A C structure of addresses and int64 numbers, then of floats. It keeps its tensors alive, whose elements must lie
-    without gaps."""
+    """A C structure of addresses, int64 numbers, and then floats. Keeps its tensors alive; they must be contiguous."""
 
     words: tuple[Tensor | int | None, ...]
 
@@ -87,7 +86,7 @@ def _layout(words: int, floats: int) -> struct.Struct:
 
 @cache
 def variant() -> str | None:
-    """The build to run: the one that `KERNELS` names, else the best that fits this processor, else None.
+    """Name of the build to run: from the variable `KERNELS`, else the best for this processor, else None.
     Raises ImportError when that build is older than its sources, or when the named one cannot run here."""
     capabilities, named = torch.cpu.get_capabilities(), os.environ.get(KERNELS)
     for name, needs in VARIANTS.items():
@@ -126,12 +125,12 @@ def use_threads(number: int) -> None:
 
 
 def threads_in_use() -> int:
-    """Threads that compute for the calling thread, itself included."""
+    """Number of threads that compute for the calling thread, itself included."""
     return torch.get_num_threads() if variant() is None else call("threads_in_use")
 
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where their elements have gaps. # [...] each"""
+    """Make tensors contiguous. # [...] each"""
     return [tensor.contiguous() for tensor in tensors]
 
 

@@ -106,8 +106,7 @@ def _commit(
     NODES: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """Write one sequence's path into the table, and the slots of its other nodes after those of the sequences
-    before."""
+    """Write one sequence's path into the table, and its rejected slots behind the ones of earlier sequences."""
     of = tl.program_id(0).to(tl.int64)
     ahead, node, sequences = tl.arange(0, MOST), tl.arange(0, NODES), tl.arange(0, BATCH)
     step = tl.load(path + of * depth + ahead, mask=ahead < depth, other=-1)

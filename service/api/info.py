@@ -115,7 +115,7 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer, control: bool) ->
 
 
 def memory_router(server: Server) -> APIRouter:
-    """Routes that forget past answers. A drafter keeps what it has learnt from them."""
+    """Routes that forget past answers. A drafter that learnt from them stays as it is."""
     router = APIRouter()
 
     @router.delete("/v1/memory", name="forget_own")

@@ -29,14 +29,14 @@ class ApiSettings:
     tenants: Tenants
     admin_digest: bytes | None  # SHA-256 of the operators' key
     open_metrics: bool
-    max_output_tokens: int | None  # None: up to the context length
+    max_output_tokens: int | None  # None: limited by the context length only
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
-    release_seconds: float | None = None  # between two tokens of a choice; None: as steps produce them
+    release_seconds: float | None = None  # seconds between two tokens of a choice; None: as steps produce them
     allowed_hosts: frozenset[str] | None = None  # names beside this machine's own; None: any
     cors_origins: tuple[str, ...] = ()  # origins of web pages whose scripts are admitted
-    separate_names: bool = False  # `prefix_cache: per_client`
-    control_in_prompts: bool = True  # `raw_prompts: special`
+    separate_names: bool = False  # setting `prefix_cache: per_client`
+    control_in_prompts: bool = True  # setting `raw_prompts: special`
     naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # hashes scopes
 
 
@@ -94,7 +94,7 @@ def network_of(host: str) -> str:
     will."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host
     address = getattr(address, "ipv4_mapped", None) or address
     return str(address if address.version == 4 else ipaddress.ip_network((host, 64), strict=False))

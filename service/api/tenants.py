@@ -79,7 +79,7 @@ class PerMinute(_Limit):
         super().__init__(limit)
         self._clock = clock
         self._level = float(limit)
-        self._read_at = clock()  # seconds
+        self._read_at = clock()  # time of the last refill
 
     @property
     def remaining(self) -> int:
@@ -247,7 +247,7 @@ class Tenant:
     def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
         self.digest = digest_in(key.key)
         self.name = key.name or ""
-        self.refused: Counter[str] = Counter()  # number of requests, by the limit
+        self.refused: Counter[str] = Counter()  # refused requests by limit
         requests, tokens, budget = key.requests_per_minute, key.tokens_per_minute, key.budget_tokens
         self._requests = None if requests is None else PerMinute(requests, clock=clock)
         self._tokens = None if tokens is None else PerMinute(tokens, clock=clock)

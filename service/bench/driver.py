@@ -18,10 +18,8 @@ class Answer:
     text: str = ""
     finish_reason: FinishReason | None = None
     accepted_per_step: tuple[int, ...] = ()
-    first_token_seconds: float = 0.0  # after the arrival
-    gaps_seconds: tuple[
-        float, ...
-    ] = ()  # per token after the first step: seconds since the previous token (HTTP: per chunk)
+    first_token_seconds: float = 0.0  # seconds from arrival to the first token
+    gaps_seconds: tuple[float, ...] = ()  # seconds between tokens after the first step; over HTTP between chunks
     first_tokens: int = 1  # tokens of the first step or chunk
     prompt_tokens: int = 0  # counted by the server; 0 in-process
 
@@ -54,7 +52,7 @@ class Run:
     answers: tuple[Answer, ...]
     steps: tuple[TimedStep, ...]
     seconds: float
-    steady: Span = Span(0.0, 0)  # while the load was steady
+    steady: Span = Span(0.0, 0)  # the part with steady load
 
     @property
     def num_tokens(self) -> int:
@@ -132,7 +130,7 @@ class Drive:
         self._sleep = sleep
         self._before_step = before_step
         self._after_step = after_step
-        self._seconds = 0.0  # before the present slice
+        self._seconds = 0.0  # time of all slices, without pauses
         self._steady = Span(0.0, 0)
         self.num_finished = 0
         self._served: dict[str, Served] = {}

@@ -34,17 +34,17 @@ BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
 
 _SCHEMA = Path(__file__).with_name("lossless_schema.json")  # schema of answers with `grammar`
 _CASES_PER_ROUND = 192  # the next round has other questions
-_WRONG_EVERY = 7  # tokens of a prediction
-_SLOT_SHARE = 0.6  # where slots are scarce: their number, as a share of those that all sequences would fill
-_PREEMPT_EVERY = 6  # steps, where slots are scarce
-_STOP_LENGTH = 3  # characters, so that it mostly spans tokens
+_WRONG_EVERY = 7  # one of so many tokens of a prediction is wrong
+_SLOT_SHARE = 0.6  # scarce slots: share of the slots that all sequences would fill
+_PREEMPT_EVERY = 6  # steps between preemptions where slots are scarce
+_STOP_LENGTH = 3  # characters of a stop string, which mostly spans tokens
 
 
 class Way(NamedTuple):
     """A drafter, and the nodes verified per step."""
 
     drafter: str
-    nodes: int | None  # None: by cost
+    nodes: int | None  # nodes per step; None: chosen by cost
 
     def __str__(self) -> str:
         if self.drafter == "none":
@@ -124,7 +124,7 @@ def pairs_of(case: Case) -> set[object]:
 class Question(NamedTuple):
     """A prompt and how to sample its answer, which determine the answer."""
 
-    prompt: int  # index
+    prompt: int  # index of the prompt
     temperature: float
     extras: Extras
     seed: int

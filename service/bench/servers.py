@@ -134,7 +134,7 @@ class HttpClient:
 
     def __init__(self, name: str, url: str, *, stream: bool, api_key: str = "none", pid: int | None = None) -> None:
         """`pid`: process of the server, if it runs on this machine."""
-        self.spent = np.zeros(2)  # context switches and CPU seconds of that process while it answered
+        self.spent = np.zeros(2)  # context switches and CPU seconds of the server while it answered
         self._name, self._pid, self._where = name, pid, urlsplit(url.rstrip("/").removesuffix("/v1"))
         self._headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}

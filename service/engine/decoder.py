@@ -53,7 +53,7 @@ class FusedDecoder:
         self._head = self._ops.plan_linear(head.weight, head.bias)
         self._taps = tuple(taps)
         self._runs: dict[int, RunLayers] = {}
-        self._planned_for: Tensor | None = None  # the pool's storage
+        self._planned_for: Tensor | None = None  # storage of the pool that the plan is for
 
     def __call__(
         self,
@@ -160,7 +160,7 @@ def _no_nodes_to_place(rows: tuple[Tensor, ...]) -> NoReturn:
 class _Call(NamedTuple):
     """Input and output of one layer."""
 
-    hidden: Tensor  # both [rows, hidden]
+    hidden: Tensor  # [rows, hidden], like output
     output: Tensor
 
 

@@ -67,7 +67,7 @@ class EmitStage:
                 break
             sequence.sampling.extend(kept)
         tokens = tokens_of(sent)
-        if index < result.budget.load.num_decoding:  # the first token of the others comes from reading their prompts
+        if index < result.budget.load.num_decoding:  # other sequences got their first token from their prompt
             sequence.accepted_per_step.append(max(0, len(tokens) - 1))
             sequence.drafted_per_step.append(num_nodes)
         if finish is not None:
@@ -160,7 +160,7 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
     unless the request asks for its stops."""
     params = sequence.request.sampling
     is_eos = token in eos_ids and not params.ignore_eos
-    is_stop = token in params.stop_token_ids and not is_eos  # a text that ends by itself was not cut
+    is_stop = token in params.stop_token_ids and not is_eos  # the model's own end is no stop of the request
     if (is_eos or is_stop) and sequence.num_generated > params.min_tokens:
         if params.include_stop_str_in_output:
             sequence.text.push(token)

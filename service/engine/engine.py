@@ -69,10 +69,10 @@ class EngineLimits:
     prefill_chunk: int
     max_budget: int
     prefix_cache: bool = False
-    num_slots: int | None = None  # fewer than the target's pool has, to make slots scarce; None: all of them
-    first_slot: int = NULL_SLOT + 1  # engines of disjoint slots may run in turn
+    num_slots: int | None = None  # None: all slots of the target's pool
+    first_slot: int = NULL_SLOT + 1  # engines with disjoint slots may share a pool
     memory: MemorySizes = field(default_factory=MemorySizes)  # sizes of the memory of past answers
-    pace_seconds: float | None = None  # per token; sequences slower than this count more. None: all count the same
+    pace_seconds: float | None = None  # seconds per token; slower sequences count more. None: all count the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _WORTH_WAITING = 64
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Slots of the tokens after its parent's; locked while a lease reaches it or a node below it."""
+    """Radix tree node: slots of the tokens after its parent's; locked while a lease reaches it or a node below."""
 
     labels: list[int]
     slots: Tensor  # [labels] int64
@@ -48,7 +48,7 @@ class PrefixLease:
     """A running sequence's hold on a prefix, which is not evicted before the lease is released."""
 
     node: Node
-    length: int  # positions, from the first on, whose slots belong to the cache
+    length: int  # number of leading positions whose slots belong to the cache
     slots: Tensor  # [cached] int64, slots of the prefix that was found at the start
     is_published: bool = False  # whether the prompt after the prefix has been shared
 
@@ -86,11 +86,11 @@ class PrefixCache:
         return PrefixLease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
 
     def known(self, namespace: str, tokens: list[int]) -> int:
-        """Positions that a lease on these tokens would have."""
+        """Number of positions that a lease on these tokens would have."""
         return sum(common for _, common in self._path(namespace, tokens))
 
     def leased(self, namespace: str, tokens: list[int], *, excluding: Sequence[PrefixLease] = ()) -> int:
-        """Those of `known` that are leased now, by other leases than `excluding`."""
+        """Number of `known` positions that other leases than `excluding` hold now."""
         mine = _holds(excluding)
         return sum(common for node, common in self._path(namespace, tokens) if node.leases > mine[node])
 
@@ -129,7 +129,7 @@ class PrefixCache:
         heapq.heapify(oldest)
         while count > 0 and oldest:
             leaf = heapq.heappop(oldest)[2]
-            kept = max(0, len(leaf.labels) - count)  # fewest prompts share the end of a run
+            kept = max(0, len(leaf.labels) - count)  # cut from the end, which the fewest prompts share
             given.append(leaf.slots[kept:])
             count -= len(leaf.labels) - kept
             rest = self._shorten(leaf, kept)
@@ -143,8 +143,8 @@ class PrefixCache:
         return sum(len(node.labels) for node, count in _holds(leases).items() if node.leases == count)
 
     def worth_waiting_for(self, namespace: str, tokens: list[int]) -> int | None:
-        """How many of these tokens another sequence's text must begin with, so that waiting until it is published beats
-        computing them again; None: waiting never does."""
+        """Shortest common prefix with a prefilling sequence for which waiting beats computing it again, in tokens;
+        None: waiting never pays."""
         length = self.known(namespace, tokens) + _WORTH_WAITING + 1
         return length if self._keep and length <= len(tokens) else None
 

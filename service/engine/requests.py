@@ -22,9 +22,9 @@ class Scope:
 
     key: str = ""  # hash of the API key; "" without configured keys: one scope for all senders
     name: str = ""  # hash of `safety_identifier`, else of `user`, else of the sender's address
-    separate_names: bool = False  # `prefix_cache: per_client`
+    separate_names: bool = False  # setting `prefix_cache: per_client`
     address: str = ""  # hash of the sender's address
-    max_running: int | None = None  # sequences of its account that run at once: `max_concurrent` of the key
+    max_running: int | None = None  # most running sequences of its account: `max_concurrent` of the key
 
     @property
     def owner(self) -> str:
@@ -70,11 +70,11 @@ class GenerationRequest:
     speculation: SpeculationParams = SpeculationParams()
     store: bool = True  # False: neither recorded nor learnt from
     scope: Scope = field(default_factory=Scope)
-    # Lower starts earlier among the requests of one client; where slots run out, the highest of all is preempted.
+    # Lower starts earlier among the requests of one client; if slots run out, the highest of all is preempted.
     priority: int = 0
     replayed: Tokens[Tokens[int]] = ()  # per sequence: tokens of an earlier answer that a resumed stream replays
     scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
-    single_token_outputs: int = 0  # how many first tokens of a sequence are each an output of their own
+    single_token_outputs: int = 0  # number of first tokens per sequence that are outputs of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
 
 
@@ -98,7 +98,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepTree:
-    """The draft tree of one step as it was verified; of no nodes where nothing was drafted."""
+    """Draft tree of one step as it was verified; empty where nothing was drafted."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # index of the parent node, always an earlier one; -1 below the root
@@ -108,7 +108,7 @@ class StepTree:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRecord:
-    """What speculation did for one sequence; all other figures are derived from these lists."""
+    """Speculation statistics of one sequence."""
 
     accepted_per_step: tuple[int, ...]  # accepted length of each verify step
     drafted_per_step: tuple[int, ...]  # nodes verified in each step
@@ -129,11 +129,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step added to one sequence. The last output of a sequence carries `finish_reason` and totals.
+    """Tokens and text that one step added to one sequence. The last output of a sequence carries `finish_reason` and
+    totals.
 
     `text` may be shown now: it never splits a character, and text that may begin a stop string is held back, so it can
-    be empty where `token_ids` is not.
-    """
+    be empty where `token_ids` is not."""
 
     request_id: str
     index: int  # index among the request's n sequences

@@ -94,7 +94,9 @@ def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at = rows.sequence, rows.node.clamp(min=0)
     tokens = torch.where(is_node, rows.tree_tokens[at], rows.tokens)
     positions = torch.where(is_node, rows.extend_end[rows.sequence] + rows.depths[at], rows.positions)
-    node_slots = rows.slots.new_full((sequences, width + 1), NULL_SLOT)  # the last column takes rows that are no nodes
+    node_slots = rows.slots.new_full(
+        (sequences, width + 1), NULL_SLOT
+    )  # the last column receives rows that are no nodes
     node_slots[rows.sequence, torch.where(is_node, rows.node, width)] = rows.slots
     return tokens, positions, node_slots[:, :width], ops.on(rows.slots.device).ancestor_matrix(rows.parents)
 

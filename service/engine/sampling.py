@@ -100,7 +100,7 @@ def signed64(seed: int) -> int:
 
 
 class TokenHistory:
-    """Which tokens a sequence has seen and how often it generated them: the input of its penalties."""
+    """Tokens that a sequence has seen and counts of generated ones, for its penalties."""
 
     __slots__ = ("_seen", "counts", "ids", "in_prompt")
 
@@ -121,7 +121,7 @@ class TokenHistory:
 
 
 class SamplingState:
-    """How one sequence samples. Lives as long as the sequence; `extend` after each commit keeps it current."""
+    """Sampling state of one sequence, from start to end; `extend` it after each commit."""
 
     __slots__ = ("device", "forbidden_at_first", "grammar", "history", "params", "vocab")
 
@@ -153,7 +153,7 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What choosing a token needs to know of each row of logits."""
+    """Inputs of token choice per row of logits."""
 
     table: "SamplingTable"
     sequence_idx: Tensor  # [rows] int64, index of the row's sequence in the table

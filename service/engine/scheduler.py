@@ -30,9 +30,9 @@ from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, W
 _EVICT_AT_ONCE = 256
 """Slots; so that a full cache does not cost an eviction in every step."""
 
-_OFTEN = 2  # preemptions after which others are preempted first
+_OFTEN = 2  # number of preemptions after which others are preempted first
 
-_FIRST_GUESS = 32.0  # tokens of an answer
+_FIRST_GUESS = 32.0  # tokens of an answer before any has ended
 
 _RATE = 0.05
 """Rate of the moving mean of answers' lengths."""
@@ -66,7 +66,7 @@ class StepBatch:
 
     items: list[Scheduled]
     started: list[Sequence]  # those that start to run, or start again after preemption
-    budget: DraftBudget | None = None  # by which they are sorted; None: not decided, the step has no drafts
+    budget: DraftBudget | None = None  # decides their order; None: the step has no drafts
 
     @cached_property
     def decoding(self) -> list[Sequence]:
@@ -160,7 +160,7 @@ class Scheduler:
         """Move a running sequence back to its place in the queue."""
         self._service.settle(sequence)
         self._stop(sequence)
-        del sequence.sampling  # made again from its tokens
+        del sequence.sampling  # rebuilt from its tokens
         sequence.num_computed = 0
         sequence.preemptions += 1
         self._preemptions += 1

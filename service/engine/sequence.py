@@ -9,7 +9,7 @@ from service.engine.requests import FinishReason, GenerationRequest, SamplingPar
 from service.engine.sampling import SamplingState
 from service.text.tokenizer import IncrementalDetokenizer
 
-_SEARCHED_RUN = 256  # tokens for single bytes: each reads all that are held, to find a stop string among them
+_SEARCHED_RUN = 256  # most held byte tokens that are searched for a stop string at each token
 
 
 class TextStream:
@@ -26,8 +26,8 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._unread: list[int] = []  # tokens that are not detokenized yet
-        self._pending = ""  # not yet taken; a stop string that is still possible begins in here
-        self._searched = 0  # characters of `_pending` in which no stop string may end any more
+        self._pending = ""  # text not yet taken, which may begin a stop string
+        self._searched = 0  # leading characters of `_pending` in which no stop string can end
         self._stopped = False
 
     def push(self, token_id: int) -> str | None:
@@ -94,7 +94,7 @@ class TextStream:
 
 @dataclass(slots=True)
 class QueryCosts:
-    """What the steps of one sequence cost and accepted, for learning."""
+    """Cost and accepted tokens of one sequence's steps, for learning."""
 
     first_version: int = -1  # drafter version of its first step; -1 before
     version: int = -1  # drafter version of its last step
@@ -112,15 +112,15 @@ class Sequence:
     index: int
     tokens: list[int]
     num_prompt: int
-    sampling: SamplingState = field(init=False)  # while it runs
-    text: TextStream = field(init=False)  # since it started for the first time
+    sampling: SamplingState = field(init=False)  # exists while the sequence runs
+    text: TextStream = field(init=False)  # exists from the first start on
     row: int | None = None  # row of the slot table, while running
     num_computed: int = 0  # positions whose keys and values are in the pool
     lease: PrefixLease | None = None  # lease on the prefix cache, while running
     num_cached: int = 0  # prompt tokens whose keys and values were found in the cache
     arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
-    charged_tokens: float = 0.0  # service that its client's counter holds already
+    charged_tokens: float = 0.0  # service already added to its client's counter
     started_seconds: float | None = None
     first_token_seconds: float | None = None
     last_emit_seconds: float | None = None

@@ -28,7 +28,7 @@ class TargetOutput:
 
     logits: Tensor  # [logits, vocab], unprocessed, in the model's dtype
     features: Tensor | None  # [rows, taps * hidden], tapped layer outputs, lowest layer first
-    sampler: Sampler = EAGER_SAMPLER  # chooses tokens of these logits where no transform changes them
+    sampler: Sampler = EAGER_SAMPLER  # sampler for these logits unless a transform changes them
     scored: Tensor | None = None  # [scored, vocab], of prompt rows, which choose no token
 
 

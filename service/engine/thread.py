@@ -125,7 +125,7 @@ class EngineThread:
                 self._loop(deliver)
             for ended in self._ended:
                 ended()
-        except BaseException as error:  # a panic of a library, too
+        except BaseException as error:  # includes panics of native libraries
             logger.exception("the engine stopped")
             self.failure = error
             deliver([])

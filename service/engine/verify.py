@@ -84,7 +84,7 @@ class VerifyStage:
     def _choose(
         self, completing: list[Sequence], rows: ForwardRows, trees: DraftTree, logits: Tensor, sampler: Sampler
     ) -> ChosenTokens:
-        states = [sequence.sampling for sequence in completing]  # new ones where a sequence has started again
+        states = [sequence.sampling for sequence in completing]  # a restarted sequence has a new state
         if self._states != states:
             self._states, self._table = states, SamplingTable.build(states)
         table, scores = self._table, logits

@@ -68,7 +68,7 @@ class Entry:
         return gone
 
     def _unfolded(self) -> Sequence | None:
-        """Make the next sequence; None: all have started."""
+        """Create the next sequence; None: all have started."""
         if not self._requests:
             if self._body is not None:
                 self._body.waits = False
@@ -88,7 +88,7 @@ class WaitingQueue:
     running sequence computes just now are parked with it: they are looked at again when it has, not in every step."""
 
     def __init__(self) -> None:
-        self.num_sequences = 0  # those that do not exist yet, too
+        self.num_sequences = 0  # includes sequences that are not created yet
         self._num_arrived = 0
         self._entries: dict[str, list[Entry]] = {}
         self._parked: dict[Sequence, list[Entry]] = {}
@@ -143,7 +143,7 @@ class WaitingQueue:
         self.num_sequences = 0
         for entry in entries:
             removed += entry.remove(request_ids)
-            self.add(entry)  # one that was parked is looked at again
+            self.add(entry)  # parked entries are unparked
         return removed
 
     def _place(self, entry: Entry) -> None:
@@ -208,7 +208,7 @@ class Reader(NamedTuple):
     """A client whose prompts a step reads."""
 
     num_rows: int
-    num_others: int  # other clients that decode in the step
+    num_others: int  # number of other clients that decode in the step
 
 
 class PromptPace:
@@ -224,7 +224,7 @@ class PromptPace:
         self.most_rows, self._now = most_rows, now
         self._rows = float(most_rows)
         self._plain_seconds: float | None = None  # mean seconds of a step without prompts
-        self._num_read = 0  # steps with prompts since then
+        self._num_read = 0  # steps with prompts since the last one without
         self._debts: dict[str, float] = {}  # seconds, by client
         self._step: tuple[float, Mapping[str, Reader]] | None = None  # under way: its beginning, and its readers
 
@@ -235,7 +235,7 @@ class PromptPace:
         return max(1, int(self._rows)) if is_known else 0
 
     def owes(self, client: str) -> bool:
-        """Whether the client must wait."""
+        """Whether the client has used others' time and must wait."""
         return self._debts.get(client, 0.0) > 0
 
     def begin(self, readers: Mapping[str, Reader]) -> None:
@@ -260,10 +260,10 @@ class PromptPace:
         rows, longer = sum(one.num_rows for one in readers.values()), max(0.0, seconds - plain)
         for client, (count, others) in readers.items():
             debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
-            self._debts[client] = max(debt, -plain)  # a step's worth may be saved
+            self._debts[client] = max(debt, -plain)  # at most one step's time may be saved
         fair = sum(plain / one.num_others for one in readers.values())
         scale = min(fair / longer, _GROWTH) if longer else _GROWTH
         if scale < 1:
             self._rows = max(1.0, rows * scale)
-        elif rows >= int(self._rows):  # fewer rows say nothing of more
+        elif rows >= int(self._rows):  # a step with fewer rows does not show whether more would fit
             self._rows = min(self._rows * scale, self.most_rows)

@@ -23,7 +23,7 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 _MOST_IN_A_ROW = 3
 """Exceptions of a part before it is switched off: one or two may come from what it was given, and the next input is
 another."""
-_LOG_SECONDS = 60.0  # between two tracebacks of a part
+_LOG_SECONDS = 60.0  # least seconds between two tracebacks of a part
 
 
 class Guard:

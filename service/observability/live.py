@@ -16,7 +16,7 @@ from service.observability.learning_tables import label_of
 KEPT_MOMENTS: Final = 300
 _KEPT_EVENTS: Final = 20
 _KEPT_SPANS: Final = 240  # spans that the time since the start is divided into
-_MAX_PENDING: Final = 65_536  # records that were not summed yet; beyond, the oldest are lost
+_MAX_PENDING: Final = 65_536  # most records that wait to be summed; beyond, the oldest are dropped
 
 Record = TypeVar("Record")
 Json = dict[str, Any]
@@ -135,7 +135,7 @@ class SinceStart:
 
     def __init__(self) -> None:
         self.spans: list[Decoded] = []
-        self._longest = 1.0  # seconds of a span
+        self._longest = 1.0  # length of a span in seconds
 
     def add(self, new: Decoded) -> None:
         """Append the tokens generated since the last call."""

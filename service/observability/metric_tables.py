@@ -100,8 +100,8 @@ class ServerStatus:
     """The state of the server process at a scrape."""
 
     ready: bool
-    requests_in_flight: int  # accepted and not yet completed
-    requests_refused: int  # total, because too many were waiting
+    requests_in_flight: int  # requests accepted and not completed
+    requests_refused: int  # total of requests refused because the queue was full
     requests_limited: Mapping[str, float]  # totals by `limit:name of the key`
     loop_lag_seconds: float
     internal_errors: Mapping[str, float]  # totals by part
