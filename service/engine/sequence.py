@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from service.engine.budget import SequenceGain, traffic_class
+from service.engine.draft_gate import SequenceGain, traffic_class
 from service.engine.prefix_cache import PrefixLease
 from service.engine.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from service.engine.sampling import SamplingState

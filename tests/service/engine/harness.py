@@ -11,7 +11,8 @@ from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
 from kernels.sample import ChosenTokens
 from service.drafter import make_drafter
-from service.engine.budget import Budget, DraftBudget, FixedBudget, SequenceGain, StepLoad
+from service.engine.budget import Budget, DraftBudget, FixedBudget, StepLoad
+from service.engine.draft_gate import SequenceGain
 from service.engine.engine import Engine, EngineLimits, Vocabulary
 from service.engine.kv_pool import KVPool
 from service.engine.requests import (

@@ -12,8 +12,9 @@ from drafters.calibration import SurvivalCalibration
 from drafters.decision import CAP_STEPS, SHARE, RegretLedger
 from drafters.tree import DraftTree
 from kernels.survival import correct_survival
-from service.engine.budget import CostBudget, SequenceGain, StepLoad
+from service.engine.budget import CostBudget, StepLoad
 from service.engine.costs import CostTable, DraftCosts
+from service.engine.draft_gate import SequenceGain
 from tests.service.engine.harness import budget_of, load_of, step_stats
 from tests.service.engine.test_budget import nodes_of
 

@@ -9,16 +9,9 @@ import pytest
 
 from drafters.decision import CAP_STEPS, TRIAL_STEPS, RegretLedger
 from kernels.graph_runner import Capture, rerun
-from service.engine.budget import (
-    DRAFTING,
-    CostBudget,
-    DraftGate,
-    SequenceGain,
-    keep_gains,
-    restore_gains,
-    traffic_class,
-)
+from service.engine.budget import CostBudget, keep_gains, restore_gains
 from service.engine.costs import FREE
+from service.engine.draft_gate import DRAFTING, DraftGate, SequenceGain, traffic_class
 from service.engine.requests import SamplingParams
 from tests.service.engine.harness import generate, greedy, request, tiny_engine
 from tests.service.engine.test_budget import table

@@ -1,0 +1,166 @@
+"""Which sequences draft: posteriors of the gain of drafting, in plain steps per step, by traffic class and by sequence,
+under a ledger that bounds the losses (drafters/decision.py)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot, sqrt
+from statistics import fmean
+from typing import Any
+
+from drafters.decision import TRIAL_STEPS, GainPosterior, RegretLedger, StepDecision
+from service.engine.stats import DraftingOutlook
+
+DRAFTING = "drafting"
+"""Prefix of the ledger's accounts, one per traffic class: gains of one class do not pay for losses of another."""
+BETWEEN_SEQUENCES = 0.5
+"""Standard deviation of sequences' mean gains within a class: accepted lengths of real texts differed by 0.1 to 0.9
+(docs/budget.md)."""
+_DAY_SECONDS = 86_400.0
+"""Traffic repeats by the day at best: what was learnt that long ago is no more than a prior."""
+_BASELINE_STEPS = 2.0
+"""Plain steps that one with drafts takes at most where it hardly pays: an error in the plain one counts so often."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGain:
+    """State of the drafting decision for one sequence."""
+
+    traffic: str = ""  # its class
+    may_draft: bool = True  # False: its request asks for no speculation
+    own: GainPosterior | None = None  # gain of its own steps, once it has drafted
+    trial_steps: int = 0  # steps left in which it drafts although its class loses
+
+    def drafts(self, *, class_may_gain: bool) -> bool:
+        """Whether it drafts, by its own steps and its class."""
+        if class_may_gain:
+            return self.own is None or self.own.may_gain
+        return self.trial_steps > 0 or (self.own is not None and self.own.mean > 0.0)
+
+
+def traffic_class(temperature: float, *, has_grammar: bool) -> str:
+    """Traffic class: sequences of one class are expected to gain alike from drafting."""
+    heat = "greedy" if temperature == 0.0 else "cool" if temperature <= 0.8 else "warm"
+    return f"{heat}+grammar" if has_grammar else heat
+
+
+class DraftGate:
+    """Decides for which sequences the drafter runs.
+
+    A traffic class (temperature and grammar) has one posterior per size of batch, each sequence one of its own. A class
+    that may gain drafts, except for sequences whose own steps show a loss; a class that loses does not, except for
+    sequences whose own steps show a gain. New sequences of a losing class get a few trial steps where the ledger covers
+    them.
+    """
+
+    def __init__(self, ledger: RegretLedger, single_step_seconds: float) -> None:
+        """`single_step_seconds`: a plain step of one sequence, the unit of the ledger's accounts."""
+        self.decision = StepDecision(DRAFTING, ledger)  # keys are traffic classes
+        self._single_step_seconds = single_step_seconds
+        self._suspended: set[tuple[str, int]] = set()  # traffic classes by size of batch
+
+    def gain(self, num_sequences: int, traffic: str = "") -> GainPosterior:
+        """Posterior of a class's mean gain in batches of this size."""
+        return self.decision.gain(num_sequences, traffic)
+
+    def choose(self, sequences: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
+        """Choose which of a step's sequences draft.
+
+        `step_seconds`: seconds of a step, the most that one with drafts can lose. A suspended class is tried again only
+        when a sequence starts (`starts`): a drafter that has not followed a sequence from its start knows little of it,
+        so a trial in the middle would speak against any drafter.
+        """
+        num_sequences, open_classes = len(sequences), set[str]()
+        size = num_sequences.bit_length()
+        classes = {one.traffic for one in sequences}
+        affordable = {traffic for traffic in classes if self.decision.can_afford(traffic, 1.0, step_seconds)}
+        for traffic in classes:
+            may_open = traffic in affordable and (starts or (traffic, size) not in self._suspended)
+            if may_open and self.gain(num_sequences, traffic).may_gain:
+                open_classes.add(traffic)
+                self._suspended.discard((traffic, size))
+            else:
+                self._suspended.add((traffic, size))
+        if starts:
+            for one in sequences:
+                if one.own is None and one.traffic not in open_classes:
+                    self._grant_trial(one, num_sequences, step_seconds)
+        return [
+            one.traffic in affordable and one.drafts(class_may_gain=one.traffic in open_classes) for one in sequences
+        ]
+
+    def needs_plain_step(self, sequences: Sequence[SequenceGain], num_sequences: int) -> bool:
+        """Whether a plain step would say more than another one with drafts."""
+        gains = [self.gain(num_sequences, traffic) for traffic in {one.traffic for one in sequences}]
+        deviation = _BASELINE_STEPS * self.decision.baseline(num_sequences).sd
+        return any(self.decision.needs_baseline(gain, deviation) for gain in gains)
+
+    def observe(
+        self,
+        sequences: Sequence[SequenceGain],
+        gains: Sequence[float],
+        own_gains: Sequence[float],
+        num_sequences: int,
+        *,
+        all_drafted: bool,
+    ) -> None:
+        """Update by what a step gained for each sequence that drafted in it, in plain steps.
+
+        `gains` share the step's extra time equally; `own_gains` count what leaving this one sequence out would have
+        lost. `all_drafted`: whether all decoding sequences of the step drafted.
+        """
+        for one in sequences:
+            one.trial_steps -= one.trial_steps > 0
+            if one.own is None:
+                one.own = GainPosterior(mean=self.gain(num_sequences, one.traffic).mean, sd=BETWEEN_SEQUENCES)
+        classes = {one.traffic for one in sequences}
+        for traffic in classes:
+            of_class = [gain for one, gain in zip(sequences, gains, strict=True) if one.traffic == traffic]
+            posterior = self.gain(num_sequences, traffic)
+            # The presumed noise is that of a mean over the whole batch.
+            is_whole = all_drafted and len(classes) == 1
+            noise = None if is_whole else posterior.noise * sqrt(num_sequences / len(of_class))
+            posterior.observe(fmean(of_class), noise)
+        for one, gain in zip(sequences, own_gains, strict=True):
+            assert one.own is not None
+            one.own.observe(gain)
+
+    def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
+        """Count a step in which these sequences did not draft: their posteriors become less certain."""
+        for traffic in {one.traffic for one in sequences}:
+            self.gain(num_sequences, traffic).advance()
+        for one in sequences:
+            if one.own is not None:
+                one.own.advance()
+
+    def settle(self, traffic: str, gained_seconds: float) -> None:
+        """Enter what a step gained, or lost below 0, in the account of a traffic class."""
+        self.decision.settle(traffic, gained_seconds, self._single_step_seconds)
+
+    def on_weights_changed(self) -> None:
+        """Keep the means but no certainty: what the old weights gained says little of the new ones."""
+        self.decision.widen()
+        self._suspended.clear()
+
+    def outlook(self, sequences: Sequence[SequenceGain], num_sequences: int) -> DraftingOutlook:
+        """Expected gain of drafting for these sequences, for metrics."""
+        gains = [self.gain(num_sequences, one.traffic) for one in sequences]
+        balance, lost = self.decision.totals()
+        return DraftingOutlook(
+            sequences=1 << (num_sequences.bit_length() - 1),
+            gain=fmean(gain.mean for gain in gains),
+            gain_sd=fmean(gain.sd for gain in gains),
+            balance_seconds=balance,
+            lost_seconds=lost,
+        )
+
+    def restore(self, state: Any, age_seconds: float) -> None:
+        """Begin with posteriors saved `age_seconds` ago, widened by their age. Raises as `StepDecision.restore`."""
+        self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
+        self._suspended.clear()
+
+    def _grant_trial(self, one: SequenceGain, num_sequences: int, step_seconds: float) -> None:
+        """Give a new sequence of a losing class its trial, if it may be unlike the others and the ledger covers it."""
+        of_class = self.gain(num_sequences, one.traffic)
+        of_one = GainPosterior(mean=of_class.mean, sd=hypot(of_class.sd, BETWEEN_SEQUENCES))
+        if self.decision.can_afford(one.traffic, TRIAL_STEPS, step_seconds) and of_one.may_gain:
+            one.trial_steps = TRIAL_STEPS
