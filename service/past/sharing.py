@@ -128,13 +128,13 @@ class SharedAnswers:
     ) -> None:
         """`tokenizer`: a hash of the vocabulary; `vocab`: number of tokens; `knows_earlier`: a file has kept the
         earlier answers. Raises StartupError."""
-        self.num_sent = self.num_added = self.num_refused = self.num_lost = 0
+        self.num_sent = self.num_added = self.num_refused = 0
         self._stream = AnswerStream(config, tokenizer=tokenizer, vocab=vocab, from_start=not knows_earlier)
         self._drafter, self._engine = drafter, engine
         self._to_send = deque[SharedAnswer](maxlen=MAX_QUERIES)
         self._to_forget = deque[SharedAnswer]()
         self._is_forgetting = False  # applying another replica's request to forget
-        self._is_lost = False
+        self.is_lost = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared answers", daemon=True)
         drafter.past.listeners.append(self)
@@ -180,12 +180,11 @@ class SharedAnswers:
         except CancelledError:  # the server stops
             return True
         except StoreLost as error:
-            if not self._is_lost:
+            if not self.is_lost:
                 logger.warning("past answers are not shared at present: %s", error)
-                self.num_lost += 1
-            self._is_lost = True
+            self.is_lost = True
             return False
-        self._is_lost = False
+        self.is_lost = False
         return True
 
     def step(self) -> None:

@@ -137,7 +137,7 @@ def test_a_lost_server_costs_sharing_only(redis: Redis) -> None:
     with replica(redis) as (one, sent), replica(redis) as (_, heard):
         redis.kill()
         assert one.answer(PROMPT)
-        eventually(lambda: sent.num_lost == 1)
+        eventually(lambda: sent.is_lost)
         redis.begin()
         one.answer(OTHER)
         eventually(lambda: heard.num_added >= 1)
