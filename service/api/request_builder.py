@@ -167,8 +167,9 @@ async def build(
         server.note_relaxed(path)
     num_choices = len(requests) * (body.n or 1)
     release = release_of(body, choices=num_choices, server_seconds=server.settings.release_seconds)
-    whole = tuple(release.apply(replace(request, grammar=grammar)) for request in requests)
-    return Job(origin, body, whole, release, form, relaxed)
+    arrival_seconds = time.monotonic()  # waiting for the engine begins when the grammar is compiled
+    whole = (replace(request, grammar=grammar, arrival_seconds=arrival_seconds) for request in requests)
+    return Job(origin, body, tuple(map(release.apply, whole)), release, form, relaxed)
 
 
 class _Encoded(NamedTuple):
