@@ -92,3 +92,14 @@ async def test_work_beyond_the_budget_is_refused_with_the_field(monkeypatch: pyt
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == "tools.0.function.parameters"
     assert "seconds" in error_of(answer)["message"]
+
+
+async def test_an_equal_form_is_compiled_once_for_each_key(compilations: list[str]) -> None:
+    body = {**ASK, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    counts = []
+    async with client_of(ScriptedEngine(say("ok")), api_keys=("a", "b")) as client:
+        for key in "aab":
+            answer = await client.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            counts.append(len(compilations))
+    assert 0 < counts[0] == counts[1] < counts[2]
