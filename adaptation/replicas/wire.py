@@ -27,7 +27,7 @@ from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from adaptation.checkpoint import Layout, load_tensors, seal, unseal
-from adaptation.records import Damaged, Refused
+from adaptation.records import Damaged, RefusalReason, Refused
 from adaptation.replicas.redis_store import QueryMessage
 from drafters.feedback import DraftLabels, Query, QueryFeedback
 from drafters.network.checkpoint import VOCABULARY, names_tokens
@@ -62,7 +62,7 @@ def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
 
 
 def verify_record(
-    kind: Kind, form: TypeAdapter[Record], raw: bytes, secret: Secret, *, incomplete: str = "torn"
+    kind: Kind, form: TypeAdapter[Record], raw: bytes, secret: Secret, *, incomplete: RefusalReason = "torn"
 ) -> Record:
     """Decode a record that `sign` encoded. Raises Refused, for missing or wrong fields with the reason `incomplete`."""
     content = verify(kind, raw, secret)

@@ -3,7 +3,6 @@
 A stored response holds what its turn added to a conversation, and the turn before it.
 """
 
-import json
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from service.api.reply import Json
 from service.api.request_builder import Job, build, refuse, start
 from service.api.responses_reply import ResponseReply, echo_of
 from service.api.responses_schemas import (
-    INPUT,
     CallOutput,
     ClientTools,
     InputMessage,
@@ -35,6 +33,7 @@ from service.api.responses_schemas import (
     ResponsesRequest,
     ToolReference,
     function_name,
+    past_call,
 )
 from service.api.resumption import HEADER, resumable, resume_point
 from service.api.schemas import ChatCompletionRequest, text_of
@@ -42,7 +41,6 @@ from service.api.settings import Server
 from service.api.sse import EventIds, EventStream, collect, events, json_response, unless_client_gone
 from service.errors import InvalidRequest, NotFound, RequestTooLarge
 from service.sampling_params import SamplingFields
-from service.text.chat_template import past_arguments
 
 Result = TypeVar("Result")
 
@@ -361,7 +359,7 @@ def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]
         if isinstance(item, PastCall | PastCustomCall):
             if item.status != "incomplete":
                 turn = turn or {"role": "assistant", "content": None}
-                turn.setdefault("tool_calls", []).append(_past_call(item, index))
+                turn.setdefault("tool_calls", []).append(past_call(item, index))
             continue
         if turn is not None and not isinstance(item, Reasoning):
             yield turn
@@ -376,16 +374,6 @@ def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     if turn is not None:
         yield turn
-
-
-def _past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
-    """A call in the form of chat completions; `index`: of the item in the request. Raises InvalidRequest."""
-    if isinstance(item, PastCustomCall):
-        arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
-    else:
-        arguments, _ = past_arguments(item.arguments, f"input.{index}.arguments")
-    function = {"name": function_name(item), "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _with_relaxed(tools: ClientTools, job: Job, server: Server) -> Job:

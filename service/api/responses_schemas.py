@@ -1,6 +1,7 @@
 """The body of `POST /v1/responses`, and its tools as functions, which are what models call: a custom tool takes one
 string, and a tool of a namespace is called by both names."""
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 
 from service.api.schemas import FunctionName, MaxTokens, RefusalPart, Speculation, StrictBody
 from service.sampling_params import Body, SamplingFields
+from service.text.chat_template import past_arguments
 
 
 class InputText(Body):
@@ -216,6 +218,16 @@ class ToolName(NamedTuple):
 def function_name(item: ToolName | ToolReference | PastCall | PastCustomCall) -> str:
     """The name of the function that represents a tool."""
     return item.name if item.namespace is None else f"{item.namespace}__{item.name}"
+
+
+def past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
+    """A call in the form of chat completions; `index`: of the item in the request. Raises InvalidRequest."""
+    if isinstance(item, PastCustomCall):
+        arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+    else:
+        arguments, _ = past_arguments(item.arguments, f"input.{index}.arguments")
+    function = {"name": function_name(item), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
 class ClientTools:
