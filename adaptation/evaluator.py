@@ -198,7 +198,7 @@ class OfflineEvaluator:
         return self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
 
     def published(self) -> None:
-        """Make the candidate's scores those of the serving drafter."""
+        """Move the candidate's cached scores to the serving drafter."""
         self._serving = _CachedScores(self._weights.newest, self._candidate.scores)
 
     def scored(self, text: ValidationText, *, with_previous: bool) -> Pieces[TextScores]:

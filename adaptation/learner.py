@@ -128,7 +128,7 @@ class Learner:
 
     def _update(self, lesson: Lesson) -> Pieces[None]:
         """Train on a lesson, judge the result, and publish it if it is better."""
-        self._charge()  # from here on, seconds count as the arm's cost
+        self._charge()  # seconds taken after this are the arm's cost
         began, published = self.training.time.seconds, False
         try:
             report = yield from self.training.update(lesson.arm, lesson.samples)

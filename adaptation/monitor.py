@@ -105,7 +105,8 @@ class RollbackMonitor:
     def __init__(self, tuning: Tuning) -> None:
         self._num_pairs = tuning.alarm_texts
         self.alarms = {name: PairedCusum(least_pairs=self._num_pairs) for name in ("cusum", "cusum_before")}
-        self.weights_changed()
+        self._pairs: list[TextScores] = []
+        self._probation = _PROBATION * self._num_pairs  # texts that are still scored with the replaced weights
 
     @property
     def on_probation(self) -> bool:
@@ -136,5 +137,5 @@ class RollbackMonitor:
         """Restart alarms and probation because other weights serve."""
         for alarm in self.alarms.values():
             alarm.reset()
-        self._pairs: list[TextScores] = []
+        self._pairs = []
         self._probation = _PROBATION * self._num_pairs

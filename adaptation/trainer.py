@@ -46,7 +46,7 @@ _SOLVED_STEP = 0.01
 class Rules:
     """Settings of all updates."""
 
-    learning_rate: float  # for full updates; with `relative`, in units of each parameter's root mean square
+    learning_rate: float  # rate of full updates; with `relative`, in units of each parameter's root mean square
     relative: bool
     anchor_weight: float
     blocks: int  # trained blocks per tree

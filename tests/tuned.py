@@ -72,7 +72,10 @@ def run(numbers: Mapping[str, object]) -> None:
     if policy is not None:
         from adaptation import learner
 
-        setattr(learner, "policy_of", lambda config, tuning: fixed_policy(policy, tuning))  # noqa: B010
+        def policy_of(config: AdaptationConfig, tuning: Tuning) -> Bandit:
+            return fixed_policy(policy, tuning)  # type: ignore[arg-type]
+
+        setattr(learner, "policy_of", policy_of)  # noqa: B010
     from service.cli import main
 
     main()
