@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.staging import send
+from kernels.graph_runner import send
 from kernels.tree_attention import AttentionRows
 from kernels.trees import ROOT, DraftTree
 

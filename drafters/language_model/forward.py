@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from drafters.protocol import Committed, DraftContext, DraftingSizes, HostMetadata, Read
 from drafters.slots import HeldSlots, taken_slots
-from kernels.staging import send
+from kernels.graph_runner import send
 from kernels.tree_attention import AttentionRows
 
 _AT_ONCE = 256

@@ -16,8 +16,7 @@ from torch import Tensor
 from drafters.calibration import SurvivalCalibration
 from drafters.protocol import Committed, DraftContext, Drafter, HostMetadata, Noise, StepTimes
 from drafters.tree import ROOT, Candidates, DraftTree
-from kernels.graph_runner import Capture
-from kernels.staging import send_floats, send_lines
+from kernels.graph_runner import Capture, send_floats, send_lines
 from service.engine.budget import Budget, DraftBudget, StepLoad
 from service.engine.grammar import constrained, with_runs_of
 from service.engine.scheduler import StepBatch

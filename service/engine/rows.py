@@ -15,10 +15,9 @@ from torch import Tensor
 from drafters.protocol import Committed, HostMetadata, Read, Scores
 from drafters.tree import ROOT, DraftTree, VerifyResult
 from kernels import ops
-from kernels.graph_runner import Capture, GraphRunner, batches_up_to
+from kernels.graph_runner import Capture, GraphRunner, batches_up_to, send
 from kernels.rows import ExtendRows, ForwardRows
 from kernels.settle import Verified
-from kernels.staging import send
 from kernels.tree_attention import NULL_SLOT
 from service.engine.kv_pool import SlotPool, SlotTable
 from service.engine.scheduler import Scheduled

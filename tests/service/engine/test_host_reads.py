@@ -34,7 +34,7 @@ ON_THE_HOST = (
     "kernels.memory:",
     "kernels.sample:",
     "drafters.readback:",
-    "kernels.staging:",
+    "kernels.graph_runner:_sent",
 )
 """Kernels of a CPU and references read there, as those of a device do not; what has come a step late; what is sent from
 pinned memory."""
