@@ -153,7 +153,7 @@ def in_the_detokenizer(engine: Engine, sequence: Running, patch: pytest.MonkeyPa
 
 
 def at_the_end_of_the_text(engine: Engine, sequence: Running, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequence.text._detokenizer, "flush", fails)
+    patch.setattr(sequence.text, "finish", fails)
 
 
 PLANTS: tuple[Plant, ...] = (
