@@ -24,7 +24,7 @@ _TOKENS_NOISE = 0.5  # steps that one more drafter's tokens save, of one sequenc
 
 @dataclass(slots=True)
 class Step:
-    """One step: what was asked for, its seconds and its outcome; the last two become known in any order."""
+    """One step: the forwards asked for, its seconds and its outcome; the last two become known in any order."""
 
     batch: int = 1
     account: str = "greedy"
@@ -124,7 +124,7 @@ class AskGate:
         return any(known) or all(one is None for one in known)
 
     def _needs_baseline(self, gain: GainPosterior) -> bool:
-        """Whether to leave the question at no for once, to see what a step takes without."""
+        """Whether to skip the forward once, to measure a step without it."""
         without = self._decision.baseline(self._step.batch, self._step.key)
         return self._last_seconds > 0.0 and self._decision.needs_baseline(gain, without.sd)
 
@@ -226,7 +226,7 @@ class GatedNetwork:
         self.drafter.timed(times)
 
     def on_weights_changed(self) -> None:
-        """Forget what was measured of the network's old weights."""
+        """Called after the network's weights were replaced."""
         self._gate.on_weights_changed()
         self._follows = self.drafter.ready
         self.drafter.on_weights_changed()

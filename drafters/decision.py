@@ -124,7 +124,7 @@ class GainPosterior:
         return [self.mean, self._variance, self._noise, float(self._count)]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Continue from what `state` returned. Raises ValueError, TypeError for anything else."""
+        """Restore the result of `state`. Raises ValueError or TypeError for anything else."""
         mean, variance, noise, count = map(float, state)
         if not (math.isfinite(mean) and 0.0 < variance <= self._first and 0.0 < noise < math.inf and count >= 0):
             raise ValueError(f"{state} is not the state of a posterior")
@@ -132,7 +132,7 @@ class GainPosterior:
 
 
 class RegretLedger:
-    """Bounds what all actions of a server together lose against never acting, in seconds of serving. Each account has a
+    """Bounds the losses of all actions of a server against never acting, in seconds of serving. Each account has a
     balance, at most its cap: every gain and loss of its actions is recorded, and a share of the time is added. An
     action whose worst case the balance does not cover is not taken. Thread-safe.
 
@@ -143,7 +143,7 @@ class RegretLedger:
     """
 
     def __init__(self, *, share: float = SHARE) -> None:
-        """`share`: of serving time, added to all accounts together."""
+        """`share`: share of serving time that is added to all accounts together."""
         self._share = share
         self._caps: dict[str, float] = {}
         self.balances: dict[str, float] = {}  # seconds by account
@@ -172,7 +172,7 @@ class RegretLedger:
         return self.balances[account] >= min(worst_seconds, self._caps[account])
 
     def record(self, account: str, gained_seconds: float) -> None:
-        """Record what an action of this account gained, or lost where negative."""
+        """Record a gain of this account's actions, a loss where negative."""
         with self._lock:
             self.balances[account] = min(self._caps[account], self.balances[account] + gained_seconds)
             self.lost_seconds[account] += max(0.0, -gained_seconds)
@@ -214,7 +214,7 @@ class StepDecision:
         return found
 
     def baseline(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
-        """The posterior of what a step of so many sequences takes without the action, a new one if there is none."""
+        """The posterior of the time of a step of so many sequences without the action, a new one if there is none."""
         place = key, num_sequences.bit_length()
         if place not in self._baselines:
             mean, sd = self._baseline

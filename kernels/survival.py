@@ -172,7 +172,7 @@ def prune_trees(
 
     candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; max_nodes [batch] int64, most nodes
     of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
-    sequence gets what it requests; weights [batch] float32, the value of one token of each sequence -> [batch, width].
+    sequence gets its `max_nodes`; weights [batch] float32, the value of one token of each sequence -> [batch, width].
     """
     survival, claimed, buckets = correct(candidates, deepest, rates)
     num_alive = (survival > 0).sum(1)

@@ -280,7 +280,7 @@ def weights_in(stage: DraftStage) -> list[list[float]]:
         seen.append(given[4].tolist())
         return prune(*given)
 
-    stage._pruning.prune = noted  # type: ignore[method-assign]
+    stage._pruning.prune = noted  # type: ignore[method-assign, assignment]
     return seen
 
 
