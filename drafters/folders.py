@@ -42,7 +42,7 @@ def kind_of(folder: Path) -> str:
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
-    """Load a folder's drafter for this target, in whatever form it is. Raises DrafterError."""
+    """Load a folder's drafter for this target, from our own form or a published one. Raises DrafterError."""
     form = form_of(folder)
     if form is None:
         _refuse_unknown(folder)
@@ -116,7 +116,7 @@ def write_like(folder: Path, out: Path, target: TargetParts) -> None:
 
 
 def weights_bytes(folder: Path) -> bytes:
-    """Return bytes that are equal for folders with the same weights. Raises OSError and DrafterError."""
+    """Return a folder's weights as bytes, to hash and compare. Raises OSError and DrafterError."""
     form = form_of(folder)
     if form is None:
         return (folder / checkpoint.WEIGHTS_FILE).read_bytes()

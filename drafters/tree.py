@@ -16,7 +16,7 @@ Candidates = DraftTree
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What verification found for one step's trees."""
+    """Accepted paths and target tokens of one step's trees."""
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus

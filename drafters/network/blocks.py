@@ -51,8 +51,8 @@ class TrainedWeights:
     ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
 
     def record(self, name: str, call: Callable[[FeedbackRecorder], None]) -> None:
-        """Call the recorder's method `name`, if there is one. Where that fails, nothing of the running sequences is
-        learnt."""
+        """Call the recorder's method `name`, if there is one. If it raises, the running sequences are not
+        recorded."""
         if self.recorder is not None:
             self.attempt(partial(call, self.recorder), self.recorder.forget, name)
 
@@ -74,7 +74,7 @@ class Keys(NamedTuple):
 
 
 class TreeStart(NamedTuple):
-    """What all blocks of a tree share."""
+    """Sampling keys and noise of all blocks of a tree."""
 
     keys: Keys
     noise: TreeNoise
@@ -92,7 +92,7 @@ class ForwardNodes(NamedTuple):
 
 
 class NextStarts(NamedTuple):
-    """What the next forward's blocks, which start at this one's nodes, need."""
+    """Inputs of the next forward, whose blocks start at nodes of this one."""
 
     picked: Picked
     states: Tensor  # [batch, starts, block, width]
@@ -100,7 +100,7 @@ class NextStarts(NamedTuple):
 
 
 class GrownBlock(NamedTuple):
-    """What one forward adds to a tree."""
+    """Nodes that one forward adds to a tree, and the inputs of the next forward."""
 
     nodes: ForwardNodes
     next_starts: tuple[NextStarts, ...]  # one, or none after the last forward that a tree may have

@@ -38,7 +38,7 @@ class DrafterError(ValueError):
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a drafter shares with its target, and the target's identity."""
+    """The target's identity, and its weights that a drafter uses."""
 
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
     table: Weight  # [vocab, hidden], the embedding
@@ -59,8 +59,8 @@ class TargetParts:
 
 
 def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
-    """Return a hash of the target that does not depend on the type of its weights: of its decoder's shapes and the
-    signs of an even sample of its embedding. # embedding [vocab, hidden]"""
+    """Return a hash of the target's decoder shapes and of the signs of an even sample of its embedding, the same for
+    all types of weights. # embedding [vocab, hidden]"""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     signs = (even_sample(embedding, 4096).float() > 0).to(torch.uint8).cpu().numpy().tobytes()
     shapes = json.dumps({name: config.get(name) for name in (*names, "model_type")}, sort_keys=True)
@@ -92,7 +92,7 @@ def save_weights(
     facts: Mapping[str, Any],
     own_head: bool = True,
 ) -> None:
-    """Do as `save` with weights by the names of `weights_of`. # weights [...] each"""
+    """Write weights, by the names of `weights_of`, in bf16, and the config. # weights [...] each"""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_published(name): value.to(torch.bfloat16) for name, value in weights.items() if name != VOCABULARY}
     if not own_head:
@@ -219,7 +219,7 @@ def weights_of(model: SpecBlock) -> dict[str, Tensor]:
 
 
 def names_tokens(vocabulary: Tensor, target_vocab: int) -> bool:
-    """Whether all are tokens of the target, and none is repeated. # vocabulary [draft_vocab] int64"""
+    """Return whether all ids are tokens of the target, without repetition. # vocabulary [draft_vocab] int64"""
     inside = (vocabulary >= 0) & (vocabulary < target_vocab)
     return bool(inside.all()) and vocabulary.unique().shape == vocabulary.shape
 

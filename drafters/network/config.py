@@ -58,7 +58,7 @@ class RankHeadShape(NamedTuple):
 
 
 class NetworkTraits(NamedTuple):
-    """What the shared network, forwards and training have to know of a drafter."""
+    """Properties of a drafter that the shared network, forwards and training read."""
 
     normed_parts: int  # parts of the tapped features that have a norm each, before the projection
     rank_head: RankHeadShape = RankHeadShape()
@@ -110,17 +110,17 @@ class DrafterConfig(ABC):
     @property
     @abstractmethod
     def traits(self) -> NetworkTraits:
-        """What these sizes and options mean for the shared parts."""
+        """Properties that the shared parts read."""
 
     @property
     @abstractmethod
     def options(self) -> Fields:
-        """The kind's options as `config.json` has them, where they differ from the defaults."""
+        """Fields of `config.json` in which the kind differs from the defaults."""
 
     @classmethod
     @abstractmethod
     def options_of(cls, fields: Fields) -> Fields:
-        """Return the values of the config's own fields that have these options."""
+        """Return the values of the kind's own fields for these fields of `config.json`."""
 
     @property
     def hidden_size(self) -> int:
@@ -161,7 +161,7 @@ class DrafterConfig(ABC):
 
     @property
     def described(self) -> dict[str, Any]:
-        """Plain values for `config.json`."""
+        """Fields of `config.json`, as plain values."""
         found = self._fields
         return {name: found[name] for name in found if found[name] != _WRITTEN_IF_SET.get(name, ...)}
 
@@ -177,7 +177,7 @@ class DrafterConfig(ABC):
 
     @classmethod
     def of_fields(cls, values: Fields) -> Self:
-        """Return the config that `described` has these values of. Raises KeyError, TypeError and ValueError."""
+        """Return the config from the fields of its `config.json`. Raises KeyError, TypeError and ValueError."""
         unknown = sorted(values.keys() - _DEFAULTS.keys() - {"target", "tap_layers", "draft_vocab_size"})
         if unknown:
             raise ValueError(f"drafter config: {', '.join(unknown)} is unknown to this version")
@@ -193,6 +193,6 @@ class DrafterConfig(ABC):
 
 
 def config_from(values: Fields) -> DrafterConfig:
-    """Return the config, of whatever kind, that `described` has these values of. Raises KeyError, TypeError and
+    """Return the config of any kind from the fields of its `config.json` (`described`). Raises KeyError, TypeError and
     ValueError."""
     return trained_kind(values.get("kind", "specblock")).config.of_fields(values)

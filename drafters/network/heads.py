@@ -20,7 +20,7 @@ from kernels.lattice import CLASS_OF_RANK, TOP
 
 @dataclass(frozen=True, slots=True)
 class BlockChances:
-    """What the heads predict for each position of a block."""
+    """Rank features and rank-class logits for each position of a block."""
 
     features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
     classes: Tensor  # [..., block, 4] logits of the rank classes
@@ -28,7 +28,7 @@ class BlockChances:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the heads propose at each position of some blocks."""
+    """Candidate tokens and their chances at each position of some blocks."""
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
     chances: BlockChances

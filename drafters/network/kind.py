@@ -7,7 +7,7 @@ from drafters.network.form import PublishedForm
 
 
 class TrainedKind(NamedTuple):
-    """A kind of trained drafter."""
+    """A kind of trained drafter: its config class, the shape trained here, and its published forms."""
 
     config: type[DrafterConfig]
     shape: Fields  # non-default fields in `config.json` of a drafter trained here

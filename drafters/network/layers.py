@@ -177,7 +177,7 @@ class DrafterDecoder(nn.Module):
 
 
 class Input(nn.Module, ABC):
-    """Base of what turns tapped features and tokens into the first inputs of blocks."""
+    """Base class of input layers: from tapped features and tokens to the first inputs of blocks."""
 
     is_solved: ClassVar[bool] = True  # training starts from a regression, by `solve`; False: from `start`
     condition_proj: nn.Linear
@@ -204,4 +204,4 @@ class Input(nn.Module, ABC):
         raise AssertionError("this input is not solved")
 
     def start(self, embed: Embed) -> None:
-        """Set what training does not, where nothing is solved."""
+        """Set the weights that training does not, if `is_solved` is False."""

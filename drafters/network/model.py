@@ -89,7 +89,7 @@ class SpecBlock(nn.Module):
         return self.structure.output(self.decoder.norm(hidden), hidden)
 
     def heads_and_context(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the heads read of states, and the context of blocks that start there; the same for most kinds.
+        """Split states into the heads' input and the context of blocks that start there; the same for most kinds.
         # states [..., width] -> both [..., hidden]"""
         return states[..., : self.config.hidden_size], states[..., -self.config.hidden_size :]
 
@@ -109,7 +109,8 @@ class SpecBlock(nn.Module):
         return logits + class_logits(features[..., :TOP].float()) if self.traits.rank_head.from_draft else logits
 
     def rank_inputs(self, states: Tensor, features: Tensor) -> Tensor:
-        """Return what the rank head's last layer reads. # as for `rank_logits` -> [..., rank_hidden]"""
+        """Return the input of the rank head's last layer.
+        # states [..., hidden], features [..., 15] -> [..., rank_hidden]"""
         states, features = states.to(self.dtype), features.to(self.dtype)
         if self.rank_norm is not None:
             states, features = self.rank_norm(states), features * FEATURE_SCALE

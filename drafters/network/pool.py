@@ -54,8 +54,8 @@ class EntryPool:
 
 
 class EntryState:
-    """Per row: where the entries of known positions are, and which wait for the next forward. The last row is a dummy
-    that pads batches, a row's last column takes padding."""
+    """Tables by row: the pool places of known positions' entries, and entries that wait for the next forward. The last
+    row is a dummy that pads batches; a row's last column takes padding."""
 
     def __init__(self, sizes: DraftingSizes, pool: EntryPool, width: int, dtype: torch.dtype) -> None:
         """`width` of features."""

@@ -44,7 +44,8 @@ class Forward(Protocol[Own]):
         """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
 
     def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Own]:
-        """Do the same, and compute the block at the newest entry. # rows [batch] -> states [batch, 1, block, width]"""
+        """Run waiting entries as `ingest` does, and compute the block at the newest one.
+        # rows [batch] -> states [batch, 1, block, width]"""
 
     def next(self, states: Tensor, picked: Picked, live: Own, roots: Tensor) -> tuple[Tensor, Own]:
         """Compute a block at each picked node of the last forward. # states [batch, starts before, block, width] of
@@ -189,7 +190,8 @@ class InjectedForward(BlockForward):
         self._inject(waiting)
 
     def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, BlockNodes]:
-        """Do the same, and run the block at the newest position. # rows [batch] -> [batch, 1, block, width]"""
+        """Store conditions as `ingest` does, and run the block at the newest position.
+        # rows [batch] -> [batch, 1, block, width]"""
         context = self._inject(waiting)
         batch = len(rows)
         above = torch.zeros(batch, 1, 0, dtype=torch.bool, device=rows.device)

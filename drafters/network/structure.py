@@ -89,7 +89,7 @@ class Structure(ABC):
 
     @abstractmethod
     def input_layer(self) -> Input:
-        """Make what computes the first inputs of blocks."""
+        """Make the input layer, which computes the first inputs of blocks."""
 
     @abstractmethod
     def served_input(self, planner: WeightPlanner) -> ServedInput:
@@ -100,7 +100,7 @@ class Structure(ABC):
         return DrafterDecoder(self.shape, self.config.num_layers)
 
     def path_head(self) -> nn.Module | None:
-        """Make what conditions states on the token before their position; None for networks without it."""
+        """Make the module that conditions states on the token before their position; None: the network has none."""
         return None
 
     def injection_norm(self, layer: Input) -> nn.Module | None:
@@ -122,7 +122,7 @@ class Structure(ABC):
         return layers
 
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
-        """Return what makes one call of layers and their keys and values, pools [2, places, kv_heads, dim] each."""
+        """Return the planner that joins layers and their pools, [2, places, kv_heads, dim] each, in one call."""
         return ops.plan_layers
 
     def served_output(self, planner: WeightPlanner) -> ServedOutput:

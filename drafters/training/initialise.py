@@ -33,7 +33,7 @@ _LEAST_DEVIATION = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class TargetEnd:
-    """What a drafter copies from its target."""
+    """Layers, norm and head of the target that a drafter copies."""
 
     layers: Sequence[nn.Module]  # all decoder layers, first to last
     norm: nn.Module
@@ -135,7 +135,7 @@ class InputSums:
         return self._solution(torch.arange(self.known, device=self._squares.device))[: self.known - self.hidden - 1]
 
     def fused(self) -> FusedSolution:
-        """Return the guess in the parts that an input with a condition has."""
+        """Return the regression's solution in the parts of an input layer with a condition."""
         hidden, gram = self.hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
         condition, back, other = self._parts(taps)
@@ -204,8 +204,8 @@ def penalty_for(inputs: int, positions: int) -> float:
 
 @torch.no_grad()
 def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> float:
-    """Return the share of variance, of what the copied layers received, that the input layer explains on held-out
-    sequences; below 0 it is worse than the mean."""
+    """Return the explained variance (R^2) of the input layer on held-out sequences; its target is the copied layers'
+    input in the target model."""
     top = model.config.tap_layers.index(max(model.config.tap_layers))
     missed, wanted = [], []
     for example in examples:

@@ -37,7 +37,7 @@ def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    """What is trained, and how much of each batch."""
+    """Settings of the objective: the trained entries of a batch, and the rank head's part."""
 
     anchored_rows: float = 0.875  # entries of whole blocks, after the first ones, for each labelled position
     blocks: int | None = None  # most consecutive blocks that are trained; None: as many as the kind has

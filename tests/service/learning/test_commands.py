@@ -172,7 +172,7 @@ def test_ablations_train_and_load(target: Path, features: Path, tmp_path: Path, 
     loaded = load_model(str(target), revision=None, dtype=torch.float32, device=cpu)
     model = checkpoint.load(tmp_path, loaded.parts, dtype=torch.float32, device="cpu")
     assert bool(model.shift_proj) is ("shift" not in ablation)
-    assert model.config.broadcast is (ablation != "broadcast")
+    assert model.config.described["broadcast"] is (ablation != "broadcast")
     assert model.config.coupled is (ablation != "coupling")
     facts = json.loads((tmp_path / "config.json").read_text())["facts"]
     assert facts["training"]["without"] == sorted(ablation.split(","))
