@@ -70,7 +70,7 @@ def lay_out_rows(
     padding rows have the root's position, and no row sees them.
     # slots [rows] int64, one per extend token and row of a node; table [table rows, max positions] int64
 
-    `place` computes on the device what depends on the trees' values; the result contains what it returns.
+    `place` computes on the device the parts that depend on the trees' values.
     """
     lengths = np.array([extend.num_rows for extend in extends])
     starts, table_rows = (np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True))

@@ -166,9 +166,9 @@ def prune_trees(
     *,
     correct: Callable[[DraftTree, Tensor, Tensor], Corrected] = correct_survival,
 ) -> Pruned:
-    """The trees of most expected tokens per second, of at most `width` nodes each: survival is corrected by
-    `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where rows are
-    laid out before, `allocate_width` says how many nodes are wanted, and as many are kept as fit.
+    """Prune candidates to the trees with the most expected tokens per second, at most `width` nodes each: survival is
+    corrected by `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where
+    rows are laid out before, `allocate_width` says how many nodes are wanted, and as many are kept as fit.
 
     candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; max_nodes [batch] int64, most nodes
     of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each

@@ -2,8 +2,8 @@
 
 Limits per minute are buckets that refill; a calendar month is counted in a file that survives restarts. The file is
 written every two seconds while tokens are used, and at the end. A killed process therefore loses the counts since the
-last write, and the tokens of its running answers. Everything here runs on the event loop and counts only
-what this process serves.
+last write, and the tokens of its running answers. Everything here runs on the event loop and counts the requests of
+this process only.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ class PerMinute(_Limit):
         used + reserved at the end <= level at the beginning + limit * T / 60 <= limit * (1 + T / 60).
 
     So an idle key may start with a burst of one minute's worth, and concurrent requests overrun the limit by no more
-    than one of them alone: a request that may use more than a minute's worth reserves it all, and what it then uses
-    beyond is a debt (a level below 0), which refills before the key's next request is admitted.
+    than one of them alone: a request that may use more than a minute's worth reserves the whole limit, and tokens
+    beyond it are a debt (a level below 0), which refills before the key's next request is admitted.
     """
 
     def __init__(self, limit: int, *, clock: Clock) -> None:
@@ -293,10 +293,10 @@ class Tenant:
         return error(message, code=_CODE, retry_after_seconds=wait)
 
     def reserve(self, prompts: int, answers: int, *, param: str) -> "dict[PerMinute | PerMonth, int]":
-        """Reserve the most tokens that a request may use, but no more than one minute's worth of those per minute: long
-        answers are seldom as long as they may be. Raises InvalidRequest for what can never fit, naming `param`, the
-        field that bounds the answer's length, where that would help; TokenLimit or QuotaUsedUp if it does not fit now.
-        # -> the reservation, by limit"""
+        """Reserve the most tokens that a request may use, per minute at most the whole limit: answers are seldom as
+        long as they may be. Raises InvalidRequest for what can never fit, naming `param`, the field that bounds the
+        answer's length, where that would help; TokenLimit or QuotaUsedUp if it does not fit now. # -> the reservation,
+        by limit"""
         # 400, not 429: clients repeat a 429, and this request could never be admitted.
         tokens, found = prompts + answers, dict[PerMinute | PerMonth, int]()
         if (budget := self._budget) is not None:

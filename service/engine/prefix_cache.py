@@ -54,7 +54,7 @@ class PrefixLease:
 
 
 class PrefixCache:
-    """Keeps the slots of ended and running sequences until they are needed for something else.
+    """Keeps the slots of ended and running sequences until they are evicted.
 
     Namespaces (`Scope.cache_namespace`) share nothing, so that the time to a first token does not reveal other clients'
     prompts.

@@ -28,12 +28,12 @@ class Scope:
 
     @property
     def owner(self) -> str:
-        """The owner of a stored response, who alone may read, continue and delete it."""
+        """Owner of stored responses, who alone may read, continue and delete them."""
         return self.key
 
     @property
     def cache_namespace(self) -> str:
-        """The part of the prefix cache and of past answers that a request reads and fills."""
+        """Namespace of the prefix cache and of past answers that a request reads and fills."""
         return f"{self.key}/{self.name}" if self.separate_names else self.key
 
     def past(self, *, shown: bool) -> str | None:
@@ -43,8 +43,8 @@ class Scope:
 
     @property
     def account(self) -> str:
-        """The account that fairness charges for tokens and the learner for samples: names are claims, so that nothing
-        is gained by many."""
+        """Account charged for tokens by fairness and for samples by the learner: the key or address. Names do not
+        count, because a client can claim any number of them."""
         return self.key or self.address
 
 

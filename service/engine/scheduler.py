@@ -2,9 +2,9 @@
 
 Decoding sequences take part in every step, prompts are computed in chunks in the same steps. The client served least is
 admitted first and its prompts come first. A sequence starts after its cached prefix. When slots run out, the cache
-evicts what was used least recently, then the cheapest sequence is preempted; what it loses is computed again later, to
-the same bits. Beside the decoding of other clients, prompts are read at a pace that leaves these their share of time.
-"""
+evicts its least recently used slots, then the cheapest sequence is preempted; its keys and values are computed again
+later, to the same bits. Beside the decoding of other clients, prompts are read at a pace that leaves these their share
+of time."""
 
 import time
 from collections import Counter

@@ -106,7 +106,7 @@ class QueryCosts:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n generations. `tokens` is prompt and generated text; keys and values of the last token are
-    computed by the step that chooses the next one. What takes memory of its own exists from when it starts."""
+    computed by the step that chooses the next one. Sampling state and text stream are created when it starts."""
 
     request: GenerationRequest
     index: int

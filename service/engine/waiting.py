@@ -212,11 +212,11 @@ class Reader(NamedTuple):
 
 
 class PromptPace:
-    """How many rows of prompts a step may have beside the decoding of other clients: so many that reading takes a
-    client's share of the time, an n-th beside n - 1 others.
+    """Limits the prompt rows of a step beside the decoding of other clients, so that reading takes one client's share
+    of the time: an n-th beside n - 1 others.
 
-    What rows take is known afterwards, by what the step took longer than one without them. Their number follows, and
-    what a client has had too much of others' time it owes: it reads on when they have decoded for as long without it.
+    The cost of rows is measured as the time by which a step is longer than one without them, and their number follows.
+    A client that took more than its share owes the difference, and reads on once the others have decoded for as long.
     """
 
     def __init__(self, most_rows: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -260,7 +260,7 @@ class PromptPace:
         rows, longer = sum(one.num_rows for one in readers.values()), max(0.0, seconds - plain)
         for client, (count, others) in readers.items():
             debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
-            self._debts[client] = max(debt, -plain)  # at most one step's time may be saved
+            self._debts[client] = max(debt, -plain)  # a credit is at most one step's time
         fair = sum(plain / one.num_others for one in readers.values())
         scale = min(fair / longer, _GROWTH) if longer else _GROWTH
         if scale < 1:

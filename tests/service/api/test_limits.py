@@ -104,13 +104,13 @@ def test_a_month_begins_anew_on_its_first_day_in_utc(tmp_path: Path) -> None:
     budget.reserve(90)
     budget.use(40, reserved=40)
     assert (budget.used, budget.remaining) == (40, 10)
-    assert budget.next_month == ("2027-01-01T00:00:00Z", 2.0)
+    assert budget.months.next_month == ("2027-01-01T00:00:00Z", 2.0)
     today[0] = datetime(2027, 1, 1, tzinfo=UTC)
     assert (budget.used, budget.remaining) == (0, 50)
     budget.use(30, reserved=30)
     budget.release(20)
     assert (budget.used, budget.remaining) == (30, 70)
-    assert budget.next_month == ("2027-02-01T00:00:00Z", 31 * 86400)
+    assert budget.months.next_month == ("2027-02-01T00:00:00Z", 31 * 86400)
 
 
 # Counts that outlive the process that made them.
