@@ -2,7 +2,8 @@
 
 The gate compares training copy, serving drafter and anchor by their scores (tokens per verify) on the same validation
 texts of today's traffic. Published weights are watched: two alarms compare them with the anchor and, while they are
-new, with the weights they replaced, on the texts that come later. An alarm, or an operator, rolls them back.
+new, with the weights they replaced, on the texts that come later (sums: adaptation/monitor.py). An alarm, or an
+operator, rolls them back.
 """
 
 import math
