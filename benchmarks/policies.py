@@ -27,11 +27,11 @@ class EveryBatch(Bandit):
 
     @property
     def resting(self) -> bool:
-        """Never."""
+        """Always False: an update is made whenever its buffer is full."""
         return False
 
     def decide(self, query: QueryReport) -> Choice:
-        """The arm, for every query that may be learnt from."""
+        """Choose the arm for every query that may be learnt from."""
         if not query.usable:
             return Choice(None, "unusable")
         if query.signal is None:
@@ -39,23 +39,23 @@ class EveryBatch(Bandit):
         return Choice(self._arm, "gain")
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        """The arm, once its buffer is full."""
+        """Return the arm once its buffer is full."""
         return self._arm if len(signals[self._arm]) >= self._batch_queries else None
 
     def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """Nothing is learnt from it."""
+        """No-op: outcomes of updates change nothing."""
 
     def state(self) -> State:
-        """It has none."""
+        """Serializable state: empty."""
         return {}
 
     def restore(self, state: State) -> None:
-        """Raises ValueError for the state of another policy."""
+        """Check that the state is empty. Raises ValueError for the state of another policy."""
         if state:
             raise ValueError("not the state of a fixed policy, which has none")
 
 
 def fixed_policy(name: FixedName, tuning: Tuning) -> EveryBatch:
-    """Build one of them."""
+    """Build the policy of this name, with the buffer sizes of `tuning`."""
     arm = _ARMS[name]
     return EveryBatch(arm, tuning.head_queries if arm == "head" else tuning.full_queries, name=name)
