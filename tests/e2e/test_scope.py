@@ -96,7 +96,8 @@ async def test_an_ingress_passes_on_what_the_scope_is_made_of(folder: Path) -> N
     """A replica behind it sees each sender's key and address."""
 
     async def is_found(app: FastAPI, question: str, key: str, address: str) -> bool:
-        behind = httpx2.ASGITransport(ProxyHeadersMiddleware(app), client=("127.0.0.1", 1))  # as uvicorn reads headers
+        # uvicorn reads headers by this; its types of ASGI differ from those of httpx2 and Starlette
+        behind = httpx2.ASGITransport(ProxyHeadersMiddleware(app), client=("127.0.0.1", 1))  # type: ignore[arg-type]
         headers = {"authorization": f"Bearer {key}", "x-forwarded-for": address}
         async with httpx2.AsyncClient(transport=behind, base_url="http://localhost", headers=headers) as client:
             return finds((await client.post(CHAT, json=about(question))).json())

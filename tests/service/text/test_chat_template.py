@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.api.request_builder import render
+from service.api.prompts import render
 from service.api.schemas import ChatCompletionRequest
 from service.errors import InvalidRequest
 from service.text.chat_template import HERMES, Call, Traits, form_of, past_arguments, short_id
