@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +267,14 @@ def _in_the_graph(stream: Stream, where: str, action: Callable[[Tensor], Tensor]
 
 
 def _disk_full(stream: Stream, place: Place, *, lasting: int) -> Fault:
-    """So many calls in a row find no space; of what was to be written a piece is there."""
+    """So many calls in a row find no space, after up to two that do; of what was to be written a piece is there."""
 
     @contextmanager
     def waiting(strike: Strike) -> Iterator[None]:
-        usual, left = getattr(*place), iter(range(lasting, -(10**9), -1))
+        usual, first, calls = getattr(*place), stream.rng.randrange(3), count()
 
         def patched(*arguments: Any, **options: Any) -> Any:
-            if next(left) <= 0:
+            if not first <= next(calls) < first + lasting:
                 return usual(*arguments, **options)
             if place[1] == "write_bytes":
                 path, data = arguments
