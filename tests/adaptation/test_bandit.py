@@ -131,18 +131,6 @@ def test_updates_of_little_signal_say_nothing_of_their_arm() -> None:
     assert set(policy.values.values()) == {0.0}
 
 
-def test_what_says_nothing_of_an_arm_moves_the_ledger_and_nothing_else() -> None:
-    """Neither a trial, nor one of the cold start, nor a measurement of what updates of its arm cost."""
-    policy = bandit()
-    update_of(policy, Judgement(0.03, 0.02), seconds=5.0)
-    before, balance = policy.state()["knowledge"], policy._ledger.balances[LEARNING]
-    policy.spent(7.0)
-    after = policy.state()["knowledge"]
-    assert isinstance(before, dict)
-    assert isinstance(after, dict)
-    assert after == {**before, "balance": pytest.approx(balance - 7.0)}
-
-
 def test_the_arm_that_gains_more_is_preferred_and_the_other_tried_by_chance() -> None:
     world = World(gains={"head": 0.0, "full": 0.08}, costs={"head": 1.0, "full": 3.0}, floor=1.0)
     served = serve(bandit(), world, queries=400, rng=random.Random(1))
@@ -164,16 +152,6 @@ def test_where_nothing_is_gained_the_loss_is_what_the_ledger_allows() -> None:
         caps = (RULES.cap_queries * 1.25 * 20.0 + 12.0) / served.seconds
         lucky = 0.003  # what is published by luck may be credited, though it gains nothing
         assert served.net_gain > -(0.01 + caps + lucky)
-
-
-def test_what_loses_is_left_alone() -> None:
-    world = World(gains={"head": -0.05, "full": -0.05}, costs={"head": 4.0, "full": 12.0}, error=0.01)
-    policy = bandit()
-    serve(policy, world, queries=400, rng=random.Random(0))
-    assert all(value < 0 for value in policy.values.values())
-    late = serve(policy, world, queries=400, rng=random.Random(1))
-    assert late.recorded < 250
-    assert late.net_gain > -0.02
 
 
 @settings(deadline=None, max_examples=30)

@@ -17,7 +17,6 @@ from adaptation.weights import DrafterWeights
 from drafters.network.checkpoint import weights_of
 from drafters.network.model import SpecBlock
 from drafters.training.corpus import Example
-from drafters.training.replay import replay_blocks
 from tests.adaptation.samples import EMBED, drafter, feedback
 from tests.adaptation.streams import Texts
 from tests.adaptation.test_weights import publish, train, weights_in
@@ -65,23 +64,6 @@ def test_only_what_is_not_known_is_replayed(tmp_path: Path) -> None:
     publish(weights, 1)
     judge(evaluator, texts)
     assert replay.calls == 20
-
-
-def test_what_was_judged_and_published_is_not_replayed_again(tmp_path: Path) -> None:
-    replay = Counted()
-    evaluator, weights = evaluator_of(tmp_path, replay)
-    texts = [text(number) for number in range(4)]
-    train(weights, 1)
-    judge(evaluator, texts)
-    weights.publish({})
-    evaluator.published()
-    before = replay.calls
-    assert completed(evaluator.serving(texts)) == [first_weight(weights.training, texts[0].example)] * 4
-    assert replay.calls == before
-    weights.between_steps()
-    weights.restore(0)
-    weights.between_steps()
-    assert completed(evaluator.serving(texts)) == [first_weight(weights.anchor, texts[0].example)] * 4
 
 
 def test_scores_are_those_of_the_weights_they_name(tmp_path: Path) -> None:
@@ -137,14 +119,6 @@ def test_what_is_known_is_bounded(tmp_path: Path) -> None:
 
 def test_a_drafter_in_bf16_can_be_replayed() -> None:
     assert 1.0 <= replay_of(EMBED, beside_memory=False)(drafter().to(torch.bfloat16), text(0).example) <= 9.0
-
-
-def test_replays_are_those_of_the_drafters() -> None:
-    model, example = drafter(), text(0).example
-    assert (
-        replay_of(EMBED, beside_memory=False)(model, example)
-        == replay_blocks(model, EMBED, example, every=2, nodes=8).tau
-    )
 
 
 def test_drift_is_that_of_the_first_texts_zero_for_the_anchor_and_grows_with_distance(tmp_path: Path) -> None:

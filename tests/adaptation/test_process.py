@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from adaptation.config import AdaptationConfig
 from adaptation.learner import worker_of
-from adaptation.process import TrainingProcess, mapped, shared
+from adaptation.process import TrainingProcess
 from adaptation.records import TrainingLost
-from adaptation.timing import TrainingTime, completed
+from adaptation.timing import completed
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
 from tests.adaptation.samples import Bench, bench, drafter, feedback, full_bench, samples
@@ -156,26 +155,6 @@ def test_one_that_died_between_two_updates_is_replaced(tried: Bench) -> None:
     assert process.pid != first
 
 
-def test_commands_do_not_wait_until_an_update_is_covered(tried: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under load that covers nothing the update stands still between two pieces."""
-    learner = tried.learner
-    monkeypatch.setattr(TrainingTime, "may_compute", property(lambda time: learner._job is None))
-    learn(tried, updates=False)
-    worker = worker_of(learner, tried.tuning)
-    worker.start()
-    try:
-        eventually(lambda: learner._job is not None)
-        assert worker.ask(lambda: learner.status(worker)).result(10).paused is False
-        worker.ask(learner.pause).result(10)
-    finally:
-        assert worker.stop()
-    assert [(event.kind, event.reason) for event in tried.events[-2:]] == [
-        ("discarded", "interrupted"),
-        ("paused", "operator"),
-    ]
-    learner.resume()
-
-
 def test_one_that_stands_still_holds_up_no_command_and_is_replaced(
     tried: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,23 +187,6 @@ def test_it_ends_when_the_server_closes_the_connection(tried: Bench) -> None:
     assert process._connection is not None
     process._connection.close()
     assert process._process.wait(60) == 0  # far above what it takes: only a process that stays fails
-
-
-def test_mapped_tensors_share_their_memory() -> None:
-    named = {
-        "halves": torch.randn(7, dtype=torch.bfloat16),
-        "ids": torch.arange(9),
-        "step": torch.tensor(4.0),
-        "flags": torch.tensor([True, False, True]),
-        "weights": torch.randn(3, 5),
-    }
-    memory, tensors = shared(named)
-    again = mapped(memory, {name: tensor.to("meta") for name, tensor in named.items()})
-    os.close(memory)
-    assert same(again, named)
-    again["weights"].fill_(2.0)
-    assert bool((tensors["weights"] == 2.0).all())
-    assert not bool((named["weights"] == 2.0).any())
 
 
 def test_tiny_drafters_are_trained_in_the_thread(tmp_path: Path) -> None:

@@ -13,11 +13,9 @@ from adaptation.policy import ARMS, Arm, State
 from adaptation.samples import (
     SampleBuffers,
     TrainingSample,
-    UndraftedSignal,
     ValidationSet,
     example_of,
     training_sample,
-    undrafted_steps,
 )
 from drafters.training.corpus import Batch
 from tests.adaptation.samples import ANSWER, PROMPT, feedback, samples
@@ -27,16 +25,6 @@ def test_the_signal_is_what_the_drafter_did_not_believe_in() -> None:
     heard = feedback(0, rejected=3)
     labels = replace(heard.draft_labels, chances=torch.tensor([0.25, 0.0, 1.0] + [0.9] * (ANSWER - 3)))
     assert training_sample(replace(heard, draft_labels=labels), most_rejected=3).signal == 0.75 + 1.0 + 0.0
-
-
-def test_a_query_counts_for_so_many_positions_at_most() -> None:
-    draft_labels = feedback(0, rejected=12).draft_labels
-    sample = training_sample(feedback(0, rejected=12), most_rejected=1)
-    assert sample.num_rejected == 1
-    assert sample.draft_labels.positions[sample.draft_labels.rejected].tolist() == [draft_labels.positions[11]]
-    assert sample.draft_labels.count == 1 + 3
-    assert sample.signal <= 1.0
-    assert training_sample(feedback(0, rejected=12), most_rejected=50).draft_labels.count == ANSWER
 
 
 def test_the_text_keeps_its_labels_when_its_beginning_was_lost() -> None:
@@ -73,25 +61,6 @@ def test_an_answer_of_a_few_tokens_is_no_text(answer: int) -> None:
         top_logprobs=heard.top_logprobs[:answer],
     )
     assert example_of(short) is None
-
-
-def test_steps_that_no_block_spoke_of_are_those_without_a_rejected_mark() -> None:
-    heard = feedback(0, rejected=3, accepted=(1, 2, 0))
-    assert undrafted_steps(heard) == 0
-    assert undrafted_steps(replace(heard, query=replace(heard.query, plain_steps=7))) == 7
-    beside_another_drafter = feedback(0, rejected=1, accepted=(5, 2, 0))
-    assert undrafted_steps(beside_another_drafter) == 2
-
-
-def test_what_no_one_spoke_of_teaches_as_much_as_blocks_missed_elsewhere() -> None:
-    undrafted = UndraftedSignal()
-    assert undrafted.signal(4) == 4.0
-    sample = replace(training_sample(feedback(0, rejected=10), most_rejected=10), signal=2.5)
-    for _ in range(100):
-        undrafted.observe(sample)
-    assert undrafted.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
-    undrafted.observe(replace(sample, signal=0.0, num_rejected=0))
-    assert undrafted.signal(4) == pytest.approx(4 * 0.25, rel=0.02)
 
 
 def buffers_of(
@@ -214,22 +183,6 @@ def test_a_share_is_held_back_and_the_newest_are_kept() -> None:
     assert 0.18 * 5000 < sum(validation.draws() for _ in range(5000)) < 0.22 * 5000
     assert list(validation.texts) == texts[-3:]
     assert len({text.number for text in texts}) == 5
-
-
-def test_texts_from_before_a_change_judge_no_more_and_others_are_soon_held_back() -> None:
-    validation = ValidationSet(share=0.1, enough=2, max_texts=4, rng=random.Random(0))
-    texts = [validation.number(sample.example) for sample in samples(4) if sample.example is not None]
-    for text in texts:
-        validation.keep(text)
-    assert list(validation.current) == texts
-    validation.traffic_changed()
-    assert (len(validation.texts), validation.current) == (4, ())
-    assert 0.4 < sum(validation.draws() for _ in range(1000)) / 1000 < 0.6
-    newer = [validation.number(sample.example) for sample in samples(4) if sample.example is not None]
-    for text in newer:
-        validation.keep(text)
-    assert list(validation.current) == newer
-    assert sum(validation.draws() for _ in range(1000)) / 1000 < 0.2
 
 
 # Answers of other words are noticed in a few queries; the same words, however well they come to be known, are not.

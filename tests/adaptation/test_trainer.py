@@ -14,9 +14,9 @@ from torch.nn.functional import kl_div
 
 from adaptation import trainer as trainer_module
 from adaptation.config import Tuning
-from adaptation.evaluator import TextDivergence, untrained_rows
+from adaptation.evaluator import untrained_rows
 from adaptation.policy import ARMS, Arm, Pace
-from adaptation.samples import TrainingSample, example_of, training_sample
+from adaptation.samples import TrainingSample, training_sample
 from adaptation.timing import completed
 from adaptation.trainer import Adam, OnlineTrainer, Rules, UpdateReport
 from drafters.coupling import TreeNoise
@@ -25,11 +25,10 @@ from drafters.network.heads import propose
 from drafters.network.model import SpecBlock
 from drafters.protocol import Noise
 from drafters.trained_kinds import TRAINED_KINDS, trained_kind
-from drafters.training.corpus import Batch, Example
 from drafters.training.fit import bf16_is_faster
 from drafters.training.output_layers import OUTPUT_LAYERS, anchor_divergence, newton_logits, target_divergence
 from tests.adaptation.drafts import same
-from tests.adaptation.samples import EMBED, HEAD, drafter, feedback, sampled, samples, vocabulary
+from tests.adaptation.samples import EMBED, HEAD, drafter, sampled, samples, vocabulary
 from tests.drafters.network.parts import serving, tiny_drafter
 
 TOKEN = int(vocabulary()[0][5])
@@ -370,13 +369,7 @@ def test_other_devices_than_cpus_are_not_asked() -> None:
     assert bf16_is_faster(torch.device("cuda"), refuses)
 
 
-# Divergences against torch's own, and the valid prefix against a plain loop.
-
-
-def text(seed: int) -> Example:
-    made = example_of(feedback(seed))
-    assert made is not None
-    return made
+# Divergences against torch's own.
 
 
 def test_the_divergence_from_the_anchor_is_torchs() -> None:
@@ -416,26 +409,6 @@ def test_a_step_of_an_output_layer_moves_each_rows_logits_by_what_is_wrong_with_
     products = inputs @ inputs.T
     damped = products + 0.3 * products.diagonal().mean() * torch.eye(5)
     assert torch.allclose(inputs @ step.T, products @ torch.linalg.solve(damped, wrong), atol=1e-4)
-
-
-def test_a_block_teaches_as_far_as_the_anchor_could_have_drafted_it() -> None:
-    anchor = drafter()
-    divergence = TextDivergence(anchor, EMBED, untrained_rows(anchor, None), anchors=4)
-    batch = Batch.of([text(0), text(1)], 8, "cpu")
-    starts = divergence._starts(batch)
-    states = torch.randn(2, 4, 4, 48, generator=torch.Generator().manual_seed(0))
-    valid = divergence._valid(anchor, anchor.lm_head.weight, batch, starts, states)
-    ranked = anchor.lm_head(states).topk(10).indices
-    for line in range(2):
-        for number, start in enumerate(starts[line].tolist()):
-            reached = True
-            for entry in range(4):
-                place = start + 2 + entry
-                labelled = bool(batch.label_index[line, place] >= 0)
-                assert bool(valid[line, number, entry]) == (entry > 0 and reached and labelled)
-                token = int(anchor.t2d[batch.tokens[line, min(place, batch.tokens.shape[1] - 1)]])
-                reached = reached and token in ranked[line, number, entry].tolist()
-    assert valid.any()
 
 
 def test_rows_are_the_anchors_where_it_has_them_and_the_targets_elsewhere() -> None:

@@ -119,16 +119,6 @@ def test_the_parameters_stay_the_same_objects(tmp_path: Path) -> None:
     assert same(bits(serving), parameters | {VOCABULARY: weights.training.d2t})
 
 
-def test_what_is_trained_on_touches_nothing_that_serves(tmp_path: Path) -> None:
-    serving = drafter()
-    weights, before = weights_in(tmp_path, serving), bits(serving)
-    train(weights, 1)
-    assert same(bits(serving), before)
-    assert same(bits(weights.served()), before)
-    assert same(bits(weights.anchor), before)
-    assert not same(bits(weights.candidate()), before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restore_brings_back_exact_bits_under_a_new_version(tmp_path: Path, dtype: torch.dtype) -> None:
     serving = drafter().to(dtype)
@@ -276,26 +266,6 @@ def test_drafters_are_scored_on_the_weights_that_serve_in_whatever_type_is_faste
     weights.publish({})
     assert all(torch.equal(bits(weights.served())[name], value) for name, value in wanted.items())
     assert {value.dtype for name, value in weights.latest.weights.items() if name != VOCABULARY} == {torch.bfloat16}
-
-
-def test_weights_are_made_ready_by_the_thread_that_brings_them(tmp_path: Path) -> None:
-    """The engine's thread only exchanges what another has prepared."""
-    serving, done = drafter(), []
-
-    def prepare(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        done.append(("prepared", threading.current_thread().name))
-        return lambda: done.append(("written", threading.current_thread().name))
-
-    snapshots = SnapshotRing(tmp_path, size=1)
-    weights = DrafterWeights(
-        weights_of(serving), serving.config, prepare=prepare, snapshots=snapshots, train_device="cpu"
-    )
-    learning = threading.Thread(target=lambda: weights.publish({}), name="adaptation")
-    learning.start()
-    learning.join()
-    weights.between_steps()
-    weights.between_steps()
-    assert done == [("prepared", "adaptation"), ("written", threading.current_thread().name)]
 
 
 @pytest.mark.parametrize("place", ["_prepare", "_stage"])

@@ -112,16 +112,6 @@ def table(decay: float) -> HitTable:
     return HitTable(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 4.0, 4.0]), decay=decay)
 
 
-def test_the_prior_speaks_first() -> None:
-    assert table(0.9).rates.tolist() == [0.25, 0.5, 0.75]
-
-
-def test_rates_are_counts() -> None:
-    rates = table(1.0)
-    rates.observe(torch.tensor([0, 0, 0, 1]), torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1, 1, 0]))
-    assert torch.equal(rates.rates, torch.tensor([3.0, 2.0, 3.0]) / torch.tensor([7.0, 4.0, 4.0]))
-
-
 def test_a_bucket_no_longer_tried_returns_to_its_prior() -> None:
     rates, yes = table(0.9), torch.ones(4, dtype=torch.bool)
     for _ in range(50):

@@ -166,12 +166,6 @@ def test_rows_beside_each_other_do_not_mix() -> None:
         assert torch.equal(beside.draft_labels.states, heard.draft_labels.states)
 
 
-def test_what_comes_out_can_be_learnt_from() -> None:
-    heard = drive(recorder(), 0, 3, 0, [3, 3])
-    assert not heard.draft_labels.states.is_inference()
-    assert not heard.features.is_inference()
-
-
 @pytest.mark.parametrize("vocab", [64, 320, 4096, 4100, 9001])
 @pytest.mark.parametrize("top", [1, 7, 64])
 def test_the_highest_scores_are_found(vocab: int, top: int) -> None:

@@ -28,7 +28,6 @@ from service.learning.adaptive import Adaptive, build_adaptive, log_event
 from tests.drafters.network.parts import computed, serves
 from tests.service.bench.parts import save_two_layers, settings_for, varied_prompts
 from tests.service.learning_parts import assembled, built, learning, requests, texts
-from tests.tuned import settled
 
 PROMPTS = varied_prompts()[:4]
 PATIENCE_SECONDS = 30.0
@@ -153,16 +152,6 @@ def test_features_and_likeliest_tokens_do_not_depend_on_what_was_drafted(assembl
         assert torch.equal(feedback.features, other.features)
         assert torch.equal(feedback.top_ids, other.top_ids)
         assert torch.equal(feedback.top_logprobs, other.top_logprobs)
-
-
-def test_texts_for_which_no_one_drafted_are_learnt_from(assembly: Assembly, tmp_path: Path) -> None:
-    asked = requests(varied_prompts(), temperature=0.0, tokens=24)
-    with learning(assembly, tmp_path, budget=FixedBudget(0), policy="full_only") as adaptive:
-        texts(adaptive.engine, asked)
-        texts(adaptive.engine, asked)
-        assert settled(adaptive.worker, PATIENCE_SECONDS)
-        status = adaptive.status()
-    assert status.updates["full"] > 0
 
 
 def test_who_asked_and_what_may_be_kept_arrives(assembly: Assembly, tmp_path: Path) -> None:

@@ -54,14 +54,6 @@ def test_the_limits_are_those_of_the_settings(folder: Path) -> None:
     assert threads_in_use() == 1
 
 
-def test_an_engine_may_have_another_drafter_budget_and_limits(assembly: Assembly) -> None:
-    drafter = assembly.drafter("random")
-    engine = assembly.engine(drafter, FixedBudget(3), replace(assembly.limits, max_sequences=1))
-    assert engine.drafter is drafter
-    assert engine.table.num_free_rows == 1
-    assert assembly.engine().drafter.name == "memory"
-
-
 @pytest.mark.parametrize(("pace_seconds", "weight"), [(1e-9, 4.0), (1e9, 1.0)])
 def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_seconds: float, weight: float) -> None:
     """No answer keeps the first pace, and every one the second."""
@@ -73,13 +65,6 @@ def test_the_latency_objective_reaches_the_budget(assembly: Assembly, pace_secon
     assert alone(greedy(12), [5, 6, 7], engine).tokens == alone(greedy(12), [5, 6, 7]).tokens
     assert len(weights) > 2
     assert weights == [[weight]] * len(weights)
-
-
-def test_by_default_all_sequences_weigh_the_same(assembly: Assembly) -> None:
-    engine = assembly.engine(policy=Watcher())
-    weights = weights_in(engine._draft_stage)
-    alone(greedy(12), [5, 6, 7], engine)
-    assert {tuple(line) for line in weights} == {(1.0,)}
 
 
 @pytest.mark.parametrize(("values", "name"), [({}, "memory"), ({"drafter": "none"}, "none")])

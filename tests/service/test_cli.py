@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from service import __version__
 from service.cli import app
-from service.config import SETTINGS, ServiceConfig, panel_of
+from service.config import SETTINGS, panel_of
 from service.config_sources import flag_name
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -94,14 +94,3 @@ def test_a_bad_setting_is_a_message_and_exit_code_two() -> None:
     assert result.stdout == ""
     assert result.stderr.startswith("adaptree cannot start: port = '70000', from flag --port, is impossible:")
     assert "Traceback" not in result.stderr
-
-
-def test_serve_hands_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[ServiceConfig] = []
-    runtime = type(sys)("service.serve")
-    monkeypatch.setattr(runtime, "serve", served.append, raising=False)
-    monkeypatch.setitem(sys.modules, "service.serve", runtime)
-    monkeypatch.setattr("service.logging.configure_logging", lambda level, *, as_json: None)
-    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", "some/model"])
-    assert result.exit_code == 0, result.output
-    assert served == [ServiceConfig(port=0, model="some/model")]

@@ -49,21 +49,3 @@ def test_a_log_gets_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     assert not out
     assert err.splitlines() == [f"answering {percent} %" for percent in range(10, 110, 10)]
-
-
-def test_a_note_follows(capsys: pytest.CaptureFixture[str]) -> None:
-    with bar("training", 1.0) as advance:
-        advance(0.05, "step 1")
-        advance(0.55, "step 2")
-        advance(0.56, "step 3")
-    assert capsys.readouterr().err.splitlines() == ["training 55 % step 2"]
-
-
-def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with bar("answering", 1) as advance:
-        advance(1, "")
-    err = capsys.readouterr().err
-    assert "━" in err
-    assert "100%" in err
-    assert "100 %" not in err

@@ -12,11 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaptation.config import AdaptationConfig
 from adaptation.policy import ARMS as ALL_ARMS
 from adaptation.policy import Reason
-from adaptation.records import Event, EventKind, RefusalReason, ReplicaStatus
-from drafters.calibration import CLASS_NAMES
+from adaptation.records import Event, EventKind, ReplicaStatus
 from drafters.memory_counts import MemoryCounts
 from drafters.tree import MAX_DEPTH
-from kernels.memory import ORDERS
 from service.config import ServiceConfig
 from service.engine.requests import Timings
 from service.engine.stats import DraftingOutlook, FinishStats, LoadStats, StepStats
@@ -27,11 +25,8 @@ from service.observability.learning_tables import (
     EVENT_REASONS,
     EVENTS,
     OTHER,
-    QUERY_FATES,
-    VERSION_FATES,
-    label_of,
 )
-from service.observability.metric_tables import CONTEXTS, FINISH_REASONS, RANKS, ServerStatus
+from service.observability.metric_tables import FINISH_REASONS, ServerStatus
 from service.observability.metrics import Metrics
 from service.serve import metrics_of
 from tests.architecture.rules import ROOT
@@ -162,17 +157,6 @@ def test_counters_add_up_and_gauges_follow() -> None:
     assert found["adaptree_rank_head_predicted_tokens{1}"] == 8
 
 
-def test_accepted_tokens_per_position_add_up_to_accepted_tokens() -> None:
-    metrics = made()
-    deep = replace(STEP, accepted_per_sequence=(MAX_DEPTH, 2, 0), accepted_tokens=MAX_DEPTH + 2)
-    metrics.observe_step(deep)
-    found = series(metrics)
-    ours = {name: value for name, value in found.items() if name.startswith("adaptree_")}
-    per_position = [value for name, value in ours.items() if "_per_pos_total" in name]
-    assert len(per_position) == MAX_DEPTH
-    assert sum(per_position) == found["adaptree_spec_decode_num_accepted_tokens_total"]
-
-
 def test_a_sequence_without_a_token_has_no_first_one() -> None:
     metrics = made()
     metrics.observe_finish(replace(FINISH, finish_reason="abort", output_tokens=0))
@@ -203,11 +187,6 @@ def test_an_unknown_label_is_refused() -> None:
         made().observe_finish(replace(FINISH, finish_reason="whim"))
 
 
-def test_label_sets_are_those_of_the_drafters() -> None:
-    assert tuple(map(str, ORDERS)) == CONTEXTS
-    assert RANKS == CLASS_NAMES
-
-
 # The label sets are exactly what the modules that produce their values can say.
 
 
@@ -219,26 +198,6 @@ def test_every_kind_of_event_is_counted() -> None:
 def test_decisions_are_those_of_the_policy() -> None:
     assert ALL_ARMS == ARMS
     assert {reason.partition(":")[2] for reason in DECISIONS} == set(get_args(Reason))
-
-
-def test_names_are_unique_and_counters_leave_their_suffix_to_the_exporter() -> None:
-    names = [series.name for series in ADAPTATION]
-    assert len(set(names)) == len(names)
-    assert not any(name.endswith("_total") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason", "label"),
-    [
-        ("failed", "update: RuntimeError: boom", "update"),
-        ("failed", "thread_died", "thread_died"),
-        ("restored", "same_weights", "same_weights"),
-        ("restored", "version 3: the hash differs", OTHER),
-        ("refused", "update", OTHER),
-    ],
-)
-def test_sentences_become_labels(kind: EventKind, reason: str, label: str) -> None:
-    assert label_of(kind, reason) == label
 
 
 def test_the_guide_names_knobs_and_metrics_there_are() -> None:
@@ -253,18 +212,3 @@ def test_the_guide_names_knobs_and_metrics_there_are() -> None:
     full = {f"adaptation{name}" if name.startswith("_") else name for name in named}
     assert full <= {series.name for series in ADAPTATION} | {series.name for series in EVENTS}
     assert len(guide.splitlines()) <= 160
-
-
-_COUNTED = re.compile(r'(?:counts|versions)\["(\w+)"\]|_drop\(entry_id, "(\w+)"|_put_off\([\w.]+, "(\w+)"')
-
-
-def fates_of(name: str) -> set[str]:
-    """Every word under which this module counts something."""
-    source = (ROOT / "adaptation" / "replicas" / f"{name}.py").read_text()
-    return {word for found in _COUNTED.findall(source) for word in found if word}
-
-
-def test_every_fate_has_a_series() -> None:
-    arriving = {"torn", "forged", "foreign", "misfit", "not_finite"}
-    reported = fates_of("follower") | fates_of("leader") | arriving | {*get_args(RefusalReason), "announced"}
-    assert reported == {*QUERY_FATES, *VERSION_FATES}

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptation.records import ReplicaStatus, Role, StoreLost
-from adaptation.replicas.exchange import Exchange, LocalOnly
+from adaptation.records import StoreLost
+from adaptation.replicas.exchange import Exchange
 from adaptation.replicas.redis_store import Part
-from adaptation.worker import Worker
 from drafters.feedback import QueryFeedback
 from drafters.network.checkpoint import weights_of
 from tests.adaptation.drafts import same
@@ -314,24 +313,6 @@ def test_replicas_of_other_models_share_a_server_and_nothing_else(
     with member(tmp_path / "other", server.url) as other:
         other.exchange.step()
         assert (leader.status.role, other.status.role) == ("leading", "leading")
-
-
-@pytest.mark.parametrize(("role", "learns"), [("leading", True), ("following", False), ("alone", True)])
-def test_who_learns(follower: Member, role: Role, learns: bool) -> None:
-    follower.exchange._enter(role)
-    assert follower.worker.trains is learns
-    follower.end(1)
-    assert len(follower.exchange._sender._waiting) == (not learns)
-
-
-def test_alone_by_choice_everything_is_heard_here(tmp_path: Path) -> None:
-    worker = Worker(bench(tmp_path).learner, max_waiting=4)
-    local = LocalOnly(worker)
-    local.start()
-    local.offer(feedback(0))
-    assert len(worker.inbox.queries) == 1
-    assert local.status() == ReplicaStatus()
-    assert local.stop()
 
 
 # What a learner offers to those it learns with: its weights, and what it knows of its arms.

@@ -1,15 +1,12 @@
 """Which version is followed and which is not, and by what hash the weights that are served are known."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from adaptation.records import Refused
-from adaptation.replicas.follower import ServedWeights, VersionState
+from adaptation.replicas.follower import VersionState
 from adaptation.replicas.wire import VersionRecord, sign
-from drafters.network.checkpoint import weights_of
-from tests.adaptation.samples import bench, drafter
 
 OURS = b"the secret of ours"
 FIRST = VersionRecord(
@@ -70,19 +67,3 @@ def test_one_with_a_secret_is_believed_by_one_without() -> None:
     state, raw = VersionState("ours", 100, None), sign("version", FIRST, OURS)
     state.accept(state.check(raw), raw)
     assert state.check(state.raw) == FIRST
-
-
-def test_each_version_is_hashed_once_and_known_by_its_hash(tmp_path: Path) -> None:
-    tried = bench(tmp_path)
-    served = ServedWeights(tried.weights)
-    first = served.now()
-    assert served.now() is first
-    assert (first.version, served.sha256_of(0), served.version_of(first.sha256)) == (0, first.sha256, 0)
-    tried.learner.adopt(weights_of(drafter(1)))
-    second = served.now()  # on its way to be served
-    assert (second.version, served.last_seen) == (1, second)
-    assert served.version_of(first.sha256) == -1
-    assert (served.sha256_of(0), served.sha256_of(1), served.sha256_of(7)) == (first.sha256, second.sha256, "")
-    tried.learner.rollback()
-    assert served.now().sha256 == first.sha256
-    assert served.version_of(first.sha256) == 2

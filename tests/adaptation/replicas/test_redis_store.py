@@ -1,7 +1,6 @@
 """A real server: commands, the lease, the version and the queries in it, and what is reported when there is none."""
 
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from adaptation.records import Refused, StoreLost, StoreRefused
-from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore, talk
+from adaptation.replicas.redis_store import CHUNK_BYTES, Lease, QueryMessage, RedisStore
 from tests.adaptation.worlds import Clock
 from tests.redis_server import Redis, RedisCluster
 
@@ -107,17 +106,6 @@ def test_a_leader_that_knows_too_little_leads_anew(store: RedisStore, other: Red
     assert one.hold(0)
     assert one.epoch == 8
     assert not follows.hold(0)
-
-
-@ON_ONE
-def test_between_turns_nothing_is_asked(server: Redis, store: RedisStore) -> None:
-    clock = Clock()
-    one = lease(store, clock)
-    one.hold(0)
-    asked = server.client.info("commandstats")["cmdstat_eval"]["calls"]
-    for _ in range(10):
-        assert one.hold(0)
-    assert server.client.info("commandstats")["cmdstat_eval"]["calls"] == asked
 
 
 def test_a_store_that_was_lost_is_asked_at_once(server: Redis, store: RedisStore, other: RedisStore) -> None:
@@ -248,22 +236,6 @@ def received(store: RedisStore, most: int = 10) -> list[QueryMessage | None]:
     return [message for _, message in store.receive(most)]
 
 
-def test_letters_arrive_in_order_and_once(store: RedisStore) -> None:
-    one = joined(store)
-    for number in range(5):
-        one.send(message(number))
-    assert received(one, 3) == [message(0), message(1), message(2)]
-    assert received(one, 3) == [message(3), message(4)]
-    assert received(one) == []
-
-
-def test_joining_again_changes_nothing(store: RedisStore) -> None:
-    one = joined(store)
-    one.send(message(0))
-    one.join()
-    assert received(one) == [message(0)]
-
-
 def test_what_was_not_done_is_handed_to_the_next_leader(server: Redis, store: RedisStore, other: RedisStore) -> None:
     one, two = joined(store), joined(other)
     for number in range(5):
@@ -303,26 +275,3 @@ def test_without_the_group_the_store_counts_as_lost(server: Redis, store: RedisS
         one.receive(1)
     one.join()
     assert received(one) == []
-
-
-def test_waits_for_a_lost_server_double_up_to_a_bound() -> None:
-    waits: list[float] = []
-
-    class Stopping(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            waits.append(timeout)
-            return self.is_set()
-
-    stopping, answers = Stopping(), iter([*[False] * 7, True, False, None])
-
-    def attempt() -> bool:
-        answer = next(answers)
-        if answer is None:
-            stopping.set()
-        return bool(answer)
-
-    talk(attempt, stopping, 0)
-    bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, None, 0.1]
-    assert waits[7] == 0.1
-    assert all(bound is None or bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=False))

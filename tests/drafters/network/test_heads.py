@@ -9,7 +9,7 @@ import torch
 from drafters.coupling import TreeNoise
 from drafters.network.blocks import path_nodes
 from drafters.network.checkpoint import weights_of
-from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_class, rank_features
+from drafters.network.heads import POLICIES, BlockChances, best_first, propose, rank_features
 from drafters.network.served import ServingNetwork
 from drafters.protocol import Noise
 from drafters.trained.specblock import AUTHORS
@@ -17,7 +17,7 @@ from drafters.trained_kinds import trained_kind
 from drafters.tree import ROOT
 from kernels import ops
 from kernels.decoder_layer import FUSED_FAMILIES
-from kernels.lattice import CLASS_OF_RANK, TOP, StartNodes
+from kernels.lattice import TOP, StartNodes
 from tests.drafters.network.parts import DRAFT_VOCAB, computed, serves, serving, tiny_drafter
 from tests.tiny_models import VOCAB_SIZE
 
@@ -65,11 +65,6 @@ def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft()
         tiny_drafter(**{**AUTHORS, "rank_scores": 12})
     with pytest.raises(ValueError, match="draft_vocab_size must be at least 20"):
         tiny_drafter(**AUTHORS, draft_vocab_size=19)
-
-
-def test_classes_of_ranks() -> None:
-    ids = torch.arange(TOP).expand(12, TOP)
-    assert rank_class(ids, torch.tensor([*range(TOP), 77, -1])).tolist() == [*CLASS_OF_RANK, 3, 3]
 
 
 def test_chances_of_a_class_are_spread_by_draft_probability() -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from drafters.network.pool import Backlog, EntryPool, EntryState
 from drafters.protocol import DraftContext, DraftingSizes, HostMetadata
 from drafters.tree import Candidates
-from kernels.tree_attention import NULL_SLOT
 from tests.drafters.network.parts import FedDrafter, serving, target_config, tiny_drafter
 
 WIDTH = 3
@@ -36,40 +35,6 @@ def commit(entries: EntryState, row: int, start: int, count: int) -> None:
 
 def rows(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
-
-
-def test_entries_of_a_text_stand_one_behind_the_other() -> None:
-    entries = state()
-    commit(entries, 0, 0, 5)
-    commit(entries, 2, 0, 2)
-    commit(entries, 0, 5, 1)
-    assert known(entries, 0) == [100, 101, 102, 103, 104, 105]
-    assert known(entries, 1) == []
-    assert known(entries, 2) == [100, 101]
-
-
-def test_of_a_prefix_only_what_can_be_read_is_adopted() -> None:
-    entries = state()
-    entries._pool.hold(torch.tensor([7, 9]))
-    entries.adopt(1, torch.tensor([6, 7, 8, 9]))
-    assert known(entries, 1) == [7, 9]
-    commit(entries, 1, 4, 2)
-    assert known(entries, 1) == [7, 9, 104, 105]
-    assert entries.take(rows(1), 2).positions.tolist() == [[4, 5]]
-
-
-def test_waiting_entries_come_right_aligned() -> None:
-    entries = state()
-    commit(entries, 0, 0, 2)
-    commit(entries, 0, 2, 1)
-    commit(entries, 1, 0, 1)
-    waiting = entries.take(rows(1, 0), 3)
-    assert waiting.positions.tolist() == [[-1, -1, 0], [0, 1, 2]]
-    assert waiting.tokens[1].tolist() == [200, 201, 202]
-    assert waiting.tokens[0, 2] == 200
-    assert waiting.slots.tolist() == [[NULL_SLOT, NULL_SLOT, 100], [100, 101, 102]]
-    assert waiting.features[1, :, 0].tolist() == [0, 1, 2]
-    assert entries.take(rows(0, 1), 1).positions.tolist() == [[-1], [-1]]
 
 
 def test_padding_reaches_no_one() -> None:
@@ -101,18 +66,6 @@ def test_a_row_that_starts_again_forgets_where_the_old_text_began() -> None:
     commit(entries, 0, 0, 4)
     assert known(entries, 0) == [100, 101, 102, 103]
     assert entries.take(rows(0), 4).positions.tolist() == [[0, 1, 2, 3]]
-
-
-def test_entries_of_a_slot_lie_side_by_side() -> None:
-    entries = state(prefix_entries="all")
-    entries.append(rows(0), rows(0), rows(2), torch.tensor([[4, 1]]))
-    assert known(entries, 0) == [12, 13, 14, 3, 4, 5]
-
-
-def test_trees_lie_behind_all_slots() -> None:
-    pool = EntryPool(serving(tiny_drafter(block_size=3)), 5, sequences=2, live=4)
-    assert pool.scratch(2, 1, 2).tolist() == [[6, 7], [10, 11]]
-    assert pool.storage.shape[2] == 5 + 2 * 4
 
 
 def one(root: int) -> HostMetadata:

@@ -93,16 +93,6 @@ def test_claims_about_an_earlier_root_are_not_taken_for_this_one() -> None:
     assert recording.finish(query(1, 6)).draft_labels.positions.tolist() == [3, 4]
 
 
-def test_a_row_that_begins_anew_has_heard_nothing() -> None:
-    recording = recorder()
-    recording.start([DraftContext(1, [1, 2, 3])])
-    recording.grown(torch.tensor([1]), torch.tensor([2]), *block(7))
-    recording.start([DraftContext(1, [1, 2, 3])])
-    recording.commit(committed(1, 2, [4, 6]), grown=True)
-    recording.end([1])
-    assert recording.finish(query(1, 5)).draft_labels.count == 0
-
-
 def test_rows_do_not_hear_each_other() -> None:
     recording = recorder()
     recording.start([DraftContext(row, [1, 2, 3]) for row in range(ROWS)])

@@ -76,34 +76,6 @@ def test_the_loss_falls(examples: list[Example]) -> None:
     assert trainer.position.epoch > 1
 
 
-@pytest.mark.parametrize("killed_after", [3, 7])
-def test_a_killed_run_goes_on_exactly(examples: list[Example], tmp_path: Path, killed_after: int) -> None:
-    whole = trainable_drafter()
-    for _ in trainer_of(whole, make_optimizer(whole, SETTINGS)).run(examples, Length(steps=9)):
-        pass
-
-    file = tmp_path / "fit.pt"
-    first = trainable_drafter()
-    optimizer = make_optimizer(first, SETTINGS)
-    trainer = trainer_of(first, optimizer, Position())
-    for report in trainer.run(examples, Length(steps=9)):
-        if report.position.step == killed_after:
-            save_state(file, first, optimizer, trainer.position, described=DESCRIBED, notes={"a": 1})
-        if report.position.step == killed_after + 1:
-            break  # work after the last save is lost
-
-    second = trainable_drafter(seed=5)
-    saved = SavedRun.read(file)
-    saved.refuse_others(DESCRIBED)
-    second.set_vocabulary(saved.d2t)
-    optimizer = make_optimizer(second, SETTINGS)
-    position = saved.take_up(second, optimizer)
-    assert (position.step, saved.notes) == (killed_after, {"a": 1})
-    for _ in trainer_of(second, optimizer, position).run(examples, Length(steps=9)):
-        pass
-    assert same(weights_of(second), weights_of(whole))
-
-
 def test_other_settings_and_damaged_files_are_refused(examples: list[Example], tmp_path: Path) -> None:
     model, file = trainable_drafter(), tmp_path / "fit.pt"
     optimizer = make_optimizer(model, SETTINGS)

@@ -14,7 +14,7 @@ from drafters.network.model import SpecBlock
 from drafters.trained.dflash import MaskTokens
 from drafters.trained_kinds import trained_kind
 from drafters.training.corpus import TOP, Example, TrainingError
-from drafters.training.initialise import InputSums, TargetEnd, initialise, penalty_for
+from drafters.training.initialise import InputSums, TargetEnd, initialise
 from tests.tiny_models import VOCAB_SIZE, randomise
 
 LAYERS, HIDDEN = 8, 32
@@ -165,13 +165,6 @@ def test_a_feature_that_is_linear_in_the_known_is_found() -> None:
         examples.append(Example(example.tokens, features, 10, example.top_ids, example.top_logprobs))
     made = initialise(model, end(), embed, examples, positions=10_000, generator=drawn())
     assert made["explained"] > 0.99
-
-
-def test_few_positions_get_more_penalty() -> None:
-    assert penalty_for(2305, 100_000) == 1e-3
-    assert penalty_for(2305, 20_000) == pytest.approx(0.004, rel=0.01)
-    assert penalty_for(2305, 2_500) == pytest.approx(0.255, rel=0.01)
-    assert penalty_for(2305, 100) == 1.0
 
 
 def test_taps_leave_their_norm_with_unit_deviation() -> None:

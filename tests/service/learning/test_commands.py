@@ -17,7 +17,6 @@ from service.assembly import assemble
 from service.cli import app
 from service.engine.weights import load_model
 from service.errors import StartupError
-from service.learning.features import MANIFEST_FILE, Manifest
 from tests.service.learning.parts import TAPS, save_target, settings, write_prompts, write_responses
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -219,17 +218,3 @@ def test_a_run_is_not_gone_on_with_for_another_target(target: Path, features: Pa
     run(*fit, "--features", features, "--target", target)
     run("features", "--responses", features.parent / "r.jsonl", "--out", tmp_path / "f", "--target", other)
     assert "target_identity was '" in refused(*fit, "--features", tmp_path / "f", "--target", other)
-
-
-def test_features_say_what_they_are_made_of(target: Path, features: Path) -> None:
-    manifest = Manifest.read(features)
-    assert (manifest.shards, manifest.tap_layers) == (1, TAPS)
-    assert manifest.responses_by_source == {"random": 20}
-    assert manifest.files.keys() == {"r.jsonl"}
-    assert len(list(features.iterdir())) == 2
-    assert (features / MANIFEST_FILE).is_file()
-
-
-def test_help_names_the_stages() -> None:
-    result = CliRunner(env=WIDE).invoke(app, ["train", "--help"])
-    assert all(stage in result.output for stage in ("drafter", "regenerate", "features", "fit"))
