@@ -173,7 +173,7 @@ class TestTogether:
         # The balance sees gains with their noise: what luck had added is lost too.
         assert -world.gained <= CAP + SHARE * 20_000 + 3 * noise * math.sqrt(sum(world.acted))
 
-    @pytest.mark.parametrize(("gain", "most_suspended"), [(0.02, 0.3), (0.05, 0.05), (0.1, 0.02), (0.3, 0.01)])
+    @pytest.mark.parametrize(("gain", "most_suspended"), [(0.02, 0.3), (0.1, 0.02)])
     def test_what_gains_is_seldom_suspended(self, gain: float, most_suspended: float) -> None:
         worlds = [World(uneven(1.0, seed)).play([gain] * 20_000) for seed in range(8)]
         assert sum(sum(world.acted) for world in worlds) >= (1 - most_suspended) * 8 * 20_000
