@@ -90,24 +90,6 @@ def test_the_best_of_all_numbers_is_chosen() -> None:
         assert sum(keep) <= load.free_slots
 
 
-def flat(seconds_per_row: float) -> CostTable:
-    return table([1.0, 100.0], [1 + seconds_per_row, 1 + 100 * seconds_per_row])
-
-
-def test_the_budget_falls_with_load() -> None:
-    """Rows get dearer beyond sixteen, as on a machine that computes so many at once."""
-    costs = table([1.0, 16.0, 17.0, 2000.0], [1.0, 1.1, 1.2, 120.0])
-    line = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1]
-    found = []
-    for batch in (1, 2, 4, 8, 16, 64):
-        load = load_of(batch, free_slots=1000)
-        nodes = nodes_of(by_cost(costs), candidates_of([line] * batch), torch.full((batch,), 9), load)
-        found.append(sum(nodes) / batch)
-    assert found[0] == 6.0
-    assert found == sorted(found, reverse=True)
-    assert found[-1] <= 1.0
-
-
 def test_no_one_goes_without_a_tree_where_there_is_room_for_all() -> None:
     survival = [[0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [], [0.35]]
     costs = table([1.0, 9.0, 10.0, 100.0], [1.0, 1.0, 50.0, 5000.0])

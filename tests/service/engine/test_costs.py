@@ -243,15 +243,6 @@ def measured(run: Callable[[Point], None], rows: tuple[int, ...], contexts: tupl
     return measure_grid(run, (1,), contexts, rows, most_rows=lambda sequences: max(rows))
 
 
-def test_measuring_fills_the_grid(clock: list[float]) -> None:
-    def run(point: Point) -> None:
-        clock[0] += point.rows + point.context / 100
-
-    table = measured(run, (1, 2, 4), (100, 300))
-    assert table.seconds.tolist() == [[[2.0, 3.0, 5.0], [4.0, 5.0, 7.0]]]
-    assert (table.rows.tolist(), table.contexts.tolist()) == ([1, 2, 4], [100, 300])
-
-
 def test_noise_never_makes_a_larger_forward_cheaper(clock: list[float]) -> None:
     noise = itertools.cycle([5.0, 1.0, 3.0, 0.5, 2.0, 7.0, 0.1])
 

@@ -148,7 +148,10 @@ class World:
         return count
 
 
-@pytest.mark.parametrize(("claims", "truth"), [(0.05, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.1), (0.3, 0.3)])
+@pytest.mark.parametrize(
+    ("claims", "truth"),
+    [(0.05, 0.0), (1.0, 0.0), (0.3, 0.3), *(pytest.param(*other, marks=OTHERS) for other in ((0.5, 0.0), (0.1, 0.1)))],
+)
 @pytest.mark.parametrize(
     ("batch", "error"), [(1, 1.4), (32, 0.7), *(pytest.param(*other, marks=OTHERS) for other in OTHER_WORLDS)]
 )
@@ -192,9 +195,8 @@ def test_what_drafting_gains_is_found_where_every_step_reads(prompt_rows: int) -
     assert bad.lost_seconds <= 1.1 * (CAP_STEPS * true_seconds(1) + SHARE * bad.seconds) + one_action
 
 
-@pytest.mark.parametrize("batch", [4, 16])
-def test_texts_are_not_followed_where_drafts_do_not_pay(batch: int) -> None:
-    world = World(batch, 0.8, noise=0.1, follow_seconds=0.1)
+def test_texts_are_not_followed_where_drafts_do_not_pay() -> None:
+    world = World(16, 0.8, noise=0.1, follow_seconds=0.1)
     world.speed(3_000, lambda: 0.0)
     assert world.speed(10_000, lambda: 0.0) >= 0.98 * world.plain_speed
     assert any(world.drafted[3_000:]), "it is tried again"
@@ -242,15 +244,6 @@ def test_a_step_without_nodes_is_taken_where_its_outcome_could_change_the_decisi
     assert 1 <= 1_000 - clear.drafted_steps <= 4
     doubtful.speed(200, lambda: 0.28)
     assert 4 <= 200 - sum(doubtful.drafted) < 60
-
-
-def test_costs_are_predicted_closely_after_a_while() -> None:
-    world = World(4, 0.8, error=1.6, noise=0.05)
-    world.speed(1_000, lambda: 0.3)
-    budget = budget_of(load_of(4), [0] * 4, "suspended", drafted=False)
-    stats = step_stats(draft_seconds=0.0, verify_seconds=true_seconds(4), other_seconds=OTHER_SECONDS)
-    predicted = world.policy.learn(budget, stats)
-    assert predicted == pytest.approx(true_seconds(4), rel=0.1)
 
 
 def test_other_weights_are_tried_at_once() -> None:

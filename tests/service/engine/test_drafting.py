@@ -284,15 +284,6 @@ def weights_in(stage: DraftStage) -> list[list[float]]:
     return seen
 
 
-def test_late_sequences_weigh_more_where_a_pace_is_promised() -> None:
-    stage = DraftStage(Recorder(), Watcher(), max_budget=5, device=CPU, pace_seconds=1e-9)
-    late = decoding(0)
-    late.first_token_seconds = 0.0
-    weights = weights_in(stage)
-    draft(stage, batch_of(late, decoding(1)), 100)
-    assert weights == [[4.0, 1.0]]
-
-
 def test_why_costs_allow_no_node_is_reported() -> None:
     rows = np.array([1.0, 100.0])
     dear = CostTable(sequences=np.ones(1), contexts=np.ones(1), rows=rows, seconds=np.array([[[1.0, 1e6]]]))

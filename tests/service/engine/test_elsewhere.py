@@ -4,7 +4,6 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
-import torch
 
 from drafters import readback
 from drafters.network.checkpoint import weights_of
@@ -85,13 +84,3 @@ def test_what_is_checked_and_measured_at_start_is_made_there(loaded: LoadedModel
         target = engine_elsewhere(loaded, "none", 2, captured=False).target
         rows_are_independent(target, context=20, steps=3)  # of references it need not be true
         run_point(dummy_texts(target, sequences=2, length=20), Point(2, 20, 7))
-
-
-def test_tensors_of_two_places_do_not_mix() -> None:
-    with claims():
-        there = torch.zeros(3, device=ELSEWHERE)
-        assert there.device == ELSEWHERE
-        assert (there + 1).device == ELSEWHERE
-        assert (there.tolist(), there.cpu().device.type) == ([0.0] * 3, "cpu")
-        with pytest.raises(RuntimeError, match="here and elsewhere"):
-            there + torch.ones(3)

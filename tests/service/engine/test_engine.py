@@ -139,15 +139,6 @@ def test_a_stop_string_inside_a_draft_ends_the_text() -> None:
     assert kept.text == result.text + stop
 
 
-def test_a_stop_token_inside_a_draft_ends_the_text() -> None:
-    text, whole = long_answer()
-    token = whole.tokens[20]
-    first = whole.tokens.index(token)
-    result = drafted(text, whole, replace(sampled(1, 40), stop_token_ids=frozenset({token})))
-    assert result.tokens == whole.tokens[: first + 1]
-    assert (result.end.finish_reason, result.end.stop_reason) == ("stop", token)
-
-
 @pytest.mark.parametrize("end", ["stop", "stop_token_ids", "max_tokens"])
 def test_tokens_after_the_end_of_a_text_count_nowhere(end: str) -> None:
     """Not in a request's record, hence not in tau, nor in the steps' from which the budget learns."""

@@ -34,7 +34,7 @@ from tests.service.engine.test_engine import KINDS, TOKENS, prompts
 from tests.service.engine.test_grammar import regex
 from tests.service.test_assembly import settings
 
-DRAFTERS = ("none", "memory", "memory+random", "random")
+DRAFTERS = ("none", "memory+random")
 NUM_BEFORE = 5
 """Tokens that the bad request has before it fails."""
 
@@ -351,13 +351,6 @@ def test_an_abort_between_the_parts_of_a_step(
     finish(engine, results)
     assert results[gone.request_id, 0].last is None
     check_the_others(engine, good[:-1], results)
-
-
-def test_books_that_fail_end_no_text(good: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine()
-    monkeypatch.setattr(accounting, "charge", fails)
-    check_the_others(engine, good, generate(engine, *good))
-    assert engine.guard.errors == {"charge": 3}
 
 
 def test_outputs_leave_before_the_books_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

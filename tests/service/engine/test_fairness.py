@@ -131,8 +131,7 @@ class Shop:
 
 
 # Milliseconds of a small model on a CPU, and the same with rows twice as dear.
-@pytest.mark.parametrize(("step", "row"), [(13.0, 0.55), (12.0, 1.1)])
-@pytest.mark.parametrize(("little", "much"), [(1, 18), (2, 36)])
+@pytest.mark.parametrize(("step", "row", "little", "much"), [(13.0, 0.55, 1, 18), (12.0, 1.1, 2, 36)])
 def test_a_client_with_most_of_the_load_makes_no_other_wait_for_a_place(
     step: float, row: float, little: int, much: int
 ) -> None:

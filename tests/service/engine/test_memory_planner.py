@@ -28,7 +28,6 @@ from service.engine.memory_planner import (
     Need,
     entry_bytes,
     feedback_bytes,
-    give_room,
     memory_for,
     needs_of,
     slots_for,
@@ -124,14 +123,6 @@ def test_every_need_is_named_once_with_a_remedy() -> None:
         "the drafter's captured forwards",
         "training",
     }
-
-
-def test_room_replaces_the_pool() -> None:
-    loaded = loaded_tiny("llama")
-    target = target_without_room(loaded, LIMITS, ())
-    assert target.pool.num_slots == LIMITS.max_model_len + 1
-    give_room(target, loaded, 700)
-    assert target.pool.num_slots == 700
 
 
 def test_a_drafter_takes_its_own_share_of_a_slot() -> None:

@@ -100,13 +100,6 @@ def test_a_stop_string_inside_of_a_token_and_across_tokens(include_stop: bool, e
     assert run(stream(("ell",)), TOKENIZER.encode("hello")) == (["h", ""], "ell")
 
 
-def test_pushing_after_a_stop_is_a_bug() -> None:
-    text_stream = stream(("a",))
-    assert text_stream.push(TOKENIZER.encode("a")[0]) == "a"
-    with pytest.raises(AssertionError):
-        text_stream.push(TOKENIZER.encode("b")[0])
-
-
 # Requests that ask are informed of every tree that was verified for them, and get the same text.
 
 TRACE = SpeculationParams(trace=True)

@@ -32,16 +32,10 @@ SIZES = EngineLimits(max_model_len=120, max_sequences=4, prefill_chunk=16, max_b
 def test_a_fixed_width_holds_the_widest_tree_of_the_step_before() -> None:
     width, candidates = TreeWidth(48, captured=True), candidates_of([[0.5], [0.5]])
     assert width.choose(candidates, free_slots=1000) == 48
-    for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31)):
+    for wanted, given in ((7, 7), (8, 15), (1, 7), (40, 48), (31, 31), (0, 7)):
         width.learn([0, wanted])
         assert width.choose(candidates, free_slots=1000) == given
         assert width.node_rows(torch.zeros(2, 3), given) == [given, given]
-
-
-def test_after_a_step_that_wanted_no_nodes_there_is_room_for_some() -> None:
-    width = TreeWidth(48, captured=True)
-    width.learn([0, 0])
-    assert width.choose(candidates_of([[0.5], [0.5]]), free_slots=1000) == 7
 
 
 def test_a_fixed_width_fits_into_the_free_slots() -> None:

@@ -130,7 +130,7 @@ def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
 class Step:
     """One forward of two sequences: one with a tree, one that reads its prompt."""
 
-    def __init__(self, target_tokens: list[int], wants_scores: bool = False) -> None:
+    def __init__(self, target_tokens: list[int]) -> None:
         self.slots, self.table = SlotPool(50, CPU), SlotTable(3, 40, CPU)
         tree = tree_of([11, 12, 13, 14, 15], [-1, -1, 1, 1, 3])
         both = DraftTree.concatenated([tree, DraftTree(*map(torch.zeros_like, tree))])
@@ -141,13 +141,13 @@ class Step:
         self.logits[torch.arange(6), torch.tensor(target_tokens)] = 9.0
         verified = VerifyStage(self.table).verify([sequence_of(8, greedy())], self.rows, both, self.logits)
         output = TargetOutput(self.logits, torch.arange(self.rows.num_rows).float()[:, None])
-        self.committed = committed_of(verified, both, output, wants_scores=wants_scores)
+        self.committed = committed_of(verified, both, output, wants_scores=True)
         self.slots.free(verified.freed[: 5 - int(verified.num_accepted)])
 
 
 def test_accepted_nodes_join_the_table_and_become_permanent() -> None:
     """The path is node 1, node 3, node 4."""
-    step = Step([12, 0, 14, 0, 15, 99], wants_scores=True)
+    step = Step([12, 0, 14, 0, 15, 99])
     committed, path_slots = step.committed, [step.node_slots[node] for node in (1, 3, 4)]
     assert step.table.slots[2, 8:12].tolist() == [*path_slots, 0]
     assert step.slots.num_free == step.slots.capacity - 4 - 3
@@ -162,16 +162,6 @@ def test_accepted_nodes_join_the_table_and_become_permanent() -> None:
     expected = step.logits[[0, 2, 4, 5]]
     step.logits.fill_(0.0)  # as the next captured forward would
     assert torch.equal(committed.scores.logits, expected)
-
-
-def test_with_nothing_accepted_only_extend_rows_stay() -> None:
-    step = Step([98, 0, 0, 0, 0, 0])
-    assert (int(step.committed.tokens[0, 0]), step.committed.counts.tolist()) == (98, [1])
-    assert step.committed.scores is None
-    assert step.slots.num_free == step.slots.capacity - 4
-    assert set(step.node_slots) <= set(step.slots.free_slots().tolist())
-    extend_slots = step.rows.slots[: step.rows.num_extend_rows].tolist()
-    assert [int(step.table.slots[2, 7]), *step.table.slots[0, 3:6].tolist()] == extend_slots
 
 
 # What a sequence keeps of a step's tokens, why it ends there, and what its last output says.
