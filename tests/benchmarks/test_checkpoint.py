@@ -17,7 +17,6 @@ from benchmarks.checkpoint import (
     ZEROED,
     deepened,
     dummy_config,
-    dummy_tokenizer,
     write_deepened_file,
     write_dummy,
 )
@@ -199,14 +198,6 @@ def test_a_random_checkpoint_is_the_same_each_time_and_is_served_with_its_drafte
     assert assembly.drafter_name == "memory+specblock"
     assert assembly.loaded.eos_token_ids == {SHAPES["tiny"]["vocab_size"] - 1}
     assert len(runs_of(assembly)) == 4
-
-
-def test_the_tokenizer_reads_and_writes_every_id() -> None:
-    tokenizer = dummy_tokenizer(320)
-    assert len(tokenizer) == 320
-    assert tokenizer.decode(tokenizer("so it is").input_ids) == "so it is"
-    assert all(tokenizer.decode([number]) for number in range(319))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "so"}], tokenize=False) == "so\n"
 
 
 @pytest.mark.slow

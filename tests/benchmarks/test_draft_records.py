@@ -8,8 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.draft_records import Recorder, SteeredDrafter, StepRecord, observed, total_variation
-from drafters.protocol import Noise, StepTimes
-from drafters.registry import NoDrafter
 from service.assembly import Assembly
 from service.bench.driver import Run, generate
 from service.bench.experiment import Measure, requests_from
@@ -114,22 +112,3 @@ def test_hidden_noise_changes_drafts_above_temperature_zero_only(trained_assembl
 
     assert proposals(0.0, hides_noise=True) == proposals(0.0, hides_noise=False)
     assert proposals(1.0, hides_noise=True) != proposals(1.0, hides_noise=False)
-
-
-def test_what_is_hidden_does_not_reach_the_drafter() -> None:
-    class Listening(NoDrafter):
-        def grow(self, rows: torch.Tensor, noise: Noise):  # type: ignore[no-untyped-def]  # NoDrafter's tree
-            seen.append(noise.temperatures.tolist())
-            return super().grow(rows, noise)
-
-        def timed(self, times: StepTimes) -> None:
-            seen.append([times.seconds])
-
-    seen: list[list[float]] = []
-    drafter = SteeredDrafter(Listening())
-    noise = Noise(torch.tensor([3]), torch.tensor([0.5]), torch.tensor([9]))
-    for hides in (False, True):
-        drafter.hides_noise = drafter.hides_times = hides
-        drafter.grow(torch.tensor([0]), noise)
-        drafter.timed(StepTimes(2.0, 0.0, reads_prompts=False))
-    assert seen == [[0.5], [2.0], [0.0]]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from benchmarks.finetuned import halves, numbered
 from service.errors import StartupError
 from tests.service.bench.parts import save_two_layers
 from tests.tiny_models import random_prompts
@@ -26,11 +25,6 @@ def written(file: Path, kind: str) -> Path:
         line = json.dumps({"id": "a-1", "temperature": 0.0, "prompt": prompt, "response": answer})
         file.write_text(line)
     return file
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    return model.state_dict()
 
 
 @pytest.mark.parametrize("kind", ["style", "german", "tools"])
@@ -54,10 +48,3 @@ def test_a_fine_tune_names_what_it_needs(run: Command, tmp_path: Path) -> None:
     base = save_two_layers(tmp_path / "base")
     with pytest.raises(StartupError, match="--kind style needs --source FILE"):
         run("checkpoint", "finetuned", "--model", base, "--state-dir", tmp_path, "--out", tmp_path / "out")
-
-
-def test_texts_are_made_by_rule() -> None:
-    assert "(1) So it is.\n(2) And so on!\n" in numbered("So it is. And so on!")
-    question, answer = halves("eins zwei drei vier fünf")
-    assert question == "Schreibe weiter: eins zwei"
-    assert answer == "drei vier fünf"

@@ -4,7 +4,6 @@ counted in bytes that must be read."""
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.checkpoint import DRAFTER, write_dummy
-from benchmarks.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, assembled, check_device, judge
-from benchmarks.gpu_sections import DRY, FULL, Figure, read_bytes, training_figures
+from benchmarks.gpu import AIMS, ENGINE_TESTS, KERNEL_TESTS, Findings, check_device, judge
+from benchmarks.gpu_sections import DRY, FULL, Figure, read_bytes
 from service.assembly import assemble, load_target
 from service.config import ServiceConfig
 from service.errors import StartupError
@@ -45,14 +44,6 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert set(verdicts.values()) <= {"met", "not judged", "not measured"}
     steps = [row["costs_only"] for row in report["rows"] if row["section"] == "verify"]
     assert steps == [False] * (len(steps) // 2) + [True] * (len(steps) // 2)
-
-
-def test_without_an_update_nothing_is_reported_of_its_cost(tmp_path: Path) -> None:
-    short = replace(DRY, training_requests=1, patience_seconds=0.0)
-    model = write_dummy("tiny", tmp_path / "tiny")
-    assembly = assembled(ServiceConfig(state_dir=tmp_path, load_dtype="float32", drafter="specblock"), short, model)
-    with pytest.raises(RuntimeError, match="no update"):
-        list(training_figures(assembly, short))
 
 
 def test_a_section_that_breaks_costs_no_other() -> None:

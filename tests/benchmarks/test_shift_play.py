@@ -89,21 +89,6 @@ class Diary(Learning):
         return {**NOTHING, "training_seconds": 0.25 * self._held, "publishes": self._held}
 
 
-def test_only_one_works_at_a_time(assembly: Assembly) -> None:
-    pages: list[tuple[str, str]] = []
-    players = []
-    for name in "abc":
-        notes = Notes()
-        players.append(Player(name, assembly.engine(), Diary(name, pages, notes), notes))
-    everybody = play_all(players, dict.fromkeys("abc", TURNS), Measure(0.0, 6, 2, seed=1))
-    assert all(len({name for name, _ in pages[at : at + 2]}) == 1 for at in range(0, len(pages), 2))
-    assert [what for _, what in pages] == ["go on", "hold"] * (len(pages) // 2)
-    orders = [tuple(name for name, _ in pages[at : at + 6 : 2]) for at in range(6, len(pages), 6)]
-    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
-    assert len(set(orders)) > 1
-    assert {name: [turn.turn for turn in mine] for name, mine in everybody.items()} == dict.fromkeys("abc", TURNS)
-
-
 def test_queries_that_arrive_at_random_leave_the_engine_idle_between_them(assembly: Assembly) -> None:
     players = [Player(name, assembly.engine()) for name in ("never", "other")]
     everybody = play_all(players, dict.fromkeys(("never", "other"), TURNS), Measure(0.0, 6, 1, seed=1), load=0.1)

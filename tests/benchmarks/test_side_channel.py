@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.checkpoint import write_dummy
 from benchmarks.side_channel import Look, Trace, guessed, row_of
-from benchmarks.soak import growth_of, loads_of
+from benchmarks.soak import growth_of
 from benchmarks.streams import Received
 from tests.service.bench.parts import written_prompts
 
@@ -96,11 +96,6 @@ def test_growth_is_found_with_its_bound() -> None:
     assert abs(flat.slope) < flat.upper < 2
     assert 28 < grown.slope < grown.upper < 33
     assert growth_of([0, 1, 2], [1, 2, 3]) is None
-
-
-def test_loads_go_up_to_the_most() -> None:
-    assert loads_of(16) == (1, 4, 8, 16)
-    assert loads_of(1) == (1,)
 
 
 @pytest.mark.parametrize(

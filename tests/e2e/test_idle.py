@@ -9,7 +9,6 @@ from tests.processes import Process, serving_tiny
 
 MOST_A_SECOND = 15
 WATCHED_SECONDS = 3
-LEARNING: dict[str, object] = {"drafter": "auto", "adaptation": {"enabled": True}}
 
 
 def wake_ups(server: Process) -> int:

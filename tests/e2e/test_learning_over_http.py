@@ -107,13 +107,6 @@ def test_the_metrics_show_what_is_learnt(server: Process) -> None:
     assert all(f"# TYPE adaptree_{series.name}" in page for series in ADAPTATION)
 
 
-def test_operators_halt_and_go_on(server: Process) -> None:
-    assert server.ask("POST", "/v1/adaptation/pause").json()["paused"] is True
-    assert server.state()["paused"] is True
-    assert server.ask("POST", "/v1/adaptation/resume").json()["paused"] is False
-    assert [event["kind"] for event in server.state()["events"]][-2:] == ["paused", "resumed"]
-
-
 def test_weights_come_from_a_folder_and_are_taken_back(server: Process, files: Files) -> None:
     text = say(server, "the line on the table", temperature=0.8)
     before = server.state()["newest"]
@@ -146,24 +139,6 @@ def test_weights_that_do_not_fit_are_refused(server: Process, files: Files, name
     assert (status, success) == (400, False)
     assert reason in message
     assert server.state()["newest"] == before
-
-
-def test_the_official_client_streams_while_versions_change(server: Process, files: Files) -> None:
-    def stream() -> str:
-        chunks = server.official().chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "and again"}],
-            seed=7,
-            max_completion_tokens=64,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-
-    expected = stream()
-    for _ in range(3):
-        assert load(server, files.drafters / "good")[1]
-        assert stream() == expected
 
 
 def test_what_was_learnt_outlives_the_process(server: Process, files: Files, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from service.engine.budget import FixedBudget
 from service.engine.requests import SamplingParams
 from tests.kernels.tensor_program import kernels, record
 from tests.service.bench.parts import assembled, save_drafter, save_two_layers, varied_prompts
-from tests.service.engine.harness import Generated, generate, greedy, request, sampled
+from tests.service.engine.harness import Generated, always_ask, generate, greedy, request, sampled
 from tests.tiny_models import FAMILIES, random_prompts, tiny_model
 
 OTHERS = [family for family in FAMILIES if family != "llama"]
@@ -116,14 +116,8 @@ def captured(plain: Assembly) -> Iterator[Assembly]:
     config = settings(folder, drafter="memory+specblock", drafter_path=drafter, draft_blocks=2)
     with pytest.MonkeyPatch.context() as patch, kernels():
         patch.setattr("kernels.graph_runner.rerun", record)
-        patch.setattr(AskGate, "ask", _always)
+        patch.setattr(AskGate, "ask", always_ask)
         yield assemble(config, graphs=True)
-
-
-def _always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    gate._step.situation = 0
-    gate._step.asked.append((gate._decision.gain(1, gate._step.key), expected))
-    return True
 
 
 @pytest.mark.parametrize("params", WAYS.values(), ids=WAYS)

@@ -126,13 +126,6 @@ async def test_names_of_a_key_are_kept_apart_if_asked_for(servers: Servers) -> N
         assert await sender("one").ask(user="u") != await servers.of_known_prompt("one", "u", **settings)
 
 
-async def test_without_keys_all_draft_from_one_past(servers: Servers) -> None:
-    expected = await servers.of_new_server()
-    async with servers.serving() as sender:
-        await sender().ask()
-        assert await sender(address="b").ask() != expected
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_what_must_not_be_stored_is_not_remembered(servers: Servers, path: str) -> None:
     expected = await servers.of_new_server(path=path)

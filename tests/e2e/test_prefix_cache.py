@@ -37,13 +37,7 @@ CACHED = replace(LIMITS, prefix_cache=True)
 
 def run(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generated]:
     """Answer all together."""
-    results = {(one.request_id, index): Generated() for one in requests for index in range(one.n)}
-    for one in requests:
-        ask(engine, one)
-    while not engine.idle:
-        collect(engine.step().outputs, results)
-        engine.assert_conserved()
-    return list(results.values())
+    return list(generate(engine, *requests).values())
 
 
 def tokens_of(results: Sequence[Generated]) -> list[list[int]]:
@@ -217,21 +211,6 @@ def test_later_ones_read_a_tenth_of_what_the_first_reads() -> None:
         while not engine.idle:
             engine.step()
     assert rows == [462, *[13] * 63]
-
-
-@pytest.mark.parametrize(
-    ("keys", "separate_names", "found"),
-    [("----", False, "-+++"), ("----", True, "--++"), ("kklk", False, "-+-+"), ("kllk", True, "----")],
-)
-def test_only_what_is_in_scope_is_found(
-    families: list[list[GenerationRequest]], keys: str, separate_names: bool, found: str
-) -> None:
-    engine, results = tiny_engine(limits=CACHED), ""
-    for one, key, name in zip(families[0], keys, "abab", strict=True):
-        (result,) = run(engine, [replace(one, scope=Scope(key.strip("-"), name, separate_names))])
-        assert result.end.cached_tokens in (0, SHARED - 1)
-        results += "+" if result.end.cached_tokens else "-"
-    assert results == found
 
 
 # Sixty-four streams with a quarter of the slots they need: no error, no wrong token, and everyone gets on.

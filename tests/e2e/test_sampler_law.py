@@ -293,22 +293,6 @@ def test_noise_shared_between_positions_is_noticed() -> None:
     assert _p_value(torch.bincount(first, minlength=VOCAB).numpy(), case.law(NEXT_LOGITS[FIRST].tolist(), ())) > ALPHA
 
 
-def test_a_ratio_test_on_shared_noise_is_noticed() -> None:
-    """Leviathan et al.'s rule is exact for independent draws; with one noise for draft and residual it is not."""
-    target, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.01, 0.59])
-    positions = torch.arange(DRAWS)
-    coins = torch.rand(DRAWS, generator=torch.Generator().manual_seed(0))
-    for residual_seed, is_exact in ((3, False), (4, True)):
-        noise, residual_noise = (
-            gumbel_noise_of(torch.full_like(positions, seed), positions, torch.arange(3)) for seed in (3, residual_seed)
-        )
-        proposed = (draft.log() + noise).argmax(-1)
-        residual = ((target - draft).clamp(min=0).log() + residual_noise).argmax(-1)
-        tokens = torch.where(coins < (target / draft)[proposed], proposed, residual)
-        counts = torch.bincount(tokens, minlength=3).numpy()
-        assert (_p_value(counts, np.array([0.5, 0.3, 0.2])) > ALPHA) is is_exact
-
-
 @pytest.mark.parametrize("wrong", [{"temperature": 1.04}, {"bias": ((3, 0.1),)}, {"frequency": 0.1}, {"top_p": 0.999}])
 def test_a_small_bias_is_noticed(wrong: dict[str, float]) -> None:
     right = Case((2.0, 1.0, 0.5, 0.5, -1.0, -5.0), generated=TEXT)

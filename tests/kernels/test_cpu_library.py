@@ -4,17 +4,14 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from inspect import Parameter, isfunction, signature
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kernels import ops
 from kernels.cpu import library
-from kernels.ops import OPS, REFERENCE, implementation
 
 CPU = torch.device("cpu")
 AVX2 = {"avx2": True, "fma3": True}
@@ -88,12 +85,6 @@ def test_another_build_runs_where_one_is_named(folder: Path, monkeypatch: pytest
         library.variant()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
-@pytest.mark.parametrize("name", ALL)
-def test_every_build_was_compiled(name: str) -> None:
-    assert library._path(name).is_file(), "see what the compiler says in `make install`"
-
-
 def test_a_build_older_than_a_source_is_refused_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(folder, "avx2")
     able(monkeypatch, **AVX2)
@@ -146,25 +137,3 @@ def test_comparisons_do_not_depend_on_the_width_of_vectors(capability: str) -> N
     environment = {**outside, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-# The table of ops: kernels are called as their references are.
-
-KERNELS = [
-    (name, kernel, getattr(REFERENCE, name))
-    for kind in ("triton", "cpu")
-    for name in OPS
-    if (kernel := getattr(implementation(kind), name)) is not getattr(REFERENCE, name)
-]
-
-
-@pytest.mark.parametrize(("name", "kernel", "reference"), KERNELS)
-def test_a_kernel_is_called_as_its_reference(
-    name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
-) -> None:
-    assert _parameters(kernel) == _parameters(reference), name
-
-
-def _parameters(op: Callable[..., Any]) -> list[Parameter]:
-    """All but the smaller ops that an op is made of."""
-    return [one for one in signature(op).parameters.values() if not isfunction(one.default)]

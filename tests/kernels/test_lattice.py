@@ -1,78 +1,70 @@
 """The lattice of a block: what ranks are worth, who is whose parent, what survives, and where the next block starts."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ops
 from kernels.lattice import Lattice, Picked, StartNodes
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import REFERENCE
 from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 from kernels.trees import ROOT
 
 BOTH = (REFERENCE, ops.on(torch.device("cpu")))
-KINDS = pytest.mark.parametrize("kind", BOTH, ids=["reference", "compiled"])
 
 
 def grown(
-    kind: Ops, predicted: list[list[float]], origin: StartNodes | None = None, first_number: int = 0, starts: int = 0
+    predicted: list[list[float]], origin: StartNodes | None = None, first_number: int = 0, starts: int = 0
 ) -> tuple[Lattice, Picked]:
     """One sequence, one block. Tokens are 10 * position + rank."""
     odds = torch.tensor([[predicted]])
     tokens = (10 * torch.arange(odds.shape[2])[:, None] + torch.arange(odds.shape[3]))[None, None]
     begun = origin or StartNodes.root(1, odds.device)
-    return kind.grow_lattice(begun, tokens, odds, torch.ones_like(odds[0, 0]), first_number, 0.001, starts)
+    return REFERENCE.grow_lattice(begun, tokens, odds, torch.ones_like(odds[0, 0]), first_number, 0.001, starts)
 
 
-@KINDS
-def test_the_first_ranks_are_the_spine_and_the_others_its_leaves(kind: Ops) -> None:
-    tokens, parents, depths, survival = grown(kind, [[0.5, 0.25], [0.5, 0.1]])[0].nodes()
+def test_the_first_ranks_are_the_spine_and_the_others_its_leaves() -> None:
+    tokens, parents, depths, survival = grown([[0.5, 0.25], [0.5, 0.1]])[0].nodes()
     assert tokens.tolist() == [[0, 1, 10, 11]]
     assert parents.tolist() == [[ROOT, ROOT, 0, 0]]
     assert depths.tolist() == [[1, 1, 2, 2]]
     assert survival.tolist() == [[0.5, 0.25, 0.25, torch.tensor(0.5 * 0.1).item()]]
 
 
-@KINDS
-def test_a_later_block_hangs_below_its_start(kind: Ops) -> None:
+def test_a_later_block_hangs_below_its_start() -> None:
     origin = StartNodes(torch.tensor([[7]]), torch.tensor([[3]]), torch.tensor([[0.5]]))
-    _, parents, depths, survival = grown(kind, [[0.5, 0.25], [0.5, 0.1]], origin, first_number=20)[0].nodes()
+    _, parents, depths, survival = grown([[0.5, 0.25], [0.5, 0.1]], origin, first_number=20)[0].nodes()
     assert parents.tolist() == [[7, 7, 20, 20]]
     assert depths.tolist() == [[4, 4, 5, 5]]
     assert survival[0, 0] == 0.25
 
 
-@KINDS
-def test_nothing_grows_deeper_than_trees_may_be(kind: Ops) -> None:
+def test_nothing_grows_deeper_than_trees_may_be() -> None:
     origin = StartNodes(torch.tensor([[0]]), torch.tensor([[MAX_DEPTH - 1]]), torch.tensor([[1.0]]))
-    _, _, depths, survival = grown(kind, [[0.5, 0.25], [0.5, 0.1]], origin)[0].nodes()
+    _, _, depths, survival = grown([[0.5, 0.25], [0.5, 0.1]], origin)[0].nodes()
     assert (survival > 0).tolist() == [[True, True, False, False]]
     assert depths.max() <= MAX_DEPTH
 
 
-@KINDS
-def test_no_node_is_certain_and_those_that_never_pay_are_absent(kind: Ops) -> None:
-    _, _, _, survival = grown(kind, [[1.0, 0.0009], [0.5, 0.0011]])[0].nodes()
+def test_no_node_is_certain_and_those_that_never_pay_are_absent() -> None:
+    _, _, _, survival = grown([[1.0, 0.0009], [0.5, 0.0011]])[0].nodes()
     assert torch.allclose(survival, torch.tensor([[CEILING, 0.0, CEILING * 0.5, CEILING * 0.0011]]))
 
 
-@KINDS
-def test_blocks_start_where_they_are_likely_to_be_reached_and_no_one_went_on(kind: Ops) -> None:
+def test_blocks_start_where_they_are_likely_to_be_reached_and_no_one_went_on() -> None:
     # Spine 0.9, 0.81; the leaf at the first position 0.09, at the second 0.9 * 0.05.
-    _, picked = grown(kind, [[0.9, 0.0901], [0.9, 0.05]], starts=3)
+    _, picked = grown([[0.9, 0.0901], [0.9, 0.05]], starts=3)
     assert picked.tokens.tolist() == [[10, 1, 0]]  # the end of the spine, the leaf, the middle: 0.9 * (1 - 0.9)
     assert picked.position.tolist() == [[1, 0, 0]]
     assert picked.origin.depth.tolist() == [[2, 1, 1]]
     assert picked.origin.node.tolist() == [[2, 1, 0]]
 
 
-@KINDS
-def test_starts_are_chosen_over_all_blocks_of_a_sequence(kind: Ops) -> None:
+def test_starts_are_chosen_over_all_blocks_of_a_sequence() -> None:
     origin = StartNodes(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), torch.tensor([[0.9, 0.1]]))
     odds, tokens = torch.tensor([[[[0.5, 0.2]], [[0.9, 0.05]]]]), torch.arange(4).view(1, 2, 1, 2)
-    _, picked = kind.grow_lattice(origin, tokens, odds, torch.ones(1, 2), 5, 0.001, 2)
+    _, picked = REFERENCE.grow_lattice(origin, tokens, odds, torch.ones(1, 2), 5, 0.001, 2)
     assert picked.start.tolist() == [[0, 0]]
     assert picked.origin.node.tolist() == [[5, 6]]
 

@@ -35,10 +35,10 @@ def check(weight: Tensor, bias: Tensor | None, x: Tensor, found: Tensor, *, rtol
 @pytest.mark.parametrize("dtype", ON_CPU)
 @pytest.mark.parametrize(("columns", "features"), ODD)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_equals_the_product(columns: int, features: int, dtype: torch.dtype, with_bias: bool, on_cpu: Ops) -> None:
+def test_equals_the_product(columns: int, features: int, dtype: torch.dtype, with_bias: bool, compiled: Ops) -> None:
     weight, drawn = layer(columns, features, dtype)
     x, bias = lines(17, columns, dtype), drawn if with_bias else None
-    check(weight, bias, x, on_cpu.plan_linear(weight, bias)(x), rtol=ON_CPU[dtype], atol=1e-5)
+    check(weight, bias, x, compiled.plan_linear(weight, bias)(x), rtol=ON_CPU[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ON_A_DEVICE)
@@ -53,18 +53,15 @@ def test_a_device_equals_the_product(
     check(weight, bias, x, plan_linear(weight, bias)(x), rtol=ON_A_DEVICE[dtype], atol=ON_A_DEVICE[dtype])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ON_CPU)
 @pytest.mark.parametrize(("columns", "features"), EXACT)
-def test_a_row_does_not_depend_on_its_company(
-    columns: int, features: int, dtype: torch.dtype, threads: int, compiled: Ops
-) -> None:
+def test_a_row_does_not_depend_on_its_company(columns: int, features: int, dtype: torch.dtype, compiled: Ops) -> None:
     product, x = compiled.plan_linear(*layer(columns, features, dtype)), lines(300, columns, dtype)
     alone = torch.cat([product(row[None]) for row in x])
-    use_threads(threads)
-    for count in (*range(2, 30), 37, 64, 149, 300):
-        assert torch.equal(product(x[-count:]), alone[-count:])
-    use_threads(1)
+    for threads in (2, 1):
+        use_threads(threads)
+        for count in (*range(2, 30), 37, 64, 149, 300):
+            assert torch.equal(product(x[-count:]), alone[-count:])
 
 
 @pytest.mark.parametrize("dtype", ON_A_DEVICE)

@@ -114,13 +114,8 @@ def check(settle: Callable[..., Verified], step: Step, device: str = "cpu") -> N
 
 
 @SIZES
-def test_a_path_is_kept_and_all_else_freed(batch: int, width: int) -> None:
-    check(REFERENCE.settle, Step.draw(batch, width))
-
-
-@SIZES
-def test_a_path_is_kept_by_all_kernels(batch: int, width: int, everywhere: tuple[Ops, str]) -> None:
-    check(everywhere[0].settle, Step.draw(batch, width), everywhere[1])
+def test_a_path_is_kept_and_all_else_freed(batch: int, width: int, anywhere: tuple[Ops, str]) -> None:
+    check(anywhere[0].settle, Step.draw(batch, width), anywhere[1])
 
 
 @SIZES

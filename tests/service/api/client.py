@@ -1,5 +1,6 @@
 """An application around a scripted engine, and a client that speaks to it without a network."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
@@ -146,3 +147,15 @@ async def call_raw(
         "server": ("test", 80),
     }
     await app(scope, receive, send)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a client with this key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Wait until it is so, for five seconds at most."""
+    async with asyncio.timeout(5):
+        while not happened():
+            await asyncio.sleep(0.005)

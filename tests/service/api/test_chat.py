@@ -140,13 +140,6 @@ async def test_logprobs() -> None:
     assert events[1]["choices"][0]["logprobs"] == {"content": content, "refusal": None}
 
 
-async def test_an_error_in_mid_stream_is_an_event() -> None:
-    response = await post(ScriptedEngine(say("he", "llo", finish="error")), stream=True)
-    events = events_of(response)
-    assert events[-2]["choices"][0]["delta"] == {"content": "he"}
-    assert events[-1]["error"]["type"] == "server_error"
-
-
 async def test_accept_is_not_negotiated() -> None:
     async with client_of(ScriptedEngine(say("x"))) as client:
         response = await client.post("/v1/chat/completions", json=ASK, headers={"accept": "text/event-stream"})

@@ -5,7 +5,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ import uvicorn
 from service.api.connections import GuardedProtocol
 from service.engine.requests import GenerationRequest, SequenceOutput
 from service.serve import _DrainingServer
-from tests.service.api.client import ASK, app_of
+from tests.service.api.client import ASK, app_of, until
 from tests.service.scripted import Endless, Held, ScriptedEngine, runtime_of, say
 from tests.service.scripted import step as step_of
 
@@ -187,12 +187,6 @@ async def test_a_client_that_has_sent_all_is_answered_whole(stream: bool) -> Non
     assert found.count(b"HTTP/1.1 200 OK") == 2
     assert (b"100 Continue" in found) is not stream
     assert found.count(b"data: [DONE]" if stream else b'"content":"hello"') == 2
-
-
-async def until(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not happened():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_client_that_has_left_for_good_is_noticed_while_nothing_is_sent() -> None:

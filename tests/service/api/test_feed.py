@@ -110,14 +110,6 @@ async def test_a_slow_reader_gets_the_newest_and_delays_no_one() -> None:
         assert (await next_of(slow))[1]["unix_seconds"] == times[-1]
 
 
-async def test_all_readers_get_the_very_same_bytes() -> None:
-    async with feeding(runtime_with(), Live()) as feed:
-        readers = [feed.frames() for _ in range(50)]
-        await asyncio.gather(*(next_of(reader) for reader in readers))
-        frames = await asyncio.gather(*(anext(reader) for reader in readers))
-        assert len({id(frame) for frame in frames}) == 1
-
-
 async def test_the_feed_ends_when_the_server_is_about_to() -> None:
     runtime = runtime_with()
     async with feeding(runtime, Live()) as feed:

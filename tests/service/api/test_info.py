@@ -12,7 +12,7 @@ from service import __version__
 from service.api.app import BODIES
 from service.api.page import PAGE_PATHS
 from service.engine.requests import GenerationRequest, SequenceOutput, StepTree
-from tests.service.api.client import ASK, Body, app_of, client_for, client_of, error_of, events_of
+from tests.service.api.client import ASK, Body, app_of, bearer, client_for, client_of, error_of, events_of
 from tests.service.scripted import CARD, TOKENIZER, ScriptedEngine, runtime_of, say, step
 
 
@@ -198,21 +198,9 @@ def test_text_never_becomes_markup() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
 
 
-def test_every_field_has_a_label() -> None:
-    page = page_files()["index.html"]
-    fields = set(re.findall(r'<(?:input|textarea|select|output)\b[^>]*\bid="([^"]+)"', page))
-    labelled = set(re.findall(r'<label [^>]*for="([^"]+)"', page)) | {"step-text"}
-    assert len(fields) >= 8
-    assert fields == labelled
-
-
 # The routes that forget past answers: whose, who may, and what is answered where that cannot be done.
 
 OWN, ALL = "/v1/memory", "/v1/adaptation/memory"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize("separate_names", [False, True])
@@ -261,13 +249,6 @@ async def test_what_cannot_be_done_is_an_error() -> None:
         runtime.state = "ready"
         assert (await client.get(OWN)).status_code == 405
     assert engine.forgotten == []
-
-
-async def test_the_routes_are_described() -> None:
-    async with client_of(ScriptedEngine(say("x"))) as client:
-        paths: dict[str, Any] = (await client.get("/openapi.json")).json()["paths"]
-    assert {value["name"] for value in paths[OWN]["delete"]["parameters"]} == {"user", "safety_identifier"}
-    assert all("Forget" in paths[path]["delete"]["description"] for path in (OWN, ALL))
 
 
 # Chunks that say what each step did: for streams that ask, and for no one else.
@@ -345,9 +326,3 @@ async def test_the_engine_is_asked_only_for_streams(stream: bool, trace: bool, a
     async with client_of(engine) as client:
         await client.post("/v1/chat/completions", json={**ASK, "stream": stream, "speculation": {"trace": trace}})
     assert [request.speculation.trace for request in engine.submitted] == [asked]
-
-
-async def test_the_switch_is_a_boolean() -> None:
-    async with client_of(ScriptedEngine(say("x"))) as client:
-        response = await client.post("/v1/chat/completions", json={**ASK, "speculation": {"trace": "yes"}})
-    assert (response.status_code, error_of(response)["param"]) == (400, "speculation.trace")

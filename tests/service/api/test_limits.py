@@ -57,19 +57,6 @@ def test_a_minute_refills_all_the_time_and_no_further() -> None:
     assert (limit.remaining, limit.reset_seconds) == (60, 0)
 
 
-def test_what_is_held_is_not_there_and_comes_back_unused() -> None:
-    clock = ByHand()
-    limit = PerMinute(100, clock=clock)
-    limit.reserve(80)
-    limit.use(30, reserved=30)
-    assert limit.remaining == 20
-    limit.release(50)
-    assert limit.remaining == 70
-    limit.reserve(70)
-    clock.seconds = 18  # what was used is there again, what is held is not
-    assert limit.remaining == 30
-
-
 Steps = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 60), st.integers(0, 60), st.booleans()), max_size=30)
 
 
@@ -114,16 +101,6 @@ def test_a_month_begins_anew_on_its_first_day_in_utc(tmp_path: Path) -> None:
 
 
 # Counts that outlive the process that made them.
-
-
-async def test_counts_are_kept_through_a_restart(tmp_path: Path) -> None:
-    first = MonthlyUse(tmp_path)
-    async with first.kept():
-        first.add("acme", 5)
-        first.add("acme", 6)
-    second = MonthlyUse(tmp_path)
-    async with second.kept():
-        assert (second.of("acme"), second.of("other")) == (11, 0)
 
 
 async def test_counts_are_written_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from service.api.middleware import BodyMiddleware
 from service.api_keys import digest_of
 from service.text.tokenizer import ChatTokenizer
-from tests.service.api.client import ASK, Message, app_of, call_raw, client_for, client_of, error_of
+from tests.service.api.client import ASK, Message, app_of, bearer, call_raw, client_for, client_of, error_of
 from tests.service.scripted import ScriptedEngine, fill, runtime_of, say
 
 PATHS = (
@@ -23,10 +23,6 @@ PATHS = (
     "/nowhere",
     "http://test//livez",
 )
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize(

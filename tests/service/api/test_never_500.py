@@ -129,7 +129,7 @@ async def test_deeply_nested_values_are_refused_with_their_field(path: str, kind
     async with client_of(ScriptedEngine(say("ok"))) as client:
         for change in changes:
             (field,) = list(change)[-1:]
-            for depth in (60, 120, 190, 1000, 5000):
+            for depth in (120, 190, 5000):
                 value = nested(depth, kind)
                 body = json.dumps({**base, **change}).replace('"@text"', json.dumps(value)).replace('"@"', value)
                 answer = await client.post(path, content=body, headers={"content-type": "application/json"})

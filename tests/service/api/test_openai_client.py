@@ -25,31 +25,6 @@ async def official(engine: ScriptedEngine, *, key: str = "key") -> AsyncIterator
         yield openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, http_client=transport, max_retries=0)
 
 
-async def test_chat() -> None:
-    async with official(ScriptedEngine(say("hello", " w"))) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=MESSAGES, prediction={"type": "content", "content": "hello"}
-        )
-    assert answer.choices[0].message.content == "hello w"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
-    assert answer.model_extra is not None
-    assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] == 3
-
-
-async def test_chat_stream() -> None:
-    async with official(ScriptedEngine(say("hello", " w"))) as client:
-        stream = await client.chat.completions.create(
-            model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello w"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 2
-
-
 async def test_chat_stream_helper() -> None:
     async with (
         official(ScriptedEngine(say("hello", " w"))) as client,
@@ -89,13 +64,6 @@ async def test_an_error_in_mid_stream_is_raised() -> None:
                 pass
 
 
-async def test_logprobs_parse() -> None:
-    async with official(ScriptedEngine(say("x"))) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=5)
-    assert answer.choices[0].logprobs is None
-    assert TOKENIZER.decode(TOKENIZER.encode("x")) == answer.choices[0].message.content
-
-
 async def post(engine: ScriptedEngine, prompt: Any, **fields: Any) -> Any:
     async with client_of(engine) as client:
         return await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **fields})
@@ -123,12 +91,6 @@ async def test_every_form_of_prompt(prompt: Any, expected: list[list[int]]) -> N
     assert [list(request.prompt) for request in engine.submitted] == expected
     assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
     assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
-
-
-async def test_special_tokens_are_left_out_when_asked() -> None:
-    engine = ScriptedEngine(say("x"))
-    await post(engine, "the", add_special_tokens=False)
-    assert list(engine.submitted[0].prompt) == TOKENIZER.encode("the")
 
 
 async def test_choices_stand_in_the_order_of_prompts() -> None:

@@ -221,6 +221,7 @@ async def test_harmless_values_are_accepted() -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": "true"}, "stream"),
         ({"speculation": {"max_budget": -1}}, "speculation.max_budget"),
+        ({"speculation": {"trace": "yes"}}, "speculation.trace"),
         ({"prediction": {"type": "x", "content": "y"}}, "prediction.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),

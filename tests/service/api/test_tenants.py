@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from service.api_keys import ApiKey, digest_of
 from service.errors import RequestError
 from service.observability.metric_tables import LIMITS
 from service.runtime import Runtime
-from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of
+from tests.service.api.client import ASK, CHAT, RESPONSES, TEXT, Message, app_of, call_raw, client_for, error_of, until
 from tests.service.scripted import Held, ScriptedEngine, fill, runtime_of, say
 
 PROMPT = {"model": "tiny", "prompt": [1, 2, 3, 4, 5]}  # 5 tokens
@@ -180,12 +180,6 @@ async def test_what_is_only_looked_at_is_free() -> None:
             response = await client.post("/v1/adaptation/pause", headers={"authorization": "Bearer admin"})
             assert (error_of(response)["code"], left(response)) == ("adaptation_off", {})
         assert left(await client.post("/tokenize", json={"prompt": "a"}))["remaining-requests"] == "0"
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drafters.asking import AskGate
 from drafters.protocol import Drafter
 from kernels.graph_runner import Capture
 from kernels.sample import ChosenTokens
@@ -131,6 +132,13 @@ def request(
         prediction=tuple(prediction),
         speculation=speculation or SpeculationParams(),
     )
+
+
+def always_ask(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
+    """A gate's `ask` that asks, whatever that has gained."""
+    gate._step.situation = 0
+    gate._step.asked.append((gate._decision.gain(1, gate._step.key), expected))
+    return True
 
 
 def step_stats(nodes: int = 0, accepted: int = 0, **other: object) -> StepStats:

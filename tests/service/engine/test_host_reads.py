@@ -20,7 +20,7 @@ from service.engine.costs import FREE, CostTable
 from service.engine.engine import Engine
 from service.engine.requests import SamplingParams
 from tests.random_tree import RandomTreeDrafter
-from tests.service.engine.harness import LIMITS, ask, greedy, request, sampled, tiny_engine
+from tests.service.engine.harness import LIMITS, always_ask, ask, greedy, request, sampled, tiny_engine
 from tests.service.engine.host_reads import HostReads
 from tests.service.engine.launches import Launches
 from tests.tiny_models import VOCAB_SIZE, random_prompts
@@ -40,8 +40,8 @@ ON_THE_HOST = (
 pinned memory."""
 
 
-def waits_of_a_step(engine: Engine, params: SamplingParams) -> tuple[list[str], list[str]]:
-    """Reads and uploads of a step in the middle of three answers."""
+def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
+    """Reads of a step in the middle of three answers."""
     for number, prompt in enumerate(random_prompts(3, 30)):
         ask(engine, request(str(number), prompt, params))
     for _ in range(5):
@@ -50,13 +50,7 @@ def waits_of_a_step(engine: Engine, params: SamplingParams) -> tuple[list[str], 
         stats = engine.step().stats
     assert stats is not None
     assert stats.emitted_tokens >= 3
-    return tuple(  # type: ignore[return-value]
-        [wait for wait in waits if not wait.startswith(ON_THE_HOST)] for waits in (reads.seen, reads.uploads)
-    )
-
-
-def reads_of_a_step(engine: Engine, params: SamplingParams) -> list[str]:
-    return waits_of_a_step(engine, params)[0]
+    return [read for read in reads.seen if not read.startswith(ON_THE_HOST)]
 
 
 EVERYTHING = replace(
@@ -92,12 +86,6 @@ def test_a_budget_by_cost_and_two_drafters_wait_for_nothing_more(
     monkeypatch.setattr(budget.gate, "needs_plain_step", lambda *given: False)
     drafter = two_drafters() if num_drafters == 2 else "random"
     assert reads_of_a_step(tiny_engine(drafter=drafter, policy=budget), greedy()) == [TREE_SIZES, TOKENS]
-
-
-@pytest.mark.parametrize("drafter", ["none", "random", "memory", "memory+random"])
-def test_a_step_uploads_nothing(drafter: str) -> None:
-    engine = tiny_engine(drafter=drafter, policy=FixedBudget(0 if drafter == "none" else 5))
-    assert waits_of_a_step(engine, greedy())[1] == []
 
 
 def test_reads_are_seen() -> None:
@@ -146,19 +134,12 @@ def step_in_the_middle(engine: Engine, launches: Launches) -> tuple[list[str], i
     return seen, len(uploads)
 
 
-def always(gate: AskGate, expected: float, *, can_answer: bool = True) -> bool:
-    """Asks, whatever that has gained."""
-    gate._step.situation = 0
-    gate._step.asked.append((gate._decision.gain(1, gate._step.key), expected))
-    return True
-
-
 @pytest.mark.parametrize("drafter", LAUNCHES)
 def test_what_a_step_asks_for(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one text, with all that a drafter may be asked for."""
     launches = Launches()
     launches.stand_for_a_device(monkeypatch)
-    monkeypatch.setattr(AskGate, "ask", always)
+    monkeypatch.setattr(AskGate, "ask", always_ask)
     engine = captured(tmp_path, drafter).engine(policy=FixedBudget(0) if drafter == "none" else None)
     assert step_in_the_middle(engine, launches) == ([TOKENS], 0)
     assert (launches.count, launches.replays) == LAUNCHES[drafter]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from service.engine.prefix_cache import PrefixCache
 from service.engine.requests import GenerationRequest, Scope, Submission
 from service.engine.sequence import Sequence, new_sequence
 from service.engine.waiting import Entry, WaitingQueue
@@ -108,26 +107,6 @@ def test_a_client_with_less_than_its_share_of_the_lines_gets_it() -> None:
     running = [sequence.client for sequence in room.scheduler.running]
     assert (running.count("much"), running.count("little")) == (4, 4)
     assert room.scheduler.take_preemptions() == 4
-
-
-def test_questions_behind_one_prompt_are_looked_at_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = 0
-    worth = PrefixCache.worth_waiting_for
-
-    def counted(*asked: object) -> int | None:
-        nonlocal looked
-        looked += 1
-        return worth(*asked)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PrefixCache, "worth_waiting_for", counted)
-    room = Room(lines=4, num_slots=4000, chunk=50, keep=True)
-    asked = [room.ask(replace(request_of(3), prompt=(*[7] * 1500, 8, number))) for number in range(64)]
-    batches = room.steps(30)
-    assert [shared[0].sequence for shared in (batch.items for batch in batches)] == [asked[0]] * 30
-    assert looked == 63
-    room.step()
-    assert room.step().started == asked[1:4], "all at once, when the prompt has been read"
-    assert [one.num_cached for one in asked[1:4]] == [1500] * 3
 
 
 def test_who_comes_back_before_the_one_that_starts_is_not_taken_for_it() -> None:

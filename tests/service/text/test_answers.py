@@ -49,12 +49,6 @@ def test_recorded_calls(form: ToolForm) -> None:
     assert whole(RECORDED[form], form) == ("", [ROME, NOW])
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL])
-def test_text_before_calls_is_text(form: ToolForm) -> None:
-    lead = "Let me see <tool_ [TOOL_ {\n"
-    assert whole(lead + RECORDED[form], form) == (lead, [ROME, NOW])
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_however_an_answer_is_cut(form: ToolForm) -> None:
     for seed in range(50):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.text import grammar_pool
 from service.text.grammar_pool import GrammarPool, Source
-from service.text.grammars import Grammar, GrammarBudgetError, GrammarCompiler, GrammarError, Steps
+from service.text.grammars import Grammar, GrammarCompiler, GrammarError, Steps
 from tests.service.text.grammar_parts import COMPILER
 
 
@@ -88,16 +87,6 @@ async def test_a_sender_that_leaves_ends_its_work_and_no_other(pool: GrammarPool
     steps = work.num_steps
     await begun(pool, "b", work)
     assert (leaves.cancelled(), work.at_once, work.num_steps) == (True, 0, steps)
-
-
-async def test_a_request_has_a_budget(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_pool, "_REQUEST_SECONDS", 0.01)
-    work = Work()
-    with pytest.raises(GrammarBudgetError, match="seconds"):
-        await begun(pool, "a", work)
-    assert work.at_once == 0
-    work.ends = True
-    assert await begun(pool, "a", work) == "made"
 
 
 async def test_what_is_kept_is_bounded_and_the_scope_with_the_most_loses_first(pool: GrammarPool) -> None:

@@ -169,12 +169,6 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_at_once() -> None:
     assert broken.finish() == "\ufffd\ufffdb"
 
 
-def test_a_step_of_several_tokens_is_read_at_once() -> None:
-    text, ids = stream(PIECES), PIECES.encode("ab 日a")
-    assert [text.push(token) for token in ids] == [None] * len(ids)
-    assert text.take() + text.finish() == defined(PIECES, PIECES.encode("a"), ids, skip=True)
-
-
 def test_a_model_without_rows_for_all_tokens_is_refused_and_ids_without_tokens_are_found() -> None:
     size = PIECES.vocab_size
     PIECES.refuse_narrow_vocabulary(size)

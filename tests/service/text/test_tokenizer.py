@@ -40,24 +40,12 @@ def test_special_tokens_in_text_are_text(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
-def test_bos_is_added_only_when_asked_for() -> None:
-    assert TOKENIZER.encode("hello", add_special_tokens=True) == [BOS, *TOKENIZER.encode("hello")]
-
-
 @given(texts_with_specials)
 def test_special_tokens_are_parsed_where_a_prompt_is_the_client_s_own(text: str) -> None:
     ids = TOKENIZER.encode(text, control=True)
     assert TOKENIZER.decode(ids) == text
     names = {token_id: name for name, token_id in TOKENIZER.special_ids.items()}
     assert [names[token] for token in ids if token in names] == re.findall("|".join(map(re.escape, SPECIALS)), text)
-
-
-def test_a_prompt_that_has_its_bos_gets_no_second_one() -> None:
-    hello = TOKENIZER.encode("hello")
-    assert TOKENIZER.encode("<|bos|>hello", add_special_tokens=True, control=True) == [BOS, *hello]
-    assert TOKENIZER.encode("hello<|bos|>", add_special_tokens=True, control=True) == [BOS, *hello, BOS]
-    literal = TOKENIZER.encode("<|bos|>hello", add_special_tokens=True)
-    assert literal == [BOS, *TOKENIZER.encode("<|bos|>hello")]
 
 
 def test_control_names_that_a_family_does_not_mark_are_no_text_either() -> None:
