@@ -67,20 +67,16 @@ STREAM = shifted([PROMPTS], [PROMPTS], 12, seed=0)
 TURNS = turns_of(STREAM, 4, Measure(0.0, 6, 1, seed=1))
 
 
-class Diary(Learning):
-    """Stands beside an engine and writes down what it gets; it is a while until it stands still."""
+class Slow(Learning):
+    """Learning that takes a while until it stands still, and then has published."""
 
-    def __init__(self, name: str, pages: list[tuple[str, str]], notes: Notes) -> None:
-        self._name = name
-        self._pages = pages
+    def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._held = 0
 
-    def go_on(self) -> None:
-        self._pages.append((self._name, "go on"))
+    def go_on(self) -> None: ...
 
     def hold(self) -> None:
-        self._pages.append((self._name, "hold"))
         time.sleep(0.02)
         self._held += 1
         self._notes.note(Event("published", 1, "better", {}))
@@ -100,7 +96,7 @@ def test_queries_that_arrive_at_random_leave_the_engine_idle_between_them(assemb
 
 def test_a_turn_counts_its_own_learning_and_all_its_time(assembly: Assembly) -> None:
     notes = Notes()
-    player = Player("a", assembly.engine(), Diary("a", [], notes), notes)
+    player = Player("a", assembly.engine(), Slow(notes), notes)
     player.warm_up(PROMPTS.prompts[0])
     turns = [player.play(turn, ClosedLoop(1)) for turn in TURNS]
     assert [turn.counts for turn in turns] == [{**NOTHING, "training_seconds": 0.25, "publishes": 1}] * len(TURNS)

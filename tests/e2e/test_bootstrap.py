@@ -37,6 +37,11 @@ OTHERS = pytest.mark.slow("of each family one is taught first", covers="adaptati
 
 
 @pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = str(request.param)
     return llama if family == "llama" else taught_model(family, tmp_path_factory.mktemp(family))
@@ -93,16 +98,6 @@ def test_traffic_makes_a_drafter_and_changes_no_text(folder: Path, tmp_path: Pat
     assert made.numbers["made"] == 1
     assert made.numbers["candidate"] > made.numbers["serving"]
     assert credits["specblock"] > 0
-
-
-def test_before_it_is_made_the_network_is_never_asked(llama: Path, tmp_path: Path) -> None:
-    assembly = assemble(settings(llama))
-    with learning(assembly, tmp_path) as adaptive:
-        texts(adaptive.engine, asked(4))
-        assert adaptive.engine.drafter.num_blocks == 0
-        assert adaptive.status().phase == "collecting"
-        assert settled(adaptive.worker, PATIENCE_SECONDS)
-        assert 0 < adaptive.status().collected_positions < adaptive.status().wanted_positions
 
 
 def test_a_policy_that_never_learns_makes_none(llama: Path, tmp_path: Path) -> None:

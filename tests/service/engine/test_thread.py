@@ -145,12 +145,3 @@ def test_idle_costs_nothing(listener: Listener) -> None:
     start = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - start < 0.1
-
-
-def test_running_sequences_are_counted(listener: Listener) -> None:
-    assert listener.thread.num_running == 0
-    for name in range(12):
-        listener.thread.submit(Submission([request(str(name), [1, 2], greedy(60))]))
-    eventually(lambda: listener.thread.num_running == 8)
-    listener.wait_for(12)
-    eventually(lambda: listener.thread.num_running == 0)
