@@ -1,7 +1,7 @@
-"""Whether to run further forwards in this step: a network beside the memory, or more blocks of a tree.
+"""Decides whether to run further forwards in a step: a network in addition to the memory, or further blocks of a tree.
 
-A `StepDecision` (drafters/decision.py) by expected tokens and size of batch: the gain is the accepted tokens that
-nothing else proposed, less the seconds by which the step got longer."""
+Gains are learned by a `StepDecision` (drafters/decision.py) for each range of expected tokens and batch size. A gain is
+the time saved by accepted tokens that nothing else proposed, minus the time that the forwards added to the step."""
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
@@ -19,32 +19,32 @@ from drafters.tree import Candidates
 
 _EXPECTED_EDGES = (0.1, 0.3, 1.0, 2.5)  # expected tokens per sequence
 _UNKNOWN_TIME = 8.0  # e-folds: a step may take microseconds or minutes
-_TOKENS_NOISE = 0.5  # steps that one more drafter's tokens save, of one sequence: most are known anyway, or wrong
+_TOKENS_NOISE = 0.5  # standard deviation of steps saved per sequence: most extra tokens are known anyway or wrong
 
 
 @dataclass(slots=True)
 class Step:
-    """One step: the forwards asked for, its seconds and its outcome; the last two become known in any order."""
+    """Record of one step, from which `AskGate` learns. Its seconds and its outcome become known in either order."""
 
     batch: int = 1
     account: str = "greedy"
-    situation: int | None = None  # range of expected tokens at the first question; None: there was none
-    asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # each with its expected tokens
+    situation: int | None = None  # range of expected tokens at the first `ask`; None: not called
+    asked: list[tuple[GainPosterior, float]] = field(default_factory=list)  # forwards that run; expected tokens
     seconds: float | None = None
     outcome: Sequence[float] | None = None  # accepted tokens that nothing else proposed, and emitted tokens
 
     @property
     def key(self) -> tuple[int | None, str]:
-        """Steps of one key take the same time without further forwards."""
+        """Key of the baseline: steps with the same key take about the same time without further forwards."""
         return self.situation, self.account
 
 
 class AskGate:
-    """Asks for further forwards while they may gain. A step is `begin`, any number of `ask`, then `end` and `timed` in
-    any order.
+    """Allows further forwards while they may gain. Calls per step: `begin`, any number of `ask`, then `end` and `timed`
+    in either order.
 
-    What a step takes without them, in log seconds, is observed in steps that do not ask. Sequences at temperature 0
-    have an account of their own: what they gain must not pay for what sampled ones lose."""
+    The baseline, the log seconds of a step without further forwards, is observed in steps that run none. Batches at
+    temperature 0 have an account of their own, so that their gains do not pay for losses of sampled batches."""
 
     def __init__(self, name: str, ledger: RegretLedger) -> None:
         self._decision = StepDecision(name, ledger, noise=_TOKENS_NOISE, baseline=(0.0, _UNKNOWN_TIME))
@@ -54,20 +54,21 @@ class AskGate:
 
     @property
     def may_gain(self) -> bool:
-        """Whether asking may gain for batches like the last one, whatever is expected."""
+        """Whether a further forward may gain, for batches like the last one and any number of expected tokens."""
         return self._may_gain(self._step.account)
 
     def can_afford_sequence(self, *, warm: bool) -> bool:
-        """Whether asking may gain, and the ledger covers a trial, for a sequence that begins."""
+        """Whether, for a new sequence, further forwards may gain and the ledger covers a trial of TRIAL_STEPS steps."""
         account = _account_of(warm=warm)
         return self._may_gain(account) and self._decision.can_afford(account, TRIAL_STEPS, self._last_seconds)
 
     def begin(self, batch: int, *, warm: bool) -> None:
-        """Begin a step with so many sequences; `warm`: whether a temperature is above 0."""
+        """Begin a step of `batch` sequences; `warm`: whether any temperature is above 0."""
         self._step = Step(batch, _account_of(warm=warm))
 
     def ask(self, expected: float, *, can_answer: bool = True) -> bool:
-        """Whether to run one more forward, with so many tokens expected per sequence."""
+        """Decide whether to run one more forward. `expected`: tokens per sequence that it is expected to add;
+        `can_answer`: False if the drafter cannot run in this step."""
         step, situation = self._step, bisect(_EXPECTED_EDGES, expected)
         gain = self._decision.gain(step.batch, (situation, step.account))
         is_first = step.situation is None
@@ -81,12 +82,12 @@ class AskGate:
         return True
 
     def end(self) -> Observe | None:
-        """Callback for the outcome of the step's trees, to be called now or later; None if nothing was asked. It gets
-        the accepted tokens that nothing else proposed, and the emitted tokens."""
+        """End the step. Returns a callback for the outcome of its trees: the accepted tokens that nothing else
+        proposed, and the emitted tokens. Returns None if no further forward ran."""
         return partial(self._observe, self._step) if self._step.asked else None
 
     def timed(self, times: StepTimes, *, followed: bool = True) -> None:
-        """Record the times of the step. `followed`: whether this decision caused its `follow_seconds`."""
+        """Record the times of the step. `followed`: whether its `follow_seconds` were spent because of this gate."""
         step, self._step = self._step, Step(self._step.batch, self._step.account)
         if times.reads_prompts:
             if followed:
@@ -100,8 +101,8 @@ class AskGate:
         self._conclude(step)
 
     def _conclude(self, step: Step) -> None:
-        """Learn from a step once its seconds and, if something was asked, its outcome are known. If several forwards
-        were asked for, time is shared equally and tokens by what was expected of each."""
+        """Learn from a step once its seconds and, if further forwards ran, its outcome are known. Several forwards
+        share the added time equally, and the saved time in proportion to their expected tokens."""
         baseline = self._decision.baseline(step.batch, step.key)
         if step.seconds is not None and not step.asked:
             baseline.observe(log(step.seconds))
@@ -118,13 +119,13 @@ class AskGate:
             gain.observe((saved * share - longer * equal) / without)
 
     def _may_gain(self, account: str) -> bool:
-        """Whether any situation may gain; True if none was observed."""
+        """Whether a forward may gain in any range of expected tokens; True if none was observed yet."""
         situations = range(len(_EXPECTED_EDGES) + 1)
         known = [self._decision.may_gain(self._step.batch, (situation, account)) for situation in situations]
         return any(known) or all(one is None for one in known)
 
     def _needs_baseline(self, gain: GainPosterior) -> bool:
-        """Whether to skip the forward once, to measure a step without it."""
+        """Whether to skip the forward in this step, to measure the time of a step without it."""
         without = self._decision.baseline(self._step.batch, self._step.key)
         return self._last_seconds > 0.0 and self._decision.needs_baseline(gain, without.sd)
 
@@ -134,11 +135,11 @@ def _account_of(*, warm: bool) -> str:
 
 
 class ForwardGates:
-    """Asks for the further forwards of a tree one by one, by the survival of the nodes at which each would start. On a
-    device survival is known one step late."""
+    """Decides on the further forwards of a tree one by one, by the survival of the nodes at which each would start. On
+    a GPU, survival is read back one step late."""
 
     def __init__(self, further: int, sizes: DraftingSizes) -> None:
-        """`further`: most forwards after the first."""
+        """`further`: maximum number of forwards after the first."""
         self._gate = AskGate("blocks", sizes.ledger)
         self._survivals = [readback.readback_of(sizes.device) for _ in range(further)]
         self._expected = [1.0] * further  # per sequence, as last read back
@@ -146,12 +147,12 @@ class ForwardGates:
         self.begin, self.on_weights_changed = self._gate.begin, self._gate.on_weights_changed
 
     def ask(self, number: int, survival: Tensor) -> bool:
-        """Whether to run this further forward, counted from 0. # survival [batch, starts], of its start nodes"""
+        """Decide whether to run further forward `number`, from 0. # survival [batch, starts], of its start nodes"""
         self._survivals[number].read(survival.sum()[None] / len(survival), partial(self._observe, number))
         return self._gate.ask(self._expected[number])
 
     def end(self, outcome: Tensor | None) -> None:
-        """Pass on what became of the step's trees; None if there were none. # outcome [2]: accepted tokens from further
+        """End the step; `outcome` is None if no trees were drafted. # outcome [2]: accepted tokens from further
         forwards, and all committed tokens"""
         observe = self._gate.end()
         if observe is not None and outcome is not None:
@@ -167,31 +168,31 @@ class ForwardGates:
 
 class GatedNetwork:
     """A drafter that runs in a step only if the tokens that it adds to the memory's tree are expected to save more
-    time than it takes (`AskGate`), and that stops reading texts while it does not pay."""
+    time than its forwards take (`AskGate`). While it does not pay, it does not read sequences either."""
 
     def __init__(self, drafter: Drafter, sizes: DraftingSizes) -> None:
         self.drafter = drafter
-        self.tokens = {"memory": 0, drafter.name: 0}  # accepted so far, by who proposed them
+        self.tokens = {"memory": 0, drafter.name: 0}  # accepted tokens so far, by the drafter that proposed them
         self._gate = AskGate(drafter.name, sizes.ledger)
         self._survivals = readback.readback_of(sizes.device)
-        self._expected = 0.0  # accepted tokens per sequence, by the last memory's tree that was read back
-        self._ran = False  # whether it ran in this step
-        self._follows = True  # whether it reads texts
+        self._expected = 0.0  # expected accepted tokens per sequence of the last memory tree that was read back
+        self._ran = False  # whether the network ran in this step
+        self._follows = True  # whether the network reads the running sequences
 
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin to read these sequences, if the ledger covers the time for a whole text."""
-        if contexts:  # a text that it has not read from its beginning tells it too little
+        """Start these sequences. The network reads them if it may gain and the ledger covers a trial."""
+        if contexts:  # the network is of little use for a sequence that it has not read from the start
             warm = any(context.warm for context in contexts)
             self._follows = self.drafter.ready and self._gate.can_afford_sequence(warm=warm)
         self.drafter.start(contexts)
 
     def read(self, read: Read) -> None:
-        """Read a chunk of a prompt."""
+        """Pass a chunk of a prompt to the network, which runs only if it reads this sequence."""
         self.drafter.read(read if self._follows else replace(read, follow=False))
 
     def propose(self, rows: Tensor, noise: Noise, survival: Tensor) -> Candidates | None:
-        """The network's candidates, if it runs in this step. # rows [batch] int64; survival [batch, nodes], of the
-        memory's tree"""
+        """Return the network's candidates, or None if it does not run in this step. # rows [batch] int64; survival
+        [batch, nodes], of the memory's tree"""
         if not self.drafter.ready:
             return None
         batch = rows.shape[0]
@@ -201,19 +202,18 @@ class GatedNetwork:
         return self.drafter.grow(rows, noise) if self._ran else None
 
     def end_step(self) -> Observe | None:
-        """Called once per step when its tokens are committed. Returns the callback for the number of tokens that only
-        the network had right and the number of committed tokens; None if it did not run."""
+        """End the step, before `commit`. Returns the callback for `credit`, or None if the network did not run."""
         observe, self._ran = self._gate.end() if self._ran else None, False
         return observe
 
     def commit(self, committed: Committed) -> None:
-        """Append a step's committed tokens."""
+        """Pass a step's committed tokens to the network."""
         self._follows = self._follows and self._gate.may_gain
         self.drafter.commit(committed if self._follows else replace(committed, follow=False))
 
     def credit(self, alone: int, accepted: int, committed: int, observe: Observe | None) -> None:
-        """Credit the network with the accepted tokens that the memory's own tree did not have.
-        `alone`: accepted tokens that the memory's own tree had; `observe`: as returned by `end_step`."""
+        """Credit the network with the accepted tokens that the memory's own tree did not contain. `alone`: number of
+        accepted tokens that it did contain; `observe`: the result of `end_step`."""
         extra = max(0, accepted - alone) if observe is not None else 0
         self.tokens["memory"] += accepted - extra
         self.tokens[self.drafter.name] += extra

@@ -1,6 +1,6 @@
-"""Coupled drafting: at T > 0 tokens are ranked by log q / T + g, with the Gumbel noise g that the target will sample
-the position with, so that a drafter close to the target proposes the token that the noise will select.
-Legend: batch, starts, block as in kernels/lattice.py; draft_vocab = tokens that can be drafted."""
+"""Coupled drafting: at T > 0 tokens are ranked by log q / T + g, where g is the Gumbel noise with which the target will
+sample that position. A drafter close to the target then proposes the token that the target will sample.
+Legend: batch, starts, block as in kernels/lattice.py; draft_vocab = number of tokens that can be drafted."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from kernels import ops
 
 
 class TreeNoise(NamedTuple):
-    """The sampling noise of the next positions of each sequence, restricted to tokens that can be drafted."""
+    """The target's sampling noise at the next positions of each sequence, for the tokens that can be drafted."""
 
     temperatures: Tensor  # [batch] float32
-    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 where the temperature is 0; depth 0 if all are
+    gumbel: Tensor  # [batch, depth, draft_vocab] float32, 0 at temperature 0; depth is 0 if all are
 
     @staticmethod
     def of(noise: Noise, depth: int, d2t: Tensor) -> "TreeNoise":
-        """Return the noise of so many positions after the roots. # d2t [draft_vocab] int64, target ids"""
+        """Compute the noise of `depth` positions after each root. # d2t [draft_vocab] int64, target ids"""
         if not noise.warm:
             return TreeNoise(noise.temperatures, noise.temperatures.new_zeros(len(noise.temperatures), 0, len(d2t)))
         positions = noise.positions[:, None] + 1 + torch.arange(depth, device=d2t.device)
@@ -28,13 +28,13 @@ class TreeNoise(NamedTuple):
         return TreeNoise(noise.temperatures, gumbel * (noise.temperatures > 0)[:, None, None])
 
     def along(self, logits: Tensor) -> Tensor:
-        """Return `scores` of consecutive positions after each root. # logits [batch, block, draft_vocab] -> the same"""
+        """Return `scores` of a block after each root. # logits [batch, block, draft_vocab] -> like logits"""
         depths = torch.arange(1, logits.shape[1] + 1, device=logits.device).expand(logits.shape[0], 1, -1)
         return self.scores(logits[:, None], depths)[:, 0]
 
     def scores(self, logits: Tensor, depths: Tensor) -> Tensor:
-        """Return log q where T = 0, else log q / T + g, up to a constant. # logits [batch, starts, block, draft_vocab],
-        depths [batch, starts, block] -> like logits"""
+        """Return the scores by which tokens are ranked: log q / T + g, or log q if T = 0, up to a constant. # logits
+        [batch, starts, block, draft_vocab], depths [batch, starts, block], from 1 -> like logits"""
         known = self.gumbel.shape[1]
         if not known:
             return logits

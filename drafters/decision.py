@@ -1,11 +1,11 @@
-"""Whether to take an action of uncertain gain: draft in this step, run the network as well, train, record.
+"""Decides whether to take an action of uncertain gain: draft in this step, run the network as well, train, record.
 
     act if the ledger covers the worst case, and mean + z * sd > 0
 
-`GainPosterior` estimates one action's mean net gain; `RegretLedger` bounds what all actions together may lose, whatever
-their posteriors say. `StepDecision` holds both for an action that is taken or left in each step. Where the gain is
-clear the posterior decides and the ledger stays full; where it is not, finding out costs what the ledger holds, and
-then a share of the time.
+`GainPosterior` estimates the mean net gain of one action. `RegretLedger` bounds what all actions together may lose,
+however wrong their posteriors are. `StepDecision` combines both for an action that is decided anew in each step. If the
+gain is clear, the posterior decides and the ledger stays full. If not, exploring may cost at most the ledger's balance,
+and then SHARE of the serving time.
 """
 
 import math
@@ -14,42 +14,44 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 SHARE = 0.01
-"""Share of serving time that may be lost in the long run."""
+"""Share of serving time that exploration may lose in the long run."""
 CAP_STEPS = 16.0
-"""Steps that drafting, or asking one more drafter, may lose at once: 3 % of an answer of 512 tokens. With a variance of
-1 step^2 per step what gains 10 %, with 1 % to lose, is at the end of them exp(-2 * 0.11 * 16) = 3 % of the time (a
-reflected random walk)."""
+"""Cap of an account in plain steps, the most that drafting or a further drafter may lose at once: 3 % of an answer of
+512 tokens. With a variance of 1 step^2 per step, an action that gains 10 %, with 1 % accrued, has an empty account in
+exp(-2 * 0.11 * 16) = 3 % of the time (a reflected random walk)."""
 TRIAL_STEPS = 8
-"""Steps that the ledger must cover before a drafter follows a new sequence, half of the cap: fewer would say little,
-and reading the prompt costs as well."""
+"""Steps that the ledger must cover before a drafter reads a new sequence, half of the cap: fewer would show little, and
+reading the prompt costs time as well."""
 _DOUBT = 2.0
-"""z: of actions that neither gain nor lose anything one in 44 is given up by bad luck."""
+"""z, in standard deviations: an action of zero gain is given up by chance in one case of 44."""
 _DRIFT = 1.0 / 128**2
-"""Variance by which a mean moves per step, where noise is 1: the last 128 observations count, an answer's length. With
-64 a loss of a fifth of a step would never be sure."""
+"""Variance that drift adds to a mean per step, for noise 1: about the last 128 observations count, the length of an
+answer. With 64, a loss of a fifth of a step would never become certain."""
 _NOISE_PRIOR = 8.0
-"""Observations that the presumed noise counts for."""
-_NOISE_MEMORY = 128.0  # observations: as many as the mean remembers
-_FARTHEST = 4.0  # standard deviations; no single observation, however odd, decides
+"""Weight of the presumed noise, in observations."""
+_NOISE_MEMORY = 128.0  # observations that the noise estimate averages over, as for the mean
+_FARTHEST = 4.0  # standard deviations at which an observation is clipped, so that no outlier decides
 _TIME_NOISE = 0.1
-"""Standard deviation of a baseline's observation: the seconds of one step as a share of those expected."""
+"""Standard deviation of one observation of a baseline: seconds of a step, relative to the expected ones."""
 _TIME_DRIFT = _TIME_NOISE**2 / 512
-"""After 512 steps without one a baseline is as uncertain as after its first."""
+"""Drift of a baseline: after 512 steps without an observation it is as uncertain as after its first one."""
 
 
 class GainPosterior:
-    """Normal posterior of an action's mean net gain, in plain steps. The mean drifts; with r the variance of one
-    observation, presumed or observed, whichever is larger (an action that never gains shows no noise),
+    """Normal posterior of an action's mean net gain, in plain steps, by a local level model:
 
         gain = mean + N(0, r);    mean <- mean + N(0, drift)  per step, observed or not
 
-    a local level model (Durbin, Koopman, "Time Series Analysis by State Space Methods", 2012, section 2.2). Its Kalman
-    filter weighs an observation by p / (p + r), p being the mean's variance: as in an average at first, and in the long
-    run by about sqrt(drift / r). Without observations the mean stays and becomes as uncertain as at first.
+    where r is the variance of one observation, the larger of the presumed and the observed one (an action that never
+    gains shows no noise). The Kalman filter of this model (Durbin, Koopman, "Time Series Analysis by State Space
+    Methods", 2012, section 2.2) weighs an observation by p / (p + r), where p is the variance of the mean: like an
+    average at first, and by about sqrt(drift / r) in the long run. Without observations the mean stays the same, and
+    its variance returns to the prior's.
     """
 
     def __init__(self, *, mean: float = 0.0, sd: float = 1.0, noise: float = 1.0, drift: float = _DRIFT) -> None:
-        """`mean`, `sd`: the prior; `noise`: presumed standard deviation of one observation."""
+        """`mean`, `sd`: the prior; `noise`: presumed standard deviation of one observation; `drift`: variance added per
+        step."""
         self.mean = mean
         self._first = self._variance = sd * sd
         self._presumed = self._noise = noise * noise
@@ -63,7 +65,7 @@ class GainPosterior:
 
     @property
     def is_observed(self) -> bool:
-        """Whether any observation of presumed noise was made."""
+        """Whether `observe` was called without a noise of its own."""
         return self._count > 0
 
     @property
@@ -73,7 +75,7 @@ class GainPosterior:
 
     @property
     def may_gain(self) -> bool:
-        """Whether the mean gain may be above 0."""
+        """Whether the upper bound of the mean gain is above 0."""
         return self.best_case > 0.0
 
     @property
@@ -87,15 +89,15 @@ class GainPosterior:
         return self.mean - _DOUBT * self.sd
 
     def restore_sd(self, sd: float) -> None:
-        """Set the mean's standard deviation to an earlier one, at most the prior's."""
+        """Set the standard deviation of the mean to an earlier value, capped at the prior's."""
         self._variance = min(self._first, sd * sd)
 
     def is_sign_known(self, deviation: float) -> bool:
-        """Whether the sign of the mean is known after adding an error of this standard deviation."""
+        """Whether the sign of the mean is certain, given a further error of this standard deviation."""
         return abs(self.mean) > _DOUBT * math.hypot(self.sd, deviation)
 
     def observe(self, gain: float, noise: float | None = None) -> None:
-        """Update by the gain of one step; `noise`: standard deviation of this observation, where it is known."""
+        """Update the posterior with the gain of one step. `noise`: standard deviation of this observation, if known."""
         variance = self._noise if noise is None else noise * noise
         farthest = _FARTHEST * math.sqrt(self._variance + variance)
         surprise = min(max(gain - self.mean, -farthest), farthest)
@@ -103,7 +105,7 @@ class GainPosterior:
         if noise is None:
             self._count += 1
             rate = 1.0 / min(self._count + _NOISE_PRIOR, _NOISE_MEMORY)
-            # The part of the surprise that is noise.
+            # Without the part of the surprise that comes from the uncertain mean.
             seen = self._noise + rate * (surprise * surprise * (1.0 - weight) - self._noise)
             self._noise = max(self._presumed, seen)
         self.mean += weight * surprise
@@ -111,39 +113,39 @@ class GainPosterior:
         self.advance()
 
     def advance(self, steps: float = 1.0) -> None:
-        """Let the mean drift for so many steps: it becomes less certain."""
+        """Add the drift of `steps` steps: the mean becomes less certain."""
         self._variance = min(self._first, self._variance + steps * self._drift)
 
     def widen(self, share: float = 1.0) -> None:
-        """Add a share of the prior's variance, because weights or traffic changed; 1 makes the mean as uncertain as at
-        first."""
+        """Add a share of the prior's variance, because weights or traffic changed; 1 makes the mean as uncertain as the
+        prior."""
         self._variance = min(self._first, self._variance + share * self._first)
 
     def state(self) -> list[float]:
-        """Return mean, variance, noise and number of observations, for `restore`."""
+        """Return mean, variance, variance of the noise and number of observations, for `restore`."""
         return [self.mean, self._variance, self._noise, float(self._count)]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Restore the result of `state`. Raises ValueError or TypeError for anything else."""
+        """Continue from a result of `state`. Raises ValueError or TypeError if it is not one."""
         mean, variance, noise, count = map(float, state)
         if not (math.isfinite(mean) and 0.0 < variance <= self._first and 0.0 < noise < math.inf and count >= 0):
-            raise ValueError(f"{state} is not the state of a posterior")
+            raise ValueError(f"invalid state of a posterior: {state}")
         self.mean, self._variance, self._noise, self._count = mean, variance, noise, int(count)
 
 
 class RegretLedger:
-    """Bounds the losses of all actions of a server against never acting, in seconds of serving. Each account has a
-    balance, at most its cap: every gain and loss of its actions is recorded, and a share of the time is added. An
-    action whose worst case the balance does not cover is not taken. Thread-safe.
+    """Bounds the loss of a server's actions against never acting, in seconds of serving. Each account has a balance of
+    at most its cap. Gains and losses of its actions are recorded there, and a share of the serving time is added. An
+    action is not taken if the balance does not cover its worst case. Thread-safe.
 
-    Only losses are subtracted, hence balance(T) <= balance(0) + gains + share * T; and as no action lets it fall below
-    0 by more than what was worse than its worst case, for any sequence of gains
+    Only losses are subtracted, hence balance(T) <= balance(0) + gains + share * T. An action can overdraw a balance
+    only by as much as its loss exceeds its worst case. So for any sequence of gains
 
         sum of gains >= -(caps + share * T + one action)
     """
 
     def __init__(self, *, share: float = SHARE) -> None:
-        """`share`: share of serving time that is added to all accounts together."""
+        """`share`: share of serving time that is added, divided among all accounts."""
         self._share = share
         self._caps: dict[str, float] = {}
         self.balances: dict[str, float] = {}  # seconds by account
@@ -151,14 +153,14 @@ class RegretLedger:
         self._lock = threading.Lock()
 
     def open(self, account: str, cap: float, balance: float | None = None) -> None:
-        """Open an account, or reset it, with this balance, or with a full one; in seconds."""
+        """Open or reset an account, in seconds; without `balance` it starts at its cap."""
         with self._lock:
             self._caps[account] = cap
             self.balances[account] = cap if balance is None else min(cap, balance)
             self.lost_seconds.setdefault(account, 0.0)
 
     def accrue(self, seconds: float) -> None:
-        """Add the share of so much serving time; full accounts leave theirs to the others."""
+        """Divide the share of `seconds` of serving time among the accounts; full ones pass theirs on."""
         spare = self._share * seconds
         with self._lock:
             poorest_last = sorted(self._caps, key=lambda name: self._caps[name] - self.balances[name])
@@ -168,41 +170,42 @@ class RegretLedger:
                 spare -= added
 
     def can_afford(self, account: str, worst_seconds: float) -> bool:
-        """Whether the balance covers a loss of so much, or is full."""
+        """Whether the balance covers a loss of `worst_seconds`, or is full."""
         return self.balances[account] >= min(worst_seconds, self._caps[account])
 
     def record(self, account: str, gained_seconds: float) -> None:
-        """Record a gain of this account's actions, a loss where negative."""
+        """Record a gain of an action of this account; negative: a loss."""
         with self._lock:
             self.balances[account] = min(self._caps[account], self.balances[account] + gained_seconds)
             self.lost_seconds[account] += max(0.0, -gained_seconds)
 
     def raise_cap(self, account: str, seconds: float) -> None:
-        """Raise the account's cap to what one action costs, so that it can be afforded at all."""
+        """Raise the account's cap to at least `seconds`, the cost of one action, so that it can be afforded at all."""
         with self._lock:
             self._caps[account] = max(self._caps[account], seconds)
 
 
 class StepDecision:
-    """Whether to take an action in a step. Its gain, in plain steps, has a posterior for each key and size of batch,
-    and so have the seconds of a step without it, the *baseline*. Accounts in the ledger bound its losses.
+    """Decides whether to take an action in a step. For each key and batch-size bucket it keeps two posteriors: of the
+    action's gain, in plain steps, and of the *baseline*, the time of a step without the action. Accounts in the ledger
+    bound the losses.
 
-    Sizes of batches count in powers of two. A step's gain is a mean over its sequences, so its variance falls with
-    their number. A new size begins with the mean of a neighbouring one.
+    Batch-size buckets are powers of two. The gain of a step is a mean over its sequences, so its variance falls with
+    their number. A new bucket starts from the mean gain of a neighbouring one.
     """
 
     def __init__(
         self, name: str, ledger: RegretLedger, *, noise: float = 1.0, baseline: tuple[float, float] = (1.0, 1.0)
     ) -> None:
-        """`name`: prefix of its accounts; `noise`: presumed standard deviation of one sequence's gain in one step;
-        `baseline`: mean and standard deviation of each baseline before any observation."""
+        """`name`: prefix of its accounts in the ledger; `noise`: presumed standard deviation of the gain of one
+        sequence in one step; `baseline`: mean and standard deviation of the prior of each baseline."""
         self._name, self._ledger, self._noise, self._baseline = name, ledger, noise, baseline
         self._gains: dict[tuple[Hashable, int], GainPosterior] = {}
         self._baselines: dict[tuple[Hashable, int], GainPosterior] = {}
-        self._accounts: dict[str, str] = {}  # their names in the ledger
+        self._accounts: dict[str, str] = {}  # account -> its name in the ledger
 
     def gain(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
-        """The posterior of the gain for so many sequences, a new one if there is none."""
+        """Return the gain posterior for a batch of `num_sequences`; it is created if missing."""
         size = num_sequences.bit_length()
         found = self._gains.get((key, size))
         if found is None:
@@ -214,7 +217,7 @@ class StepDecision:
         return found
 
     def baseline(self, num_sequences: int, key: Hashable = None) -> GainPosterior:
-        """The posterior of the time of a step of so many sequences without the action, a new one if there is none."""
+        """Return the baseline posterior for a batch of `num_sequences`; it is created if missing."""
         place = key, num_sequences.bit_length()
         if place not in self._baselines:
             mean, sd = self._baseline
@@ -222,24 +225,24 @@ class StepDecision:
         return self._baselines[place]
 
     def may_gain(self, num_sequences: int, key: Hashable) -> bool | None:
-        """Whether the action may gain for so many sequences; None where it was never observed."""
+        """Return whether the action may gain for a batch of `num_sequences`, or None if there is no posterior yet."""
         known = self._gains.get((key, num_sequences.bit_length()))
         return None if known is None else known.may_gain
 
     @staticmethod
     def needs_baseline(gain: GainPosterior, deviation: float) -> bool:
-        """Whether a step without the action would say more than one with it: the baseline's error, of this standard
-        deviation, is the larger part of the doubt in a gain whose sign is unknown."""
+        """Whether a step without the action is more informative than one with it: the sign of the gain is uncertain,
+        and the error of the baseline, of standard deviation `deviation`, is the larger part of that uncertainty."""
         return deviation >= gain.sd and not gain.is_sign_known(deviation)
 
     def can_afford(self, account: str, steps: float, step_seconds: float) -> bool:
-        """Whether the account covers the loss of so many steps; True before it is opened."""
+        """Whether the account covers the loss of `steps` steps; True before it is opened."""
         name = self._named(account)
         return name not in self._ledger.balances or self._ledger.can_afford(name, steps * step_seconds)
 
     def settle(self, account: str, gained_seconds: float, step_seconds: float) -> None:
-        """Enter what a step gained, or lost where negative. The account is opened with a full balance once the seconds
-        of a step are known; `step_seconds`: 0 where unknown."""
+        """Record the gain of a step in the ledger; negative: a loss. The account is opened, with a full balance, by the
+        first call with known `step_seconds` (0: unknown)."""
         name = self._named(account)
         if name not in self._ledger.balances:
             if not step_seconds:
@@ -248,24 +251,24 @@ class StepDecision:
         self._ledger.record(name, gained_seconds)
 
     def totals(self) -> tuple[float, float]:
-        """Seconds that its accounts may still lose, and seconds lost by steps that lost, gains not deducted."""
+        """Return the sum of its accounts' balances, and of their losses without deducting gains, in seconds."""
         ledger, names = self._ledger, self._accounts.values()
         balances, losses = ([of.get(name, 0.0) for name in names] for of in (ledger.balances, ledger.lost_seconds))
         return sum(balances), sum(losses)
 
     def widen(self) -> None:
-        """Make every mean as uncertain as at first, as other weights draft now."""
+        """Make every mean gain as uncertain as its prior, because other weights draft now."""
         for posterior in self._gains.values():
             posterior.widen()
 
     def state(self) -> dict[str, list[Any]]:
-        """All posteriors as JSON, for `restore`."""
+        """Return all posteriors as JSON values, for `restore`. Keys of baselines are left out."""
         gains = [[key, size, posterior.state()] for (key, size), posterior in self._gains.items()]
         return {"gains": gains, "plain": [[size, one.state()] for (_, size), one in self._baselines.items()]}
 
     def restore(self, state: dict[str, list[Any]], widened: float) -> None:
-        """Continue from a state whose baselines have no keys, with gains widened by this share of the prior. Raises
-        ValueError, KeyError or TypeError for anything else, and then changes nothing."""
+        """Continue from a result of `state` with gains widened by the share `widened` of the prior. Raises ValueError,
+        KeyError or TypeError for an invalid state, and then changes nothing."""
         fresh = StepDecision(self._name, self._ledger, noise=self._noise, baseline=self._baseline)
         for size, posterior in state["plain"]:
             fresh.baseline(1 << (size - 1)).restore(posterior)

@@ -1,4 +1,4 @@
-"""Writes files and folders so that a crash leaves the old one or the new one, and locks files for one process."""
+"""Writes files and folders atomically, so that a crash leaves either the old or the new one, and locks files."""
 
 import os
 import shutil
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 UNFINISHED = ".unfinished-"
-"""Prefix of the names under which files and folders are written."""
+"""Prefix of the temporary names under which files and folders are written."""
 
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Replace a file, or make a new folder. The block writes it at the yielded path; then it is synced to disk and
-    renamed to `path`. If the block raises or the disk fails, nothing changes at `path`.
+    """Replace the file at `path`, or create a folder there. The `with` block writes to the temporary path that is
+    yielded, which is then synced to disk and renamed to `path`. If the block raises or the disk fails, `path` stays as
+    it was.
 
-    `shared`: several processes may do so at once. Raises OSError, also for a folder that is not empty.
+    `shared`: several processes may write the same path at once. Raises OSError, also if `path` is a non-empty folder.
     """
     suffix = f".{os.getpid()}" if shared else ""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}{suffix}")
@@ -33,20 +34,21 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes, *, shared: bool = False) -> None:
-    """Write a file in place of any that is there, as `replacing` does. Raises OSError."""
+    """Write a file atomically, replacing an existing one (see `replacing`). Raises OSError."""
     with replacing(path, shared=shared) as unfinished:
         unfinished.write_bytes(data)
 
 
 def create_private(path: Path) -> BinaryIO:
-    """Create a file that only this process's user can read. Raises OSError."""
+    """Create a file that only the user of this process can read, and open it for writing. Raises OSError, also if the
+    file exists."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def lock(path: Path, *, waits: bool = False) -> int:
-    """Lock a file, which is created if it is missing, until the descriptor is closed or the process ends. Windows has
-    no such locks: the file is only opened. Raises BlockingIOError if another process holds the lock, unless `waits`;
-    OSError. # -> the descriptor"""
+    """Lock a file, created if missing, until the returned descriptor is closed or the process ends. Without `waits`,
+    raises BlockingIOError if another process holds the lock. Raises OSError. On Windows the file is opened without a
+    lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         import fcntl
@@ -68,14 +70,14 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Sync a file, or a folder with all that it contains."""
+    """Sync a file, or a folder with all files in it, to disk."""
     for inner in path.iterdir() if path.is_dir() else ():
         _sync(inner)
     _sync_entry(path)
 
 
 def _sync_entry(path: Path) -> None:
-    """Sync a file, or the names in a folder, which only POSIX can."""
+    """Sync a file, or the entries of a folder (POSIX only), to disk."""
     if path.is_dir() and os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -1,5 +1,6 @@
-"""Loads drafter folders in our own form and in those that others publish. A published drafter without a rank head gets
-one that repeats the rank classes of the draft distribution until it has been trained."""
+"""Loads and writes drafter folders, in this project's own form and in the published forms of other projects. A
+published drafter without a rank head gets one that returns the rank classes of the draft distribution until it is
+trained."""
 
 import json
 import pickle
@@ -24,16 +25,16 @@ _LAST_OF_RANKS = "rank_head.2."
 
 
 def form_of(folder: Path) -> PublishedForm | None:
-    """Return the published form of a folder's drafter; None if it has our own form or an unknown one."""
+    """Return the published form of a folder's drafter. Returns None if the form is our own, unknown or unreadable."""
     try:
         described = _described(folder)
     except (OSError, ValueError):
-        return None  # loading it reports the reason
+        return None  # loading the folder reports the reason
     return next((form for form in published_forms() if form.recognises(described)), None)
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of a folder's drafter. Raises DrafterError."""
+    """Return the name of the kind of a folder's drafter. Raises DrafterError if its config cannot be read."""
     form = form_of(folder)
     if form is not None:
         return form.kind(_described(folder))
@@ -42,7 +43,7 @@ def kind_of(folder: Path) -> str:
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
-    """Load a folder's drafter for this target, from our own form or a published one. Raises DrafterError."""
+    """Load a folder's drafter, in our own or a published form. Raises DrafterError if it does not fit the target."""
     form = form_of(folder)
     if form is None:
         _refuse_unknown(folder)
@@ -50,7 +51,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     config, weights = _converted(folder, form, read_tensors(folder, form), target)
     checkpoint.refuse_misfits(folder, weights, checkpoint.shapes_of(config), may_lack=_RANK_HEAD)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the rank head's first weights
+        torch.manual_seed(0)  # for the random initial weights of the rank head
         model = SpecBlock(config)
     own = checkpoint.weights_of(model)
     untrained = {name: torch.zeros_like(value) for name, value in own.items() if name.startswith(_LAST_OF_RANKS)}
@@ -67,8 +68,8 @@ def _converted(
 
 
 def config_of(folder: Path, target: TargetParts) -> DrafterConfig:
-    """Return the config of a folder's drafter, checked against the target's sizes; of the target only `config` and
-    `completed` are read. Raises DrafterError."""
+    """Return the config of a folder's drafter. Raises DrafterError if it does not fit the target's sizes. Reads only
+    `config` and `completed` of the target."""
     form = form_of(folder)
     if form is None:
         _refuse_unknown(folder)
@@ -82,9 +83,9 @@ def config_of(folder: Path, target: TargetParts) -> DrafterConfig:
 
 
 def names_in_file(folder: Path, target: TargetParts) -> dict[str, str]:
-    """Return which tensor of a folder's files holds each weight, by the names of `checkpoint.weights_of`; the
-    vocabulary is left out, and the head if it is the target's. Raises DrafterError for a form that does not store its
-    matrices one by one."""
+    """Map each weight, by the names of `checkpoint.weights_of`, to the name of the tensor in the folder's files that
+    stores it. The vocabulary is left out, and so is a head that is the target's. Raises DrafterError for a form that
+    does not store each matrix as a tensor of its own."""
     form = form_of(folder)
     if form is None:
         weights = checkpoint.read_weights(folder, checkpoint.describe(folder).config)
@@ -94,13 +95,13 @@ def names_in_file(folder: Path, target: TargetParts) -> dict[str, str]:
     _, weights = _converted(folder, form, tensors, target)
     found = {name: stored.get((value.data_ptr(), value.numel())) for name, value in weights.items()}
     if any(found[name] is None and value.dim() > 1 for name, value in weights.items() if name != checkpoint.HEAD):
-        raise DrafterError(f"drafter {folder}: a drafter of the form {form.name} can be served, but not written")
+        raise DrafterError(f"drafter {folder}: the form {form.name} can be served, but not written")
     return {ours: theirs for ours, theirs in found.items() if theirs is not None}
 
 
 def write_like(folder: Path, out: Path, target: TargetParts) -> None:
-    """Give `out`, which holds a folder's drafter in our own form after training, the form of that folder; what was not
-    trained is as it was there. Raises DrafterError."""
+    """Rewrite `out`, a trained drafter in our own form, in the form of `folder`, from which training started. Files and
+    tensors that training does not change are copied from `folder`. Raises DrafterError."""
     form = form_of(folder)
     if form is None:
         return
@@ -116,7 +117,7 @@ def write_like(folder: Path, out: Path, target: TargetParts) -> None:
 
 
 def weights_bytes(folder: Path) -> bytes:
-    """Return a folder's weights as bytes, to hash and compare. Raises OSError and DrafterError."""
+    """Return a folder's weights as bytes, for hashing and comparison. Raises OSError and DrafterError."""
     form = form_of(folder)
     if form is None:
         return (folder / checkpoint.WEIGHTS_FILE).read_bytes()
@@ -125,8 +126,8 @@ def weights_bytes(folder: Path) -> bytes:
 
 
 def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
-    """Read the drafter's tensors from all .safetensors files, else from all .bin files, of which nothing is executed.
-    Raises DrafterError. # -> [...] each"""
+    """Read the drafter's tensors from all .safetensors files, or else from all .bin files, without executing pickled
+    code. Raises DrafterError. # -> [...] each"""
     found = dict[str, Tensor]()
     with checkpoint.refusing(folder, "its weights cannot be read", OSError, SafetensorError, RuntimeError):
         for file in sorted(folder.glob("*.safetensors")):
@@ -135,12 +136,12 @@ def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
         for file in [] if found else sorted(folder.glob("*.bin")):
             found |= {name: value for name, value in _unpickled(file).items() if form.reads(name)}
     if not found:
-        raise DrafterError(f"drafter {folder}: holds no .safetensors or .bin file with its weights")
+        raise DrafterError(f"drafter {folder}: no .safetensors or .bin file with its weights")
     return found
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
-    """Read a pickle that holds tensors by name and nothing else. Raises DrafterError."""
+    """Read a pickle of tensors by name. Raises DrafterError if it contains anything else."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -151,7 +152,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _described(folder: Path) -> Described:
-    """Read a folder's `config.json`. Raises OSError, and ValueError if it is no JSON object."""
+    """Read a folder's `config.json`. Raises OSError, and ValueError if it is not a JSON object."""
     described: Any = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict):
         raise ValueError("not a JSON object")
@@ -159,7 +160,7 @@ def _described(folder: Path) -> Described:
 
 
 def _refuse_unknown(folder: Path) -> None:
-    """Raise DrafterError for a drafter in a form that is not read here."""
+    """Raise DrafterError if the folder's drafter is in a form that is not supported."""
     with checkpoint.refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described = _described(folder)
     names = named(described)
@@ -173,5 +174,5 @@ def _refuse_unknown(folder: Path) -> None:
 
 def _save(folder: Path, tensors: Tensors) -> None:
     """Write a folder's tensors. # [...] each"""
-    stored = {name: value.contiguous().cpu() for name, value in tensors.items()}  # planned transfer: on a command
+    stored = {name: value.contiguous().cpu() for name, value in tensors.items()}  # planned transfer: not while serving
     save_file(stored, folder / checkpoint.WEIGHTS_FILE, {"format": "pt"})  # transformers refuses files without it

@@ -1,5 +1,5 @@
-"""The record of a drafter kind: how to build one, and what the server must provide. Other distributions add kinds by
-it; a trained kind has a record of its own (`TrainedKind`)."""
+"""The record of a drafter kind: how to build a drafter, and what the server must provide for it. Plug-ins of other
+distributions register a `Kind`, or a `TrainedKind` for trained weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,26 +10,27 @@ from drafters.network.blocks import TrainedWeights as TrainedWeights
 from drafters.protocol import Drafter, DraftingSizes
 
 Need = Literal["nothing", "weights", "model"]
-"""Weights trained for the target, or another language model."""
+"""What a kind needs besides sizes: nothing, weights trained for the target, or another language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a server provides to build a drafter; parts that the kind does not need may be missing."""
+    """What a server provides to build a drafter. Parts that the kind does not need may be None."""
 
     sizes: DraftingSizes
     argument: str = ""  # the text in parentheses after the kind's name
     weights: TrainedWeights | None = None
     draft_model: Callable[[int, int], LanguageModel] | None = None
-    """Builds a model with its own keys and values, in so many slots and so many entries for trees."""
+    """Loads the draft model; arguments are the slots of its KV pool and the further entries for tree nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A drafter kind. `build` raises ValueError for an argument it cannot read and for missing parts."""
+    """A drafter kind, as the registry and plug-ins define it. `build` raises ValueError for an invalid argument and for
+    missing parts."""
 
     build: Callable[[Parts], Drafter]
     needs: Need = "nothing"
     takes_argument: bool = True
     tap_layers: Callable[[int], tuple[int, ...]] = lambda num_layers: ()
-    """Layers to tap of a target with so many; for kinds with trained weights the weights' config decides."""
+    """Maps the target's number of layers to the layers to tap; not used if the kind needs trained weights."""
