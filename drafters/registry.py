@@ -1,8 +1,8 @@
-"""Builds a drafter by name. The only module that knows every kind.
+"""Builds drafters by name. This is the only module that knows every kind.
 
-A name is a kind's, with an argument in parentheses where it takes one, or `memory+A`: one tree of the memory's
-candidates and A's, where A runs while that pays.
-Other distributions add kinds by entry points of the group `adaptree.drafters`, each a `Kind`.
+A name is the name of a kind, with an argument in parentheses if the kind takes one (`specblock(rank)`), or `memory+A`:
+trees that combine candidates of the memory and of A, where A runs only while that pays. Other distributions add kinds
+by entry points of the group `adaptree.drafters`, each of which names a `Kind` or a `TrainedKind`.
 """
 
 import re
@@ -29,7 +29,7 @@ _NAME = re.compile(r"([\w.-]+)(?:\(([^()+]*)\))?")
 
 
 class NoDrafter(Drafter):
-    """Proposes empty trees: plain decoding through the same step."""
+    """Drafter that proposes empty trees, so that the step decodes plainly."""
 
     name = "none"
 
@@ -44,17 +44,17 @@ class NoDrafter(Drafter):
 
 
 def _trained(kind: str, parts: Parts) -> Drafter:
-    """Build a trained kind; the argument names a growth policy."""
+    """Build a drafter of a trained kind. The argument, if any, names a growth policy."""
     if parts.weights is None:
         raise ValueError(f"drafter {kind!r} needs trained weights: set drafter_path")
     policy = parts.argument or parts.weights.policy
     if policy not in POLICIES:
-        raise ValueError(f"drafter {kind}({policy}): trees grow by one of {', '.join(POLICIES)}")
+        raise ValueError(f"drafter {kind}({policy}): unknown growth policy, choose one of {', '.join(POLICIES)}")
     return SpecBlockDrafter(parts.sizes, replace(parts.weights, policy=policy))
 
 
 def _draft_model(parts: Parts) -> Drafter:
-    """Build a drafter of another language model."""
+    """Build a drafter that is another language model."""
     sizes = parts.sizes
     if parts.draft_model is None:
         raise ValueError("draft_model needs a model: set drafter_path to a folder, a .gguf file or a hub id")
@@ -71,77 +71,77 @@ _KINDS = {
 
 
 class _NamedDrafter(NamedTuple):
-    """One of the drafters in a name."""
+    """A drafter in a name: one of two in `memory+A`."""
 
-    name: str  # the kind's
+    name: str  # name of the kind
     kind: Kind
     argument: str
 
 
 def kind_names() -> tuple[str, ...]:
-    """Return the names of all kinds, this package's first."""
+    """Return the names of all kinds, first this package's, then those of plug-ins."""
     installed = {entry.name for entry in entry_points(group=GROUP)}
     return (*_KINDS, *sorted(installed - _KINDS.keys()))
 
 
 def needs_of(name: str) -> frozenset[Need]:
-    """Return what the drafter of that name needs. Raises ValueError as `build_drafter`."""
+    """Return the needs of the drafter of that name, e.g. trained weights. Raises ValueError as `build_drafter`."""
     return frozenset(one.kind.needs for one in _resolved(name))
 
 
 def taps_of(name: str, num_layers: int, trained: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers that the drafter of that name taps of so many, in the order of its features; `trained`: those
-    of the trained weights. Raises ValueError as `build_drafter`."""
+    """Return the target layers that the drafter of that name taps, in the order of its features. `num_layers`: number
+    of target layers; `trained`: tapped layers of the trained weights. Raises ValueError as `build_drafter`."""
     layers: tuple[int, ...] = ()
     for one in _resolved(name):
         own = trained if one.kind.needs == "weights" else one.kind.tap_layers(num_layers)
-        layers += tuple(layer for layer in own if layer not in layers)  # taps may coincide in a small target
+        layers += tuple(layer for layer in own if layer not in layers)  # layers may coincide in a small target
     return layers
 
 
 def reads_predictions(name: str) -> bool:
-    """Return whether the drafter of that name may draft from a client's prediction; True for plug-ins."""
+    """Return whether the drafter of that name may draft from a client's prediction; plug-ins are assumed to."""
     return any(one.name == MEMORY or one.name not in _KINDS for one in _resolved(name))
 
 
 def trained_kind_of(name: str) -> str | None:
-    """Return the trained kind in that name, if there is one."""
+    """Return the name of the trained kind in that name. Returns None if there is none."""
     kinds = (part.partition("(")[0] for part in name.split("+"))
     return next((kind for kind in kinds if is_trained_kind(kind)), None)
 
 
 def build_drafter(name: str, parts: Parts) -> Drafter:
-    """Build the drafter of that name. Raises ValueError if there is none, or if it needs something that is missing."""
+    """Build the drafter of that name. Raises ValueError for an invalid name, or if `parts` lacks something it needs."""
     last = _resolved(name)[-1]
     drafter = last.kind.build(replace(parts, argument=last.argument))
     return MemoryDrafter(parts.sizes, drafter) if "+" in name else drafter
 
 
 def memory_of(drafter: Drafter) -> MemoryDrafter | None:
-    """Return the drafter's memory of past answers, if it has one."""
+    """Return the drafter if it is a memory with room for past answers, else None."""
     return drafter if isinstance(drafter, MemoryDrafter) and drafter.past.share_buckets else None
 
 
 def _resolved(name: str) -> list[_NamedDrafter]:
-    """Return the drafters of a name, the memory first."""
+    """Split a name into its drafters, the memory first. Raises ValueError for an invalid combination."""
     found = [_named(part) for part in name.split("+")]
     if len(found) > 2:
         raise ValueError(f"drafter {name!r} joins {len(found)} drafters: one tree has at most two")
     if len(found) == 2 and found[0] == found[1]:
-        raise ValueError(f"drafter {name!r} asks the same one twice")
+        raise ValueError(f"drafter {name!r} names the same drafter twice")
     if len(found) == 2 and MEMORY not in (one.name for one in found):
-        raise ValueError(f"drafter {name!r}: only the memory joins another in one tree, as in memory+specblock")
+        raise ValueError(f"drafter {name!r}: only the memory combines with another, as in memory+specblock")
     return sorted(found, key=lambda one: one.name != MEMORY)
 
 
 def _named(name: str) -> _NamedDrafter:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"drafter {name!r} is not the name of a kind, nor one with an argument, as in specblock(rank)")
+        raise ValueError(f"drafter {name!r} is neither KIND nor KIND(ARGUMENT), as in specblock(rank)")
     name, argument = match.groups(default="")
     kind = _kind(name)
     if argument and not kind.takes_argument:
-        raise ValueError(f"drafter {name}({argument}): {name} takes no argument: leave the parentheses out")
+        raise ValueError(f"drafter {name}({argument}): {name} takes no argument, remove the parentheses")
     return _NamedDrafter(name, kind, argument)
 
 
@@ -153,8 +153,8 @@ def _kind(name: str) -> Kind:
         if is_trained(kind):
             return Kind(partial(_trained, name), needs="weights")
         if not isinstance(kind, Kind):
-            raise ValueError(f"drafter {name!r} ({entry.value}) is not a drafters.kinds.Kind")
+            raise ValueError(f"drafter {name!r} ({entry.value}) is neither a Kind nor a TrainedKind")
         return kind
     if name in MOVED_KINDS:
         raise ValueError(f"drafter {name!r} {why_unknown(name)}")
-    raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or memory+A for A with it")
+    raise ValueError(f"unknown drafter {name!r}: choose one of {', '.join(kind_names())}, or memory+A")

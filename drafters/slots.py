@@ -1,4 +1,4 @@
-"""Which of the target's KV slots hold keys and values of a drafter that has its own."""
+"""Tracks the target's KV slots for which a drafter with a KV pool of its own has computed keys and values."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from kernels.tree_attention import NULL_SLOT
 
 
 class HeldSlots:
-    """Slots whose position the drafter itself has run. A cached prefix brings slots of another sequence, and the
-    drafter must not read those whose position it never ran."""
+    """The set of slots whose current position the drafter has run. A cached prefix has slots of another sequence, and
+    the drafter must not read those whose position it never ran."""
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self.table = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def forget(self, slots: Tensor) -> None:
-        """Mark slots as not run, because they hold other positions now. # slots [...] int64"""
+        """Mark slots as not run, because they belong to new positions. # slots [...] int64"""
         self.table.index_fill_(0, slots.flatten(), False)
 
     def forget_all(self) -> None:
@@ -22,11 +22,11 @@ class HeldSlots:
         self.table.zero_()
 
     def hold(self, slots: Tensor) -> None:
-        """Mark slots as run; the forward that does it must follow at once. # slots [...] int64"""
+        """Mark slots as run; the caller must run them at once. # slots [...] int64"""
         self.table.index_fill_(0, slots.flatten(), True)
 
     def holds(self, slots: Tensor) -> Tensor:
-        """Return which slots were run. # slots [...] int64 -> [...] bool"""
+        """Return for each slot whether it was run. # slots [...] int64 -> [...] bool"""
         return self.table[slots]
 
 

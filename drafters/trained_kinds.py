@@ -1,7 +1,7 @@
-"""The kinds of trained drafters by name, and where each is. A kind is loaded when it is first asked for: commands that
-only list names import nothing heavy.
+"""The kinds of trained drafters by name, with the module of each. A kind is imported when it is first requested, so
+that commands that only list names do not import torch.
 
-Other distributions add kinds by entry points of the group `adaptree.drafters`, each a `TrainedKind`.
+Other distributions add kinds by entry points of the group `adaptree.drafters`, each of which names a `TrainedKind`.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # they import the network
+if TYPE_CHECKING:  # these modules import torch
     from drafters.network.form import PublishedForm
     from drafters.network.kind import TrainedKind
 
@@ -23,17 +23,17 @@ TRAINED_KINDS = {
     "treeflash": "drafters.trained.treeflash:KIND",
     "mtp": "drafters.trained.mtp:KIND",
 }
-"""By the name that drafter files carry and that the setting `drafter` takes."""
+"""Entry points of this package's kinds, by their name in drafter files and in the setting `drafter`."""
 
 OF_TARGETS = ("mtp",)
-"""Kinds that are published together with a target, and never trained from the beginning."""
+"""Kinds that are published as part of a target and cannot be trained from scratch."""
 
 MOVED_KINDS = ("parallel", "medusa", "falcon")
-"""Kinds of release 0.3.0 that are plug-ins of the benchmarks now."""
+"""Kinds of release 0.3.0 that have become plug-ins of the benchmarks."""
 
 
 def trained_kind(name: str) -> "TrainedKind":
-    """Return the trained kind of this name. Raises ValueError."""
+    """Return the trained kind of this name. Raises ValueError if there is none, or if its plug-in cannot be loaded."""
     if name in TRAINED_KINDS:
         return _built_in(name)
     for kind in map(loaded, entry_points(group=GROUP, name=name)):
@@ -43,27 +43,27 @@ def trained_kind(name: str) -> "TrainedKind":
 
 
 def is_trained_kind(name: str) -> bool:
-    """Whether a trained kind has this name. Raises ValueError for one that cannot be loaded."""
+    """Whether a trained kind has this name. Raises ValueError if its plug-in cannot be loaded."""
     return name in TRAINED_KINDS or any(is_trained(loaded(entry)) for entry in entry_points(group=GROUP, name=name))
 
 
 def loaded(entry: EntryPoint) -> Any:
-    """Return what an entry point names. Raises ValueError."""
+    """Load the object of an entry point. Raises ValueError if that fails."""
     try:
         return entry.load()
-    except Exception as error:  # importing foreign code may raise anything
+    except Exception as error:  # the import of a plug-in may raise anything
         raise ValueError(f"drafter {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
 
 
 def is_trained(kind: object) -> bool:
-    """Whether an entry point's object is a trained kind."""
+    """Whether the object of an entry point is a trained kind."""
     from drafters.network.kind import TrainedKind
 
     return isinstance(kind, TrainedKind)
 
 
 def published_forms() -> Iterator["PublishedForm"]:
-    """Return the published forms of all kinds, of this package first. Raises ValueError for a plug-in that cannot be
+    """Yield the published forms of all kinds, those of this package first. Raises ValueError if a plug-in cannot be
     loaded."""
     for name in TRAINED_KINDS:
         yield from _built_in(name).forms
@@ -73,9 +73,9 @@ def published_forms() -> Iterator["PublishedForm"]:
 
 
 def why_unknown(name: str) -> str:
-    """Return why no trained kind has this name, to follow the name in a message."""
+    """Return why there is no trained kind of this name, as the end of a message that begins with the name."""
     if name in MOVED_KINDS:
-        return "is a plug-in of benchmarks/baselines in the source now: use it from there, or a drafter of another kind"
+        return "is a plug-in of benchmarks/baselines in the source now: install it, or use a drafter of another kind"
     return f"is none of {', '.join(TRAINED_KINDS)}"
 
 

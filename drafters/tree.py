@@ -1,4 +1,4 @@
-"""Draft trees and the results of their verification: plain tensor records that drafters and the engine share.
+"""Draft trees and the results of their verification: tensor records that drafters and the engine share.
 Legend: batch = sequences in the step, nodes = padded node count, depth = longest accepted path."""
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Candidates = DraftTree
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """Accepted paths and target tokens of one step's trees."""
+    """Result of verifying one step's trees: accepted paths and target tokens."""
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, accepted length: nodes on the path, without root and bonus
@@ -24,7 +24,8 @@ class VerifyResult:
 
 
 def path_tokens(tokens: Tensor, ancestors: Tensor, depth: int) -> Tensor:
-    """Return the tokens from the root's child down to each node, cut at `depth`; index 0 is the root, which has none.
+    """Return for each node the tokens on its path, from the root's child down and cut at `depth`. Index 0 is the root,
+    whose path is empty.
     # tokens [batch, nodes], ancestors [batch, nodes, nodes] -> [batch, nodes + 1, depth] int64, -1 padded"""
     batch, nodes = tokens.shape
     level = ancestors.sum(-1) - 1  # [batch, nodes]

@@ -1,1 +1,1 @@
-"""Drafters that are language models: models with the target's tokenizer."""
+"""Drafting with another language model that has the target's tokenizer."""

@@ -1,7 +1,8 @@
-"""A drafter that is a language model: trees grow by depth, as a beam.
+"""Drafts with a language model, whose trees grow level by level as a beam search.
 
-At each depth the nodes with the likeliest paths are continued, each to its likeliest tokens; the tree is the likeliest
-of all nodes by path probability. One more depth is run while such forwards gain.
+At each level, the nodes with the likeliest paths are continued with their likeliest tokens. The tree consists of the
+nodes with the highest path probability of all levels. Another level is run only while such forwards pay
+(`ForwardGates`).
 Legend: batch, rows = sequences of the engine's table, beam = nodes of a level that are continued, nodes = of one level.
 """
 
@@ -24,44 +25,44 @@ from kernels.survival import CEILING
 from kernels.tree_attention import MAX_DEPTH
 
 BEAM = 8
-"""Nodes of a level that are continued."""
+"""Maximum number of nodes of a level that are continued."""
 DEPTH = 8
-"""Levels: forwards of a tree."""
-_ROWS = 1 + (DEPTH - 1) * BEAM  # rows of a tree: its root, and all nodes that are continued
+"""Maximum number of levels of a tree, with one forward each."""
+_ROWS = 1 + (DEPTH - 1) * BEAM  # rows that a tree needs: its root, and all nodes that are continued
 _MOST_MISSING = MAX_DEPTH + 1
-"""Positions of a sequence that are run together with the roots: as many as one step can commit."""
+"""Most missing positions of a sequence that are run in the forward of the roots: as many as one step can commit."""
 
 
 class _Level(NamedTuple):
-    """Proposals of one forward: tokens below the nodes that were continued."""
+    """Proposals of one forward: the children of the nodes that were continued."""
 
     lattice: Lattice
-    picked: Picked  # nodes to continue
+    picked: Picked  # nodes to continue in the next forward
     predicted: Tensor  # [batch, nodes], conditional probabilities before correction
 
 
 def scratch_places(max_sequences: int) -> int:
-    """Number of pool entries, after the slots, for the trees of so many sequences."""
+    """Return the number of pool entries that the trees of `max_sequences` sequences need, in addition to the slots."""
     return max_sequences * _ROWS
 
 
 class LanguageModelDrafter(Drafter):
-    """Drafts with a language model."""
+    """Drafter that runs a language model on the committed tokens and on its own trees."""
 
     reads_prompts = True
 
     def __init__(self, name: str, model: LanguageModel, sizes: DraftingSizes) -> None:
-        """Raises ValueError if the model's pool has no room for trees of all sequences."""
+        """Raises ValueError if the model's pool has too few entries for the trees of all sequences."""
         self._name, self._keys = name, OwnKeys(sizes)
         self._table = SequenceTable(sizes)
         self._forward = TreeForward(model, self._table, nodes=_ROWS)
         if self._forward.num_trees < sizes.max_sequences:
             raise ValueError(
-                f"drafter {name} has room for trees of {self._forward.num_trees} sequences, not {sizes.max_sequences}"
+                f"drafter {name}: pool has room for {self._forward.num_trees} trees, {sizes.max_sequences} are needed"
             )
         most = max(1, sizes.max_nodes)
         self._sizes, self._beam, self._depth = sizes, min(BEAM, most), min(DEPTH, most)
-        # The head of a model with the target's tokenizer may have more padding, or less.
+        # With the same tokenizer, the vocabularies may still differ in padding.
         self._ids = torch.arange(min(model.vocab_size, sizes.vocab_size), device=sizes.device)
         self._ops = ops.on(self._ids.device)
         self._calibration = RankCalibration(1, sizes)
@@ -123,13 +124,13 @@ class LanguageModelDrafter(Drafter):
         return [0] * len(rows)
 
     def _follow(self, host: HostMetadata, most: int = 0) -> None:
-        """Run the missing positions of sequences that miss more than `most`."""
+        """Run the missing positions of those sequences that miss more than `most`."""
         for row, span in zip(host.rows, self._keys.missing(host), strict=True):
             if len(span) > most:
                 self._keys.run(row, span.stop, self._forward.follow(row, span))
 
     def _level(self, logits: Tensor, origin: StartNodes, noise: Noise, number: int) -> _Level:
-        """Propose tokens below nodes of one depth. # logits [batch, beam, vocab]"""
+        """Propose children of the nodes of one level. # logits [batch, beam, vocab]"""
         here = TreeNoise.of(replace(noise, positions=noise.positions + number), 1, self._ids)
         known = logits[:, :, None, : len(self._ids)]  # [batch, beam, 1, vocab]
         features, tokens = self._ops.rank_features(here.scores(known, torch.ones_like(origin.depth)[..., None]))
@@ -140,7 +141,7 @@ class LanguageModelDrafter(Drafter):
         return _Level(lattice, picked, predicted.flatten(1))
 
     def _tree(self, rows: Tensor, levels: Sequence[_Level]) -> DraftTree:
-        """The likeliest nodes of all levels, kept for calibration until their outcome is known."""
+        """Return the likeliest nodes of all levels as trees, and keep them for the calibration. # rows [batch]"""
         parts = zip(*(level.lattice.nodes() for level in levels), strict=True)
         tokens, parents, depths, survival = (torch.cat(part, dim=1) for part in parts)
         raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read

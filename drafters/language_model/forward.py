@@ -1,7 +1,8 @@
-"""Forwards of a drafting language model: committed positions it has not run, and draft trees level by level; and the
-running sequences as it reads them.
+"""Forwards of a drafting language model, over committed positions that it has not run and over draft trees level by
+level, and its tables of running sequences.
 
-For attention a tree's root is its first node, because its slot is unknown before the target has run it.
+For attention, the root of a tree counts as its first node, because the root's slot is only known after the target has
+run it.
 Legend: rows = sequences of the engine's table, batch = drafting sequences, beam = nodes of a level that are continued,
 nodes = of all levels so far."""
 
@@ -18,55 +19,55 @@ from kernels.graph_runner import send
 from kernels.tree_attention import AttentionRows
 
 _AT_ONCE = 256
-"""Positions of one sequence in a forward: what a step reads of a prompt by default."""
+"""Most positions of one sequence in a forward: the default number of prompt tokens per step."""
 
 
 class Output(Protocol):
-    """Result of a forward."""
+    """Result of a forward of a `LanguageModel`."""
 
     @property
     def logits(self) -> Tensor:
-        """Logits of the rows asked for. # [logits, vocab]"""
+        """Logits of the requested rows. # [logits, vocab]"""
 
 
 class LanguageModel(Protocol):
-    """A causal language model whose keys and values are stored under the target's slot ids. Its pool has more entries,
-    for nodes of draft trees. Implemented by the code that loads models."""
+    """A causal language model with a KV pool of its own, addressed by the target's slot ids, with further entries for
+    nodes of draft trees. The code that loads models implements it."""
 
     vocab_size: int
 
     @property
     def scratch(self) -> Tensor:
-        """Pool indices after the slots, for this drafter alone. # [entries] int64"""
+        """Pool indices of the entries for tree nodes. # [entries] int64"""
 
     def compute(
         self, tokens: Tensor, attention: AttentionRows, slots: Tensor, logit_rows: Tensor, slot_table: Tensor
     ) -> Output:
-        """Run rows: write keys and values to `slots`, return logits of `logit_rows`. # tokens, slots [rows] int64;
-        logit_rows [logits] int64; slot_table [table rows, positions] int64"""
+        """Run rows: write their keys and values to `slots`, and return the logits of `logit_rows`. # tokens, slots
+        [rows] int64; logit_rows [logits] int64; slot_table [table rows, positions] int64"""
 
 
 class SequenceTable:
-    """Tokens, and the target's slots of all positions before the last one: `tokens`, `slots` [rows, positions + 1]
-    int64, whose last column takes padding."""
+    """Table of the running sequences: their tokens, and the target's slots of all positions before the last. `tokens`,
+    `slots` [rows, positions + 1] int64; the last column is for padding."""
 
     def __init__(self, sizes: DraftingSizes) -> None:
         shape = sizes.max_sequences, sizes.max_length + 2
         self.tokens, self.slots = (torch.zeros(shape, dtype=torch.int64, device=sizes.device) for _ in range(2))
 
     def start(self, context: DraftContext) -> None:
-        """Begin a sequence; slots of positions that are not cached come with `read` and `commit`."""
+        """Start a sequence. `read` and `commit` add the slots of positions that are not cached."""
         tokens = torch.tensor(list(context.tokens), dtype=torch.int64)
         self.tokens[context.row, : len(tokens)] = tokens.to(self.tokens.device)
         if context.cached is not None:
             self.slots[context.row, : len(context.cached)] = context.cached
 
     def read(self, read: Read) -> None:
-        """Store the slots of a piece of a prompt."""
+        """Store the slots of a chunk of a prompt."""
         self.slots[read.row, read.start : read.start + len(read.slots)] = read.slots
 
     def commit(self, committed: Committed) -> None:
-        """Append committed tokens, and the slots of the positions before them."""
+        """Append committed tokens, and the slots of the positions that precede them."""
         width = committed.tokens.shape[1]
         offsets = torch.arange(width, device=committed.rows.device)
         valid, rows = offsets < committed.counts[:, None], committed.rows[:, None]
@@ -76,64 +77,64 @@ class SequenceTable:
 
 
 class OwnKeys:
-    """Positions that the model has keys and values for: how far it has run each sequence, and which slots still hold
-    positions it has run, for sequences that begin with a cached prefix."""
+    """Tracks the positions for which the model has keys and values: how far each sequence was run, and which slots
+    still hold positions that were run, for new sequences with a cached prefix."""
 
     def __init__(self, sizes: DraftingSizes) -> None:
         self._held = HeldSlots(sizes.num_slots, sizes.device)
         self._until = [0] * sizes.max_sequences
 
     def start(self, context: DraftContext) -> None:
-        """Begin a sequence; the part of its cached prefix that was run need not be run again."""
+        """Start a sequence. The part of its cached prefix that was run already is not run again."""
         self._until[context.row] = 0
         if context.cached is not None:
             held = self._held.holds(context.cached).long().cumprod(0).sum()
             self._until[context.row] = int(held.item())  # planned transfer: once per sequence with a cached prefix
 
     def take(self, slots: Tensor, counts: Tensor) -> None:
-        """Mark slots as not run, because they hold other positions now. # slots [batch, count], counts [batch], see
+        """Mark slots as not run, because they belong to new positions. # slots [batch, count], counts [batch], see
         `Committed`"""
         self._held.forget(taken_slots(slots, counts))
 
     def missing(self, host: HostMetadata) -> list[range]:
-        """Positions before each sequence's root without keys and values."""
+        """Return for each sequence the positions before its root that have no keys and values."""
         return [range(self._until[row], root) for row, root in zip(host.rows, host.roots, strict=True)]
 
     def run(self, row: int, until: int, slots: Tensor) -> None:
-        """Mark keys and values as computed up to `until`, the newest ones in these slots. # slots [count] int64"""
+        """Mark a row's positions before `until` as run, the last of them in these slots. # slots [count] int64"""
         self._until[row] = until
         self._held.hold(slots)
 
 
 class LevelNodes(NamedTuple):
-    """The rows of each sequence's tree so far, the root first."""
+    """The nodes of each sequence's tree that were run so far, the root first."""
 
-    rows: Tensor  # [batch] int64, of `SequenceTable`
+    rows: Tensor  # [batch] int64, in `SequenceTable`
     roots: Tensor  # [batch] int64, absolute positions
     depths: Tensor  # [batch, nodes] int64, 1 for the root
     ancestors: Tensor  # [batch, nodes, nodes] bool, the node itself included
 
     @property
     def num_rows(self) -> int:
-        """Rows of each tree."""
+        """Number of rows of each tree."""
         return self.depths.shape[1]
 
 
 class TreeForward:
-    """Runs a model on sequences and on the trees that grow after them."""
+    """Runs a model on committed positions of sequences and on their draft trees."""
 
     def __init__(self, model: LanguageModel, table: SequenceTable, *, nodes: int) -> None:
-        """`nodes`: most rows of a tree."""
+        """`nodes`: maximum number of rows of a tree."""
         self._model, self._table = model, table
         self._scratch = model.scratch[: len(model.scratch) // nodes * nodes].view(-1, nodes)  # [trees, nodes]
 
     @property
     def num_trees(self) -> int:
-        """Number of trees that fit into the pool."""
+        """Number of trees for which the pool has room."""
         return self._scratch.shape[0]
 
     def follow(self, row: int, positions: range) -> Tensor:
-        """Run a range of a sequence's positions, and return their slots. # -> [positions] int64"""
+        """Run a range of positions of a sequence, and return their slots. # -> [positions] int64"""
         device = self._table.slots.device
         table_rows = torch.tensor([row], device=device)
         for start in range(positions.start, positions.stop, _AT_ONCE):
@@ -144,15 +145,15 @@ class TreeForward:
         return self._table.slots[row, positions.start : positions.stop]
 
     def root(self, rows: Tensor, roots: Tensor, missing: Sequence[range]) -> tuple[Tensor, LevelNodes]:
-        """Run the trees' roots, and before them the missing positions of each sequence. # rows, roots [batch] int64
-        -> logits [batch, 1, vocab]"""
+        """Run the missing positions of each sequence and, in the same forward, the roots of their trees. # rows, roots
+        [batch] int64 -> logits [batch, 1, vocab]"""
         depths = torch.ones_like(rows)[:, None]
         nodes = LevelNodes(rows, roots, depths, depths[..., None].bool())
         return self._run(missing, nodes, self._table.tokens[rows, roots][:, None]), nodes
 
     def deeper(self, tokens: Tensor, parents: Tensor, nodes: LevelNodes) -> tuple[Tensor, LevelNodes]:
-        """Run one more node below each parent. # tokens, parents [batch, beam] int64, parents as rows of their tree
-        -> logits [batch, beam, vocab]"""
+        """Run the next level: a node with each of these tokens. # tokens, parents [batch, beam] int64, parents as rows
+        of their tree -> logits [batch, beam, vocab]"""
         beam, known = tokens.shape[1], nodes.num_rows
         above = nodes.ancestors.gather(1, parents[:, :, None].expand(-1, -1, known))
         own = torch.eye(beam, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -163,8 +164,8 @@ class TreeForward:
         return self._run((), grown, tokens), grown
 
     def _run(self, extends: Sequence[range], nodes: LevelNodes, tokens: Tensor) -> Tensor:
-        """Run a range of positions of each sequence, then the trees' last nodes with these tokens.
-        # tokens [batch, beam] -> logits [batch, beam, vocab]; without nodes [1, 1, vocab], of the last position"""
+        """Run a range of positions of each sequence and the last nodes of their trees, with these tokens.
+        # tokens [batch, beam] -> logits [batch, beam, vocab]; without nodes [1, 1, vocab], of the last position run"""
         (batch, beam), device = tokens.shape, tokens.device
         sequences, positions = send(
             device,

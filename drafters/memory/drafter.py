@@ -1,4 +1,4 @@
-"""Drafts by n-gram counts (`kernels.joint_tree`), joined with a network's proposals in one tree.
+"""Drafts from n-gram counts (`kernels.joint_tree`), combined with a network's proposals in one tree.
 Legend: batch; rows = sequences of the engine's table."""
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from kernels.graph_runner import by_batch
 from kernels.memory import NO_TOKEN, ORDERS, PAST, PREDICTION, TEXT, WAYS, Memory
 
 MAX_ANSWER_TOKENS = 8192
-"""Tokens of a sequence whose contexts all have a place in its own part; longer texts lose the rarest contexts."""
-_LEARNING_RATE = 0.1  # AdaGrad's for the joint distribution: 0.05 to 0.3 give the same trees
+"""Tokens of a sequence for which its own part of the table has room; longer sequences lose the rarest contexts."""
+_LEARNING_RATE = 0.1  # of AdaGrad, for the joint distribution; 0.05 to 0.3 give the same trees
 
 
 class MemoryDrafter(Drafter):
-    """Proposes tokens that followed the same context earlier: in the text itself, in the client's prediction, and in
-    past answers of the same scope. With a network, one distribution joins both."""
+    """Proposes tokens that followed the same context earlier: in the sequence itself, in the client's prediction, and
+    in past answers of the same scope. With a network, one joint distribution ranks the proposals of both."""
 
     def __init__(self, sizes: DraftingSizes, network: Drafter | None = None) -> None:
         device, rows = sizes.device, sizes.max_sequences + 1
         shares, buckets = num_shares(sizes.memory), buckets_per_share(sizes.memory)
         self._own_buckets = text_buckets(sizes.max_length)
         self._first_own = shares * buckets
-        self._no_share = shares  # row of the weights for sequences without a share
-        self._spare_row = rows  # a row without a sequence, for answers of other replicas
+        self._no_share = shares  # row of the learned weights for sequences without a share
+        self._spare_row = rows  # a row that no sequence uses, for answers of other replicas
         total = self._first_own + 2 * rows * self._own_buckets
         self._memory = Memory.empty(rows + 1, total, shares + 1, sizes.max_nodes, device)
         self.past = PastAnswers(self._memory, sizes.memory)
@@ -51,12 +51,12 @@ class MemoryDrafter(Drafter):
 
     @property
     def network(self) -> Drafter | None:
-        """The drafter whose proposals are joined with the memory's."""
+        """The drafter that is combined with the memory, or None."""
         return None if self._network is None else self._network.drafter
 
     @property
     def name(self) -> str:
-        """`memory`, with the network's name once that has weights."""
+        """`memory`, or `memory+NAME` once the network of that name has weights."""
         network = self.network
         return "memory" if network is None or not network.ready else f"memory+{network.name}"
 
@@ -108,7 +108,7 @@ class MemoryDrafter(Drafter):
         return tree if proposed is None else self._join((rows, proposed)).first(rows.shape[0])
 
     def recall(self, rows: Tensor) -> DraftTree:
-        """Grow trees from the memory alone. # rows [batch] int64 -> trees [batch, max_nodes]"""
+        """Grow trees from the memory alone, without the network. # rows [batch] int64 -> trees [batch, max_nodes]"""
         return self._grow_alone((rows,)).first(rows.shape[0])
 
     def commit(self, committed: Committed) -> None:
@@ -131,8 +131,8 @@ class MemoryDrafter(Drafter):
         self.past.forget(scope)
 
     def add_answer(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """Remember an answer of another replica: the last `num_new` of these tokens, after others that only give them
-        context. Does nothing where the scope gets no share."""
+        """Add an answer of another replica to the past answers: the last `num_new` of `tokens`; those before are only
+        context. Does nothing if the scope gets no share."""
         memory, row = self._memory, self._spare_row
         share = self.past.take(row, scope, stores=True)
         if share is None:
@@ -156,7 +156,7 @@ class MemoryDrafter(Drafter):
         return self.past.counts
 
     def _start(self, context: DraftContext) -> None:
-        """Point a row at its parts of the table, and add the prompt, the prediction, and the answer so far."""
+        """Assign a row its parts of the table, and add prompt, prediction and the answer so far to them."""
         memory, row, own = self._memory, context.row, self._own_buckets
         first = self._first_own + 2 * row * own
         num_predicted = own if context.prediction else 0
@@ -173,7 +173,7 @@ class MemoryDrafter(Drafter):
         self._add_text(row, TEXT, context.tokens[num_prompt:])
 
     def _part_of(self, share: int | None) -> tuple[int, int]:
-        """First bucket and number of buckets of a share; (0, 0) without one."""
+        """Return first bucket and number of buckets of a share, or (0, 0) for None."""
         buckets = self.past.share_buckets
         return (0, 0) if share is None else (share * buckets, buckets)
 
@@ -183,7 +183,8 @@ class MemoryDrafter(Drafter):
             ops.on(device).add_text(self._memory, row, part, torch.tensor(tokens, device=device))
 
     def _count(self, observe: Observe | None, outcome: Sequence[float]) -> None:
-        """Account for a step by the sums of `learn_committed`, and the usage of the table if it was sampled."""
+        """Update counts and credits by `outcome`: sums of `learn_committed`, then the table's usage if it was
+        sampled."""
         alone, accepted, committed, remembered, *known = map(int, outcome)
         self.past.count(remembered, known[: len(ORDERS)], *known[len(ORDERS) :])
         if self._network is not None:
@@ -191,7 +192,8 @@ class MemoryDrafter(Drafter):
 
 
 def text_buckets(max_length: int) -> int:
-    """Buckets for the contexts of a sequence of so many tokens; each row has as many again for a prediction."""
+    """Return the buckets for the contexts of a sequence; each row has as many again for its prediction. `max_length`:
+    tokens of the longest sequence."""
     return power_of_two(min(max_length, MAX_ANSWER_TOKENS) * len(ORDERS) // WAYS)
 
 
@@ -201,6 +203,6 @@ def _grow(memory: Memory, max_nodes: int, rows: Tensor, proposed: DraftTree | No
 
 
 def _learn(memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, tree: DraftTree, choices: Tensor) -> Tensor:
-    """Update the memory by committed tokens. # shapes: see `learn_committed`"""
+    """Update the memory with committed tokens. # shapes: see `learn_committed`"""
     given = memory, rows, tokens, counts, tree, choices, _LEARNING_RATE
     return ops.on(rows.device).learn_committed(*given)

@@ -1,5 +1,5 @@
-"""Past answers by scope: each scope has a fixed share of the table's buckets, a row of learnt weights, and nothing of
-any other scope's."""
+"""Past answers by scope. Each scope has a fixed share of the table's buckets and a row of learned weights, and never
+reads those of another scope."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,50 +17,51 @@ from drafters.memory_counts import MemoryCounts
 from drafters.protocol import DraftContext, MemorySizes
 from kernels.memory import BUCKET_BYTES, CONTEXT, ORDERS, Memory
 
-_PRIOR_SQUARES = 20.0  # squared gradients that the fitted weights start with: they count as some hundred labels
-_SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps, and buckets at least: the usage is known to 1/64
+_PRIOR_SQUARES = 20.0  # initial sum of squared gradients: the fitted weights count as some hundred labels
+_SAMPLE_EVERY, _SAMPLED = 64, 1024  # steps between samples of the usage, and buckets in a sample
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeAnswers:
-    """Past answers of a scope, as views of tensors that later steps keep writing to."""
+    """Past answers of a scope. The tensors are views, which later steps write to."""
 
     scope: str
     share: int
-    generation: int  # counts how often the share was cleared
+    generation: int  # number of times that the share was cleared
     entries: Tensor  # [buckets, WAYS] int64
     weights: Tensor  # [KINDS, FEATURES] float32
-    squares: Tensor  # [KINDS, FEATURES] float32, AdaGrad's sums
+    squares: Tensor  # [KINDS, FEATURES] float32, AdaGrad's sums of squared gradients
 
 
 class PastListener(Protocol):
-    """Is notified of changes to past answers, on the engine thread."""
+    """Observer of changes to past answers; called on the engine thread."""
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """An answer has ended and is remembered: the last `num_new` of these tokens, after up to CONTEXT others."""
+        """Called after an answer was added: the last `num_new` of `tokens`, which begin with up to CONTEXT earlier
+        ones."""
 
     def forgot(self, scope: str | None) -> None:
-        """The past answers of a scope, or of all scopes, were deleted."""
+        """Called after the past answers of a scope, or of all scopes if it is None, were deleted."""
 
 
 class _RunningAnswer(NamedTuple):
     scope: str
     tokens: Sequence[int]  # prompt and answer; grows while the sequence runs
-    num_known: int  # tokens at the beginning that listeners are not notified of
+    num_known: int  # number of first tokens that are not reported to listeners
 
 
 class PastAnswers:
-    """Assigns shares of the memory's table to scopes, and deletes and copies their contents. Called on the engine
-    thread, except `is_current`."""
+    """Assigns shares of the memory's table to scopes, clears them, and gives access to their contents. All methods but
+    `is_current` must be called on the engine thread."""
 
     def __init__(self, memory: Memory, sizes: MemorySizes) -> None:
-        """Shares stand first in the table: share i has buckets [i * share_buckets, (i + 1) * share_buckets)."""
+        """The table begins with the shares: share i has buckets [i * share_buckets, (i + 1) * share_buckets)."""
         self.listeners: list[PastListener] = []
-        self.share_buckets = buckets_per_share(sizes)  # 0: no past answers are remembered
+        self.share_buckets = buckets_per_share(sizes)  # 0: past answers are not remembered
         self._memory = memory
         self._shares = Shares(sizes)
-        self._held: dict[int, int] = {}  # share by row, of running sequences that have one
-        self._running: dict[int, _RunningAnswer] = {}  # sequences that store, by row
+        self._held: dict[int, int] = {}  # row -> share, of running sequences that have one
+        self._running: dict[int, _RunningAnswer] = {}  # row -> answer, of running sequences that store
         self._generations = [0] * num_shares(sizes)
         used = len(self._generations) * self.share_buckets
         self._counts = MemoryCounts(reserved_bytes=used * BUCKET_BYTES, known_tokens=(0,) * len(ORDERS))
@@ -75,15 +76,16 @@ class PastAnswers:
         return self._counts
 
     def begin(self, context: DraftContext) -> int | None:
-        """Give a sequence that starts running the share of its scope; None if it has none."""
+        """Assign a share to a sequence that starts (see `take`). Returns None if it gets none."""
         share = self.take(context.row, context.scope, stores=context.store)
         if share is not None and context.store and context.scope is not None:
             self._running[context.row] = _RunningAnswer(context.scope, context.tokens, len(context.tokens))
         return share
 
     def take(self, row: int, scope: str | None, *, stores: bool) -> int | None:
-        """Assign the share that a row reads, and writes if it stores: the scope's own, or one that was evicted for it.
-        None without a scope, and where no share is free."""
+        """Assign a share to a row. A row that stores gets its scope's share, or else an unused or evicted one of the
+        same owner; a row that only reads gets its scope's share if there is one. Returns None without a scope, or if
+        there is no such share."""
         self.end(row)
         if scope is None:
             return None
@@ -96,7 +98,7 @@ class PastAnswers:
         return share
 
     def end(self, row: int) -> None:
-        """Release the row's share, and notify listeners of its answer."""
+        """Release the row's share, and report its answer to the listeners."""
         if row in self._held:
             self._shares.release(self._held.pop(row))
         if row in self._running:
@@ -106,10 +108,10 @@ class PastAnswers:
                 listener.answered(scope, tokens[max(0, known - CONTEXT) :], num_new)
 
     def forget(self, scope: str | None = None) -> None:
-        """Delete the past answers of a scope, or of all, and the weights learnt from them."""
+        """Delete the past answers of a scope, or of all scopes if it is None, and the weights learned from them."""
         shares = self._shares.forget(scope)
         self._clear(shares)
-        for row, running in self._running.items():  # listeners hear only of tokens that follow
+        for row, running in self._running.items():  # only later tokens are reported to listeners
             if self._held[row] in shares:
                 self._running[row] = running._replace(num_known=len(running.tokens))
         self._counts = replace(self._counts, forgotten_shares=self._counts.forgotten_shares + len(shares))
@@ -117,29 +119,30 @@ class PastAnswers:
             listener.forgot(scope)
 
     def by_scope(self) -> list[ScopeAnswers]:
-        """The past answers of every scope, the least recently used one first."""
+        """Return the past answers of every scope, the least recently used scope first."""
         return [self._answers_of(scope, share) for scope, share in self._shares.held().items()]
 
     def is_current(self, answers: ScopeAnswers) -> bool:
-        """Whether the share has not been cleared since; from any thread."""
+        """Whether the share was not cleared since `answers` was made. May be called from any thread."""
         return self._generations[answers.share] == answers.generation
 
     def adopt(self, scope: str) -> ScopeAnswers | None:
-        """The scope's share, or an unused one of its owner, to be filled with answers of an earlier run; None if all
-        are in use."""
+        """Return the scope's share, or an unused one of its owner, to be filled with answers of an earlier run. Returns
+        None if there is none."""
         share = self._shares.adopt(scope)
         return None if share is None else self._answers_of(scope, share)
 
     def with_usage(self, counts: Tensor) -> Tensor:
-        """Append, every 64th step, how many places of a sample of the table are in use. # counts [n] -> [n or n + 1]"""
+        """Append, in every 64th step, the number of used entries in a sample of the table. # counts [n] -> [n or n +
+        1]"""
         self._num_steps += 1
         if self._num_steps % _SAMPLE_EVERY != 1 or not self.share_buckets:
             return counts
         return torch.cat([counts, (self._sample != 0).sum()[None]])
 
     def count(self, remembered: int, known: Sequence[int], used: int | None = None) -> None:
-        """Add to the totals what a step remembered, how many of its tokens each context length had known, and the
-        number of sampled places in use, where it was taken."""
+        """Add a step to the totals. `remembered`: tokens added to past answers; `known`: tokens that past answers
+        predicted, by context length; `used`: used entries in the sample, None if it was not taken."""
         counts = self._counts
         self._counts = replace(
             counts,
@@ -157,24 +160,24 @@ class PastAnswers:
 
     def _clear(self, shares: Iterable[int]) -> None:
         for share in shares:
-            self._generations[share] += 1  # before the content goes: a thread that copies it sees that its copy is void
+            self._generations[share] += 1  # before the content is cleared: see `is_current`
             self._memory.entries[share * self.share_buckets : (share + 1) * self.share_buckets] = 0
             self._memory.weights[share] = _prior()
             self._memory.squares[share] = _PRIOR_SQUARES
 
 
 def num_shares(sizes: MemorySizes) -> int:
-    """Most shares there can be: owners times scopes per owner."""
+    """Return the number of shares: owners times scopes per owner."""
     return sizes.owners * sizes.scopes
 
 
 def buckets_per_share(sizes: MemorySizes) -> int:
-    """Buckets of each share, a power of two; 0 if the memory has no room."""
+    """Return the number of buckets of each share, a power of two; 0 if the memory has no room."""
     return power_of_two(sizes.num_bytes // (num_shares(sizes) * BUCKET_BYTES))
 
 
 def power_of_two(limit: int) -> int:
-    """The largest power of two up to a limit; 0 for 0."""
+    """Return the largest power of two up to a limit; 0 for 0."""
     return 1 << limit.bit_length() - 1 if limit else 0
 
 
@@ -188,14 +191,14 @@ class _Share:
 
 @dataclass(slots=True)
 class Shares:
-    """Fixed number of shares by scope: a new scope takes its owner's least recently used share."""
+    """Assignment of a fixed number of shares to scopes. A new scope gets its owner's least recently used share."""
 
     sizes: MemorySizes
     _owned: dict[str, list[_Share]] = field(default_factory=dict)
     _uses: int = 0
 
     def read(self, scope: str) -> int | None:
-        """Return the scope's share and count one more reader, without marking it as used; None if the scope has
+        """Add a reader to the scope's share and return it, without marking it as used. Returns None if the scope has
         none."""
         found = self._find(scope)
         if found is None:
@@ -204,8 +207,8 @@ class Shares:
         return found.number
 
     def take(self, scope: str) -> tuple[int, str | None] | None:
-        """The scope's share, for one more reader, and which scope it is taken from if it holds another one's answers;
-        None where running sequences use all of the owner's shares."""
+        """Add a reader to the scope's share, which is assigned if it has none. Returns the share and the scope that was
+        evicted from it, if any. Returns None if running sequences use all shares of the owner."""
         found = self._find(scope)
         if found is None:
             unread = [share for share in self._shares_of(scope) if not share.readers]
@@ -218,7 +221,8 @@ class Shares:
         return found.number, evicted
 
     def adopt(self, scope: str) -> int | None:
-        """The scope's share, or an unused one as if it was used before all others, or None."""
+        """Return the scope's share, or assign an unused one as the least recently used. Returns None if there is
+        none."""
         unused = (share for share in self._shares_of(scope) if share.scope is None)
         found = self._find(scope) or next(unused, None)
         if found is None:
@@ -227,12 +231,11 @@ class Shares:
         return found.number
 
     def release(self, number: int) -> None:
-        """Remove one reader of a share."""
+        """Remove a reader of a share."""
         next(share for share in self._all() if share.number == number).readers -= 1
 
     def forget(self, scope: str | None = None) -> list[int]:
-        """The shares that held answers of this scope, or of any. They are unused from now on, but for those that
-        running sequences read and add to."""
+        """Return the shares of this scope, or of all scopes if it is None. Those without readers become unused."""
         cleared = [share for share in self._all() if share.scope is not None and scope in (None, share.scope)]
         for share in cleared:
             if not share.readers:
@@ -240,7 +243,7 @@ class Shares:
         return [share.number for share in cleared]
 
     def held(self) -> dict[str, int]:
-        """Share of each scope, least recently used first."""
+        """Return the share of each scope, the least recently used scope first."""
         shares = sorted(self._all(), key=lambda share: share.last_used)
         return {share.scope: share.number for share in shares if share.scope is not None}
 
@@ -258,7 +261,7 @@ class Shares:
         if owner not in self._owned:
             if len(self._owned) == self.sizes.owners:
                 adopted = (own for own, shares in self._owned.items() if not any(share.last_used for share in shares))
-                gone = next(adopted, None)  # may have no key any more; its answers are cleared as those of any scope
+                gone = next(adopted, None)  # an owner without requests since the start: its key may be gone
                 if gone is None:
                     return []
                 self._owned[owner] = self._owned.pop(gone)
@@ -274,6 +277,6 @@ def _owner_of(scope: str) -> str:
 
 @cache
 def _prior() -> Tensor:
-    """Initial weights, fitted by penalised maximum likelihood to 161,000 labels of answers to training prompts at
-    T = 0 and 0.7. # [KINDS, FEATURES]"""
+    """Return initial weights, fitted by penalised maximum likelihood to 161,000 labels of answers to training prompts
+    at T = 0 and 0.7. # [KINDS, FEATURES]"""
     return torch.tensor(json.loads(files(__package__).joinpath("prior.json").read_text()))

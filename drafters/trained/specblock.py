@@ -1,19 +1,32 @@
-"""SpecBlock (arXiv 2605.07243): one forward drafts a block of K dependent positions; further blocks start at its nodes.
+"""SpecBlock (arXiv 2605.07243): one forward drafts a block of K dependent positions.
 
 An anchor t is a position whose target features are known together with the next token. Its block has entries k = 1..K;
-entry k stands at position t + k and predicts the token at t + k + 1.
+entry k stands at position t + k and predicts the token at t + k + 1. A block is emitted in six steps (sections 3.1 and
+3.2; modules are in drafters/network unless another folder is given):
 
-- Section 3.1, what goes in: `FusedInput` makes h0_k of the anchor's condition, the next token and a position query.
-- Section 3.2, how K dependent positions come out: the layers run on all entries at once, with causal attention inside
-  the block, and between two layers entry k is mixed with the entry before it (`SpecBlock.forward` in network/model.py):
-  h_k <- W_shift [h_k; h_{k-1}], h_0 := h_1. Output norm and head turn each h_k into a distribution, and the rank head
-  (`SpecBlock.rank_logits` in network/model.py) says from h_k and 15 features of it how likely the target's token is
-  among ranks 1, 2-4, 5-10 or beyond. network/heads.py spreads these classes over ten candidates for each position;
-  network/blocks.py grows the tree and starts the next blocks at its likeliest nodes, on the drafter's own states.
-- Section 3.3, training: the same network runs the same forwards as in serving (training/forward.py); entries after a
-  token that could not have been drafted do not teach (training/objective.py). `FusedInput.solve` is where training
-  starts, which the paper leaves to chance.
-- Section 3.4, learning while serving: adaptation/.
+1. Input. `FusedInput` computes h0_k from the anchor's condition, the embedding of token t + 1 and the query of position
+   k. While serving, `served_input` below computes the same for all K entries.
+2. Forward. `BlockForward.first` (serving.py) runs the K entries of the newest anchor, in one forward with the committed
+   entries that still wait. Entries attend to committed ones before the anchor, and causally within the block.
+   3. Dependence. Between two layers, h_k <- W_shift [h_k; h_{k-1}] with h_0 := h_1: `ServingNetwork._before_last`
+   (served.py), in training `SpecBlock.forward` (model.py). Entry k depends on the state of entry k - 1, not on the
+   token chosen there: a block has one distribution per position, which is used below rank 1 of the position before.
+4. Heads. The output norm gives the final h_k and the draft head its logits. `propose` (heads.py) turns them into the
+   scores by which tokens are ranked: log q, or log q / T + Gumbel noise at T > 0 (drafters/coupling.py). The rank head
+   reads h_k and 15 features of the scores, and returns logits of the classes 1, 2-4, 5-10 and beyond for the rank of
+   the target's token (`rank_logits` in served.py). A policy of heads.py, by default `best_first`, divides the class
+   probabilities among the ten candidates of each position.
+5. Tree. `grow_lattice` (kernels/lattice.py) corrects these probabilities by learned factors (`RankCalibration.trust` in
+   drafters/calibration.py) and multiplies them along each path. The first ranks of a block form its spine; ranks 2 to
+   10 are leaves.
+6. Chaining. If the setting `draft_blocks` allows more than one forward per tree (the default is 1) and it pays
+   (`ForwardGates` in drafters/asking.py), further blocks start at the nodes where they gain most (`grow_lattice`). Such
+   a block reads the drafter's own state at the node in place of the condition, and the node's token in place of token
+   t + 1 (`BlockForward.next`). `TreeGrower` (blocks.py) runs steps 2 to 6 and merges all blocks into one tree.
+
+Training (section 3.3) runs the same forwards (training/forward.py); entries after a token that could not have been
+drafted have no loss (training/objective.py). Initial weights come from a regression, not from random numbers
+(`FusedInput.solve`). Learning while serving (section 3.4) is in adaptation/.
 
 Legend: rows, hidden, block = K, taps."""
 
@@ -47,22 +60,22 @@ AUTHORS: Fields = {
     "rank_scores": 20,
     "rank_biases": False,
 }
-"""The options of the authors' own network, as `config.json` has them."""
+"""Options of the network that the authors published, as fields of `config.json`."""
 _AUTHORS_RANK_HEAD = RankHeadShape(normalised=False, biases=False, scores=20)
 
 
 @dataclass(frozen=True, slots=True)
 class SpecBlockConfig(DrafterConfig):
-    """A SpecBlock drafter, of this project's training or, with `as_published`, of the authors'."""
+    """Config of a SpecBlock drafter trained by this project or, with `as_published`, by the paper's authors."""
 
     kind: ClassVar[str] = "specblock"
     trained_blocks: ClassVar[int] = 2
 
-    # "all", as in the paper, costs K times the rows for no gain that was measured (docs/training.md).
-    prefix_entries: Literal["first", "all"] = "first"  # entries of a committed position that later ones see
+    # "all", as in the paper, has K times the rows, without a measured gain (docs/training.md).
+    prefix_entries: Literal["first", "all"] = "first"  # entries of a committed position to which later positions attend
     shift: bool = True  # False: ablation without the layer-wise shift
-    broadcast: bool = True  # False: only a block's first entry sees condition and token
-    as_published: bool = False
+    broadcast: bool = True  # False: only the first entry of a block gets condition and token
+    as_published: bool = False  # the authors' variant of the network, see AUTHORS
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -98,10 +111,11 @@ class SpecBlockConfig(DrafterConfig):
 
 
 class FusedInput(Input):
-    """h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],  c_t = W_cond [h_low; h_mid; h_top]   (section 3.1)"""
+    """Input layer of blocks (section 3.1): h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)], with the condition
+    c_t = W_cond [h_low; h_mid; h_top] of the tapped features and a learned query q_k for each position of the block."""
 
     def __init__(self, config: DrafterConfig, shape: LayerShape, *, broadcast: bool) -> None:
-        """`broadcast`: all entries of a block see condition and token, not only the first."""
+        """`broadcast`: all entries of a block get condition and token, not only the first."""
         super().__init__()
         hidden, epsilon = config.hidden_size, shape.epsilon
         self.condition_proj = nn.Linear(config.features_size, hidden, bias=False)
@@ -115,7 +129,7 @@ class FusedInput(Input):
 
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
         queries = self.query_norm(self.position_queries[entries])  # [entries, hidden]
-        dtype = self.token_norm.weight.dtype  # not autocast's: a norm of mixed dtypes is slow
+        dtype = self.token_norm.weight.dtype  # not autocast's dtype: a norm of mixed dtypes is slow
         known = torch.cat([self.condition_norm(context.to(dtype)), self.token_norm(embedded.to(dtype))], dim=-1)
         seen = known[..., None, :].expand(*known.shape[:-1], queries.shape[0], -1)
         if not self._broadcast:
@@ -126,11 +140,11 @@ class FusedInput(Input):
 
     @torch.no_grad()
     def solve(self, sums: InputSums, generator: torch.Generator) -> None:
-        """Set all weights by the regression. The norm between condition and fusion divides by a magnitude that hardly
-        varies: the mean one is assumed. The constant enters through the position queries, which `generator` draws close
-        together."""
+        """Set all weights from the regression in `sums`. The norm between condition and fusion divides by a magnitude
+        that hardly varies, so its mean is used. The regression's constant enters through the position queries, which
+        `generator` draws close together."""
         hidden, solved = sums.hidden, sums.fused()
-        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # none without norms
+        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # no iteration without norms
             norm.get_parameter("weight").copy_(1.0 / own)
         self.condition_proj.weight.copy_(solved.condition.T)
         self.condition_norm.weight.fill_(1.0)
@@ -148,7 +162,7 @@ _QUERY_SPREAD = 0.3
 
 
 class FusedStructure(Structure):
-    """A network that begins with `FusedInput`."""
+    """Structure of a network whose input layer is `FusedInput`."""
 
     broadcast = True
 
@@ -163,12 +177,12 @@ class FusedStructure(Structure):
         known = planner.product(fuse[:, : 2 * hidden].contiguous())
         queries = torch.rms_norm(planner.weights["input_layer.position_queries"], (hidden,), None, epsilon)
         queries = queries * planner.weights["input_layer.query_norm.weight"]
-        # What the position queries add to an entry is the same in every block.
+        # The queries' part of W_fuse [...] is the same in every block: it is computed once.
         added = linear(queries.float(), fuse[:, 2 * hidden :].float())
         added = planner.tensor(added.to(fuse.dtype))  # [block, hidden]
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -hidden:]  # a wider context ends with the state to continue from
+            state = context[:, -hidden:]  # of a wider context, the last part is the state at which the block starts
             normed = [condition_norm(state), token_norm(embedded.to(context.dtype))]
             seen = known(torch.cat(normed, dim=-1))[:, None]
             if broadcast:
@@ -181,7 +195,7 @@ class FusedStructure(Structure):
 
 
 class BlockStructure(FusedStructure):
-    """SpecBlock's network."""
+    """Structure of the SpecBlock network."""
 
     serving = BlockForward
     training = TrainingForward
@@ -191,10 +205,10 @@ class BlockStructure(FusedStructure):
         self.broadcast = config.broadcast
 
 
-# The form in which the authors publish it.
+# Published form: files of the paper's authors.
 
 _ARCHITECTURES = ("LlamaForCausalLMSpecBlock",), ("LlamaForCausalLMSpecBlockShift",)
-"""Names of one network, the first in their training, the second in their fork of SGLang."""
+"""Names of the same network: in the authors' training code, and in their fork of SGLang."""
 _NAMES = {
     "input_layer.position_queries.weight": "input_layer.position_queries",
     "layers.": "decoder.layers.",
@@ -206,12 +220,12 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Spec
     layers, depth = form.layers_of(described, target), target.config["num_hidden_layers"]
     form.refuse_set(described, ("target_hidden_size", "eagle_config"), layers["hidden_size"])
     if described["rank_classes"] != RANK_CLASSES:
-        raise ValueError(f"its rank_classes is {described['rank_classes']}, and {RANK_CLASSES} are read")
+        raise ValueError(f"its rank_classes is {described['rank_classes']}, only {RANK_CLASSES} is supported")
     _refuse_scaling(layers)
     return SpecBlockConfig(
-        # Their code divides, whatever head_dim a config has.
+        # Their code ignores the config's head_dim.
         {**layers, "head_dim": layers["hidden_size"] // layers["num_attention_heads"], "num_hidden_layers": depth},
-        form.taps_of((1, depth // 2 - 1, depth - 4), target, first=0),  # the layers that their code reads
+        form.taps_of((1, depth // 2 - 1, depth - 4), target, first=0),  # the layers that their code taps
         described["draft_vocab_size"],
         num_layers=layers["num_hidden_layers"],
         block_size=described["diffspec_draft_token_num"],
@@ -223,16 +237,16 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Spec
 
 
 def _refuse_scaling(layers: Mapping[str, Any]) -> None:
-    """Raise ValueError for a scaling of rotary positions that their code does not compute."""
+    """Raise ValueError for a rope scaling that the authors' code does not implement."""
     scaling = layers.get("rope_scaling") or layers.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"its rope_scaling is {kind!r}, and only 'llama3' is in this form")
+        raise ValueError(f"its rope_scaling is {kind!r}, only 'llama3' is supported in this form")
 
 
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
     form.drop_embedding(tensors, target, "input_layer.embed_tokens.weight")
-    ranks = {name: tensors[name] for name in ("rank_head.0.weight", "rank_head.2.weight")}  # other forms may lack them
+    ranks = {name: tensors[name] for name in ("rank_head.0.weight", "rank_head.2.weight")}  # required in this form
     return {**form.vocabulary(tensors, config), **form.renamed(tensors, _NAMES), **ranks}
 
 

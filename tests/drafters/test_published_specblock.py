@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for changes, message in (
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
         ({"vocab_size": 300}, "its vocab_size is 300, the target's is 320"),
-        ({"rank_classes": 5}, "its rank_classes is 5, and 4 are read"),
+        ({"rank_classes": 5}, "its rank_classes is 5, only 4 is supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "its rope_scaling is 'linear'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "its config sets eagle_config"),
         ({"draft_vocab_size": 41}, "its d2t must list 41 tokens, and lists 40"),

@@ -137,5 +137,5 @@ def test_slots_that_hold_another_text_are_not_read() -> None:
 
 
 def test_a_draft_model_takes_no_argument() -> None:
-    with pytest.raises(StartupError, match="leave the parentheses out"):
+    with pytest.raises(StartupError, match="remove the parentheses"):
         drafting_engine("draft_model(2)")
