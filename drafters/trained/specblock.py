@@ -8,7 +8,7 @@ entry k stands at position t + k and predicts the token at t + k + 1. A block is
    k. While serving, `served_input` below computes the same for all K entries.
 2. Forward. `BlockForward.first` (serving.py) runs the K entries of the newest anchor, in one forward with the committed
    entries that still wait. Entries attend to committed ones before the anchor, and causally within the block.
-   3. Dependence. Between two layers, h_k <- W_shift [h_k; h_{k-1}] with h_0 := h_1: `ServingNetwork._before_last`
+3. Dependence. Between two layers, h_k <- W_shift [h_k; h_{k-1}] with h_0 := h_1: `ServingNetwork._before_last`
    (served.py), in training `SpecBlock.forward` (model.py). Entry k depends on the state of entry k - 1, not on the
    token chosen there: a block has one distribution per position, which is used below rank 1 of the position before.
 4. Heads. The output norm gives the final h_k and the draft head its logits. `propose` (heads.py) turns them into the
@@ -144,7 +144,7 @@ class FusedInput(Input):
         that hardly varies, so its mean is used. The regression's constant enters through the position queries, which
         `generator` draws close together."""
         hidden, solved = sums.hidden, sums.fused()
-        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # no iteration without norms
+        for norm, own in zip(self.feature_norms, solved.deviations.split(hidden), strict=False):  # empty without norms
             norm.get_parameter("weight").copy_(1.0 / own)
         self.condition_proj.weight.copy_(solved.condition.T)
         self.condition_norm.weight.fill_(1.0)
