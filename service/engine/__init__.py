@@ -1,1 +1,1 @@
-"""The engine: one thread that owns target, slots and scheduler, and turns requests into tokens step by step."""
+"""The engine: one thread that owns target, KV slots and scheduler, and generates tokens step by step."""

@@ -1,5 +1,5 @@
-"""Books of the engine's steps: records for metrics, the ledger's time, and each query's costs for learning. All of
-it is done after a step's outputs have left, and guarded: an exception costs no text."""
+"""Bookkeeping of the engine's steps: records for metrics, seconds for the ledger, and each query's costs for learning.
+It runs after a step's outputs were delivered, and under a guard: an exception in it does not affect generation."""
 
 import math
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from service.engine.stats import FinishStats, StepStats
 from service.observability.guard import Guard
 
 _PLAIN_STEPS = round(1 / SHARE)
-"""Steps without drafts after one whose loss was not entered in the ledger: if such a step is lost whole, so is the
-share of steps that drafting may lose, and no more."""
+"""Number of steps without drafts after a step whose loss was not entered in the ledger. Even if that step was lost as a
+whole, drafting then loses no more than its share of steps."""
 
 
 class SentStep(NamedTuple):
-    """A step whose outputs were delivered, and the data its books need."""
+    """A step whose outputs were delivered, with the data that its bookkeeping needs."""
 
     batch: StepBatch
     budget: DraftBudget
@@ -45,21 +45,21 @@ class Learn(Protocol):
 
 
 class StepClock:
-    """Measures a step's phases by the times at which the device reaches their ends."""
+    """Measures the seconds of a step's phases, on a GPU by the times at which the device reaches their ends."""
 
     def __init__(self, now: Clock, version: int = 0) -> None:
-        """`version`: version of the drafter that serves the step."""
+        """`now`: returns a timestamp of the device; `version`: version of the drafter that serves the step."""
         self.version = version
         self._now = now
         self._laps: list[tuple[str, Timestamp]] = [("", now())]
         self._seconds = {"draft": 0.0, "verify": 0.0, "follow": 0.0, "other": 0.0}
 
     def lap(self, phase: str) -> None:
-        """End a phase here; the next one begins."""
+        """End the current phase under this name, and begin the next one."""
         self._laps.append((phase, self._now()))
 
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by phase up to the last lap; waits until the device is there."""
+        """Return the seconds by phase up to the last lap; waits until the device has reached it."""
         for (_, before), (phase, after) in pairwise(self._laps):
             self._seconds[phase] += after - before
         del self._laps[:-1]
@@ -67,54 +67,57 @@ class StepClock:
 
 
 class LearningHooks(Protocol):
-    """Interface of learning while serving, as the engine calls it. All calls come from the engine thread and must
+    """Interface through which the engine calls learning while serving. All calls come from the engine thread and must
     return fast."""
 
     @property
     def guard(self) -> Guard:
-        """Guard of the engine's books."""
+        """Guard under which the engine's bookkeeping runs."""
         ...
 
     def between_steps(self) -> int:
-        """Weights may change during this call, and at no other time. # -> version of the drafter from now on"""
+        """Replace the drafter's weights if new ones are due; they change in no other call. Returns the version of the
+        drafter from now on."""
         ...
 
     def stepped(self, stats: StepStats) -> bool:
-        """Record a step. # -> whether it ran without training beside it"""
+        """Record a step. Returns whether it ran without training at the same time."""
         ...
 
     def ended(self, query: Query) -> None:
-        """Record a finished query; the recorder's row keeps its data until the next step."""
+        """Record a finished query; the recorder keeps the data of the query's row until the next step."""
         ...
 
 
 class StepAccounting:
-    """Keeps the books of an engine's steps: queries' costs, accepted tokens by source, the ledger, learning."""
+    """Bookkeeping of an engine's steps: costs of queries, accepted tokens by source, the ledger's time, learning."""
 
     def __init__(
         self, drafter: Drafter, now: Clock, ledger: RegretLedger | None = None, learning: LearningHooks | None = None
     ) -> None:
-        """The seconds of steps accrue in `ledger`."""
+        """`now`: clock of the device; `ledger`: ledger in which the seconds of steps accrue; `learning`: learning
+        while serving, if it is on."""
         self.guard = Guard() if learning is None else learning.guard
         self._drafter, self._now, self._ledger, self._learning = drafter, now, ledger, learning
         self._credited: dict[str, int] = dict(drafter.credits())
-        self._num_plain = 0  # steps from now on that may have no drafts
+        self._num_plain = 0  # number of coming steps that must not draft
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next step may have drafts: its loss can be entered in the ledger, or hardly counts."""
+        """Whether the next step may have drafts. It may not while losses cannot be entered in the ledger, because a
+        part of the bookkeeping is off or has just failed."""
         return not (self._num_plain or self.guard.is_off("end_step") or self.guard.is_off("learn"))
 
     def start_step(self) -> StepClock:
-        """Let weights change, then start the step's clock."""
+        """Let learning replace the drafter's weights, then start the step's clock."""
         learning, drafter = self._learning, self._drafter
         if learning is None:
             return StepClock(self._now)
         return StepClock(self._now, self.guard.run("weights", learning.between_steps, lambda: drafter.version))
 
     def keep(self, step: SentStep, learn: Learn) -> tuple[list[FinishStats], StepStats | None]:
-        """Keep the books of a step, each part guarded by itself.
-        # -> records of the sequences that finished, and the step's; None: it could not be made"""
+        """Do the bookkeeping of a step, each part under a guard of its own. Returns the records of finished sequences,
+        and the record of the step, or None if that part failed."""
         batch, budget, clock = step.batch, step.budget, step.clock
         accepted = [max(0, len(tokens_of(of_one)) - 1) for of_one in step.sent]
         self.guard.run(
@@ -143,7 +146,7 @@ class StepAccounting:
         return finished, stats
 
     def _leave_unlearnt(self) -> None:
-        """Forbid drafts for a while, because the step's loss is in no account."""
+        """Forbid drafts in the coming steps, because this step's loss was not entered in the ledger."""
         self._num_plain = _PLAIN_STEPS if self._ledger is not None else 0
 
     def end_step(
@@ -157,8 +160,8 @@ class StepAccounting:
         gaps: tuple[float, ...],
         preemptions: int,
     ) -> tuple[StepStats, bool]:
-        """Record a step: `accepted` lengths by completing sequence, `gaps` in seconds between emissions.
-        # -> its record, and whether it ran without training beside it"""
+        """Record a step; `accepted`: accepted lengths by completing sequence, `gaps`: seconds between emissions.
+        Returns its record, and whether it ran without training at the same time."""
         clock.lap("other")
         per_draft = tuple(count for count, nodes in zip(accepted, budget.num_nodes, strict=False) if nodes)
         seconds = clock.seconds()
@@ -186,8 +189,8 @@ class StepAccounting:
     def end_queries(
         self, sequences: Items[Sequence], rows: Items[int], outputs: Items[SequenceOutput]
     ) -> list[FinishStats]:
-        """Hand finished queries to learning; `rows` of the slot table and last outputs by sequence.
-        # -> records of the finished ones"""
+        """Hand finished queries to learning, and return their records. `rows` (of the slot table) and `outputs` (last
+        outputs) have one entry per sequence."""
         finished = []
         for sequence, row, output in zip(sequences, rows, outputs, strict=True):
             if output.finish_reason is not None:
@@ -198,7 +201,7 @@ class StepAccounting:
         return finished
 
     def _newly_credited(self, accepted: int) -> Mapping[str, int]:
-        """Tokens accepted in this step by source."""
+        """Number of tokens accepted in this step, by source."""
         credits = self._drafter.credits()
         if not credits:
             return {self._drafter.name: accepted}
@@ -210,12 +213,12 @@ class StepAccounting:
 def charge(
     batch: StepBatch, version: int, num_nodes: Items[int], accepted: Items[int], seconds: Mapping[str, float]
 ) -> None:
-    """Charge a step to the queries that took part: `num_nodes` by sequence of the batch, `accepted` lengths by
-    completing sequence, `seconds` by phase.
+    """Charge a step's seconds to its queries. `num_nodes` by sequence of the batch, `accepted` lengths by completing
+    sequence, `seconds` by phase.
 
-    Decoding sequences share all seconds but the share of the step's prompts. These have theirs, by rows, of everything
-    after drafting: all rows go through the same layers, and one reading of the weights serves them all. It is charged
-    to no query, as no drafter makes a prompt shorter.
+    Prompt rows get a share of the seconds after drafting, proportional to their number, because all rows pass through
+    the same layers. This share is charged to no query, as no drafter can make a prompt shorter. The decoding sequences
+    share all other seconds equally.
     """
     for sequence in batch.completing:
         costs = sequence.costs
@@ -236,13 +239,13 @@ def charge(
 
 
 def leave_uncharged(batch: StepBatch) -> None:
-    """Mark the queries that took part in a step that is not charged: nothing is learnt from wrong costs."""
+    """Mark the costs of this step's queries as unknown (NaN), so that nothing is learnt from them."""
     for sequence in batch.completing:
         sequence.costs.seconds = math.nan
 
 
 def query_of(sequence: Sequence, row: int) -> Query:
-    """Query record of a finished sequence; `row`: its row of the slot table."""
+    """Build the record of a finished sequence for learning; `row`: its row of the slot table."""
     costs = sequence.costs
     return Query(
         row=row,
@@ -261,7 +264,7 @@ def query_of(sequence: Sequence, row: int) -> Query:
 
 
 def finish_stats(sequence: Sequence, output: SequenceOutput) -> FinishStats:
-    """Record of a sequence that ends with this output, for metrics."""
+    """Build the metrics record of a sequence that ends with this output."""
     assert output.finish_reason is not None, "the sequence has not ended"
     assert output.timings is not None, "the last output has the totals"
     return FinishStats(

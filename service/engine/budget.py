@@ -1,15 +1,37 @@
-"""The budget of a step: which sequences draft, whether the drafter runs, and how many drafted nodes are verified. A
-matter of speed only: no choice changes the text.
+"""The budget of a step: how many drafted nodes the next step verifies, and why. It changes the speed, never the text.
 
-By cost: one decision for the whole batch, made anew in every step. With candidates of all sequences sorted by survival,
-S(N) the sum of the first N, B drafting sequences (or their weights) and R rows without nodes:
+Who drafts: `DraftGate.choose` picks the sequences whose expected gain is positive and whose loss the ledger covers.
+
+How many nodes: `CostBudget`, the default, maximises the expected tokens per second of the whole batch:
 
     N* = argmax_N (B + S(N)) / (T_draft + T(B) + T_verify(R + N) - T_verify(R))
 
-Where steps are captured, every tree has rows for the same number of nodes w, one of a few: N = B * w and S counts the
-w likeliest nodes of each sequence.
+B is the number of decoding sequences, S(N) the sum of the N highest survival probabilities of all their candidates, R
+the rows without nodes, T(B) the seconds of a plain step of these sequences (prompt rows of the step are paid anyway and
+cancel). If a pace is promised, each sequence's terms of B and S are weighted by `pace_weights` (drafting.py). The
+denominator is `CostBudget.step_seconds`. S and the argmax are computed on the device by `allocate_nodes`
+(kernels/survival.py), in which each sequence's best node precedes all second ones. `FixedBudget` has no argmax: every
+tree gets the configured number.
 
-T(B) is what a plain step of these B sequences takes; prompt rows of the same step are paid anyway and do not count.
+Limits: `DraftStage._limits` (drafting.py) bounds each tree by the settings' and the request's `max_budget`, and its
+depth by the tokens left to emit. Under load the nodes must fit into the free slots: `step_seconds` is infinite above
+them, and `DraftStage._pruned` cuts fixed budgets to equal shares of them.
+
+Captured steps lay out their rows before N* is known. All trees have one width, the least captured one that holds what
+the step before wanted (`TreeWidth.choose`, tree_pruning.py), and are filled with their likeliest nodes, as padding
+costs the same. N* of this step (`allocate_width`, kernels/survival.py) sets the width of the next. So such a step
+verifies nodes even where N* is 0, unless not even the least width fits into the free slots.
+
+Reasons (`REASONS`), with the function that decides on each:
+
+- "cost", "fixed": the drafter ran, by the budget of that kind; "fixed" also if the configured number is 0 (`decide`).
+- "no_candidates": no request wants drafts (`StepLoad.obstacle`); or a failed step is repeated, or losses cannot be
+  entered in the ledger (`DraftStage.draft`); or the drafter proposed nothing (`DraftStage.with_node_counts`).
+- "slots": the smallest tree does not fit (`StepLoad.obstacle`), or a fixed budget was cut (`DraftStage._pruned`).
+- "suspended": no sequence drafts (`DraftGate.choose`); "forced": the same, but known tokens of grammars or of resumed
+  streams are verified without the drafter (`DraftStage.draft`).
+- "reference": a plain step that measures the baseline of gains (`DraftGate.needs_plain_step`).
+- "does_not_pay": the drafter ran, and no node was worth verifying (`DraftStage.with_node_counts`).
 """
 
 import json
@@ -33,12 +55,12 @@ from service.engine.stats import DraftingOutlook, StepStats
 logger = logging.getLogger(__name__)
 
 REASONS = ("no_candidates", "does_not_pay", "cost", "fixed", "slots", "suspended", "reference", "forced")
-"""Why a step has as many nodes as it has, as metrics name it."""
+"""Reasons for a step's number of nodes, as metrics name them; explained above."""
 
 _PLAIN_SURE = 0.03
-"""Standard deviation up to which a plain step is known well enough: a third of that of a gain that is seen all the time
-(0.09, drafters/decision.py). The next one is learnt from some five steps later."""
-_MOST_TIMES = 1.5  # cap on a step's seconds, in expected ones: a hiccup of the machine says nothing of the drafter
+"""Standard deviation below which plain steps are not learnt from: a third of the 0.09 that the gain of an action
+observed in every step has (drafters/decision.py). Drift raises it above this bound again within some five steps."""
+_MOST_TIMES = 1.5  # cap on a step's seconds as a multiple of the expected ones, so that a hiccup hardly counts
 _NO_PRICES = np.empty(0)
 
 
@@ -48,12 +70,12 @@ class StepLoad:
 
     num_rows: int  # rows of the forward without nodes: roots and prompt chunks
     context: float  # mean context length of the step's sequences, tokens
-    free_slots: int  # most nodes in all
+    free_slots: int  # slots left for nodes of all trees
     num_sequences: int
-    decoding: tuple[SequenceGain, ...]  # those that run the drafter stand first
+    decoding: tuple[SequenceGain, ...]  # sequences that run the drafter stand first
     prefilling: tuple[SequenceGain, ...] = ()
-    num_drafting: int = 0  # how many of `decoding` run the drafter
-    tree_widths: tuple[int, ...] | None = None  # nodes that rows of a tree may be laid out for, from 0; None: any
+    num_drafting: int = 0  # number of sequences in `decoding` that run the drafter
+    tree_widths: tuple[int, ...] | None = None  # widths that trees may have, rising from 0; None allows any
 
     @property
     def num_decoding(self) -> int:
@@ -72,19 +94,19 @@ class StepLoad:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no sequence can have a tree, one of REASONS; None: some can."""
+        """Why no sequence can have a tree, one of REASONS. Returns None if some can."""
         if not any(one.may_draft for one in self.decoding):
             return "no_candidates"
         smallest = 1 if self.tree_widths is None else self.num_decoding * self.tree_widths[1]
         return "slots" if smallest > self.free_slots else None
 
     def arranged(self, chosen: Collection[SequenceGain]) -> "StepLoad":
-        """The load with those decoding sequences first that were chosen to draft."""
+        """Return a copy of the load in which the decoding sequences chosen to draft come first."""
         decoding = sorted(self.decoding, key=lambda one: one not in chosen)
         return replace(self, decoding=tuple(decoding), num_drafting=sum(one in chosen for one in decoding))
 
     def node_rows(self, num_candidates: int) -> FloatArray:
-        """Rows of nodes that the step may have, rising from 0. # -> [choices]"""
+        """Numbers of node rows that the step can choose from, rising from 0. # -> [choices]"""
         if self.tree_widths is None:
             return np.arange(num_candidates + 1.0)
         return np.array(self.tree_widths, dtype=np.float64) * self.num_decoding
@@ -94,19 +116,20 @@ class StepLoad:
 class DraftBudget:
     """What a step drafts and verifies, and why. Tuples have one entry for each sequence of the step.
 
-    `Budget.decide` makes it; the number of nodes follows from the candidates, and their count from the device.
+    `Budget.decide` creates it; `DraftStage` adds rows and sizes of the trees after pruning, and the numbers of nodes
+    after they were read from the device.
     """
 
     load: StepLoad
     reason: str  # one of REASONS
     drafted: bool  # whether the drafter runs
-    followed: bool  # whether the drafter reads and commits with the step, as some sequence may draft later
-    max_nodes: int = MAX_NODES  # most nodes of a tree
+    followed: bool  # whether the drafter reads the step's tokens, because some sequence drafts now or may do so later
+    max_nodes: int = MAX_NODES  # maximum number of nodes of a tree
     seconds: Callable[[StepLoad, int], FloatArray] = lambda load, num_candidates: _NO_PRICES
-    """Seconds of the step by number of nodes, as `CostBudget.step_seconds`; empty where the budget is not by cost."""
+    """Function like `CostBudget.step_seconds`; returns an empty array if the number of nodes is not chosen by cost."""
     node_rows: tuple[int, ...] = ()  # rows laid out for nodes, padding included
-    tree_sizes: Tensor | None = None  # [decoding, SIZES] int64 as of `Pruned`, on the device; None: no trees
-    num_nodes: tuple[int, ...] = ()  # nodes verified, once the host knows them
+    tree_sizes: Tensor | None = None  # [decoding, SIZES] int64, see `Pruned`, on the device; None without trees
+    num_nodes: tuple[int, ...] = ()  # verified nodes; empty until they are read from the device
 
     @property
     def is_plain(self) -> bool:
@@ -122,16 +145,16 @@ class DraftBudget:
 class Budget(ABC):
     """Decides what each step drafts, and learns from the seconds of steps."""
 
-    is_priced = False  # whether steps have prices: `DraftBudget.seconds`
+    is_priced = False  # whether `DraftBudget.seconds` returns the seconds of a step by number of nodes
 
     @abstractmethod
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
-        """Choose which sequences draft, now or once their prompts are read, and whether the drafter runs in this step.
-        The load is arranged by it. `starts`: whether a sequence starts to run."""
+        """Choose which sequences draft, now or once their prompts are computed, and whether the drafter runs in this
+        step. In the budget's load the drafting sequences come first. `starts`: whether a sequence starts to run."""
 
     def learn(self, budget: DraftBudget, stats: StepStats) -> float | None:
-        """Learn from the seconds of a step, and set the seconds saved in its record. Returns the verify seconds that
-        had been predicted; None without predictions."""
+        """Learn from the seconds of a step, and set `stats.saved_seconds`. Returns the verify seconds predicted before
+        this update, or None if no prediction was made."""
         return None
 
     def outlook(self, load: StepLoad) -> DraftingOutlook | None:
@@ -142,19 +165,20 @@ class Budget(ABC):
         """Called after the drafter's weights were replaced."""
 
     def state(self) -> Any:
-        """Serializable state for `restore`, as JSON."""
+        """State for `restore` that can be serialized as JSON."""
         return None
 
     def restore(self, state: Any, age_seconds: float) -> None:  # noqa: B027  # a default, not a stub
-        """Begin with a state of `age_seconds` ago. Raises ValueError, KeyError or TypeError for anything else, and then
-        changes nothing."""
+        """Continue from a state that `state` returned `age_seconds` ago. Raises ValueError, KeyError or TypeError for
+        an invalid state, without changing anything."""
 
 
 class FixedBudget(Budget):
-    """The same number of nodes in every step, or one for each number of decoding sequences."""
+    """Budget with a configured number of nodes per tree, the same in every step or by number of decoding sequences."""
 
     def __init__(self, nodes: int | Mapping[int, int]) -> None:
-        """A mapping gives the nodes of each sequence from that many sequences on; it must have a key 1."""
+        """`nodes`: nodes per tree. In a mapping they apply from that number of decoding sequences on; it must have the
+        key 1."""
         table = {1: nodes} if isinstance(nodes, int) else nodes
         assert 1 in table, "the table has no entry for a single sequence"
         self._nodes_from = sorted(table.items())
@@ -173,26 +197,26 @@ class FixedBudget(Budget):
 
 
 class CostBudget(Budget):
-    """The number of nodes that maximises expected tokens per second over the whole batch; none is plain decoding.
+    """Budget with the number of nodes that maximises the batch's expected tokens per second (see the module docstring).
 
-    Every N is looked at, because cost curves are staircases. Whether the drafter runs is decided by what whole steps
-    gained over plain ones of the same sequences. A plain step is taken as a baseline where its uncertainty is the
-    larger part of the doubt in a gain that may be none.
+    The argmax tries every N, because cost curves are staircases. Whether the drafter runs at all is decided before, by
+    the measured gain of steps with drafts over plain steps of the same sequences. A plain step is inserted to measure
+    that baseline if the sign of the gain is open mainly because the baseline is uncertain.
     """
 
     is_priced = True
 
     def __init__(self, costs: CostTable, drafts: DraftCosts, ledger: RegretLedger) -> None:
-        """`ledger`: the server's, in which drafters have accounts too."""
+        """`costs`, `drafts`: measured seconds to start from; `ledger`: the server's, shared with the drafters."""
         self._costs = OnlineCosts(costs)
         self._drafts = OnlineDraftCosts(drafts)
         self.gate = DraftGate(ledger, float(costs.verify_seconds(np.ones(1), 0.0)[0]))
-        self._was_plain = False  # the last step
+        self._was_plain = False  # whether the last step was plain
         self._step_seconds = 0.0  # seconds of the last step without a prompt
 
     def decide(self, load: StepLoad, *, starts: bool) -> DraftBudget:
         sequences = *load.decoding, *load.prefilling
-        # The worst case is a step that emits no more than a plain one, and so loses a part of itself.
+        # A step with drafts loses at most its own seconds, so the last step's seconds bound the loss.
         drafts = self.gate.choose(sequences, starts=starts, step_seconds=self._step_seconds)
         chosen = {one for one, drafting in zip(sequences, drafts, strict=True) if drafting and one.may_draft}
         load = load.arranged(chosen)
@@ -202,8 +226,8 @@ class CostBudget(Budget):
         )
 
     def step_seconds(self, load: StepLoad, num_candidates: int) -> FloatArray:
-        """Seconds of a step with each of `load.node_rows`, without what its prompt rows take; infinite above the free
-        slots. # -> [choices]"""
+        """Predicted seconds of the step for each choice of `load.node_rows`, without the time of its prompt rows;
+        infinite for more nodes than free slots. # -> [choices]"""
         nodes = load.node_rows(num_candidates)
         verify = self._costs.verify_seconds(load.num_rows + nodes, load.context, load.num_sequences)
         draft = self._drafts.draft_seconds(load.num_drafting) if load.num_drafting else 0.0
@@ -224,7 +248,7 @@ class CostBudget(Budget):
             self.gate.skip(load.decoding, load.num_sequences)
             self._forwards(load).advance()
             return None
-        # Learnt first: what a step took must not become what it was expected to take.
+        # The gate learns before the costs: a step's seconds must not change the prediction it is compared with.
         if budget.drafted:
             self._learn_drafted(budget, stats)
         elif load.num_decoding:
@@ -243,14 +267,14 @@ class CostBudget(Budget):
         self.gate.restore(state, age_seconds)
 
     def _reason(self, load: StepLoad) -> str:
-        """Why the drafter runs or not, where trees are possible."""
+        """Why the drafter runs or does not run, one of REASONS, if trees are possible."""
         if not load.num_drafting:
             return "suspended"
         return "reference" if self.gate.needs_plain_step(load.drafting, load.num_sequences) else "cost"
 
     def _is_known(self, budget: DraftBudget) -> bool:
-        """Whether to skip learning from this plain step: its time is known well, and learning takes 3 % of a small
-        model's step."""
+        """Whether learning from this plain step is skipped, because its seconds are known well enough: learning takes
+        3 % of a small model's step."""
         load, alone = budget.load, budget.is_plain and not budget.followed and self._was_plain
         return alone and load.num_rows == load.num_decoding and self._forwards(load).sd < _PLAIN_SURE
 
@@ -267,23 +291,24 @@ class CostBudget(Budget):
         return self.gate.decision.baseline(load.num_sequences)
 
     def _learn_plain(self, budget: DraftBudget, stats: StepStats) -> None:
-        """Update the baseline by a plain step, and charge the drafter's time to follow it."""
+        """Update the baseline by a plain step, and charge the time in which the drafter read its tokens."""
         load = budget.load
-        if budget.followed:  # a drafter that does not follow takes time too, which no decision could save
+        if budget.followed:  # the seconds of a drafter that does not follow could not be saved by any decision
             stats.saved_seconds = -stats.follow_seconds
             for one in load.decoding:
                 self.gate.settle(one.traffic, -stats.follow_seconds / load.num_decoding)
         self.gate.skip(load.decoding, load.num_sequences)
-        # A plain step right after one with drafts finds the rows of these in the caches.
+        # A plain step right after one with drafts is not typical: the caches still hold data of that step.
         if self._was_plain and budget.is_plain:
             whole = self._costs.forward_seconds(load.num_rows, load.context, load.num_sequences)
-            # The decoding share of the verify: a difference would carry the error of all prompt rows.
+            # Verify seconds are scaled down to the decoding rows: subtracting the predicted seconds of the prompt rows
+            # would add their whole error.
             others = stats.seconds - stats.verify_seconds - stats.follow_seconds
             self._forwards(load).observe(stats.verify_seconds / whole + others / self._forward_seconds(load))
 
     def _learn_drafted(self, budget: DraftBudget, stats: StepStats) -> None:
-        """Enter the gain of a step: the plain steps that its accepted tokens save, less its time beyond one plain
-        step."""
+        """Learn the gain of a step with drafts: the plain steps that its accepted tokens save, minus the step's time
+        beyond one plain step."""
         load = budget.load
         context, sequences = load.context, load.num_sequences
         predicted = self._costs.forward_seconds(budget.num_rows, context, sequences)
@@ -296,7 +321,7 @@ class CostBudget(Budget):
         extra = seconds - prompts - plain
         drafting, one_step = load.drafting, plain / load.num_decoding  # seconds of a plain step per sequence
         accepted = _accepted_lengths(budget, stats)[: len(drafting)]
-        # Leaving out one of several sequences would save what its nodes take.
+        # Without one of several drafting sequences the step would be shorter by the time of that sequence's nodes.
         per_node = max(0.0, stats.verify_seconds - without_nodes) / max(1, sum(budget.num_nodes))
         own_extra = [extra] if len(drafting) == 1 else [per_node * count for count in budget.num_nodes[: len(drafting)]]
         gains = [length - extra / len(drafting) / one_step for length in accepted]
@@ -310,24 +335,24 @@ class CostBudget(Budget):
 
 
 def _accepted_lengths(budget: DraftBudget, stats: StepStats) -> list[int]:
-    """Accepted length of each decoding sequence, 0 where its tree had no nodes."""
+    """Accepted length of each decoding sequence, 0 if its tree had no nodes."""
     accepted = iter(stats.accepted_per_sequence)
     return [next(accepted) if count else 0 for count in budget.num_nodes[: budget.load.num_decoding]]
 
 
 def restore_gains(policy: Budget, file: Path, now: float | None = None) -> None:
-    """Restore the gains that an earlier start saved, widened by their age. A missing file is skipped, a damaged one is
-    skipped with a warning."""
+    """Restore the gains saved by an earlier start of the server; the older they are, the less certain they become. A
+    missing file is ignored, a damaged one is ignored with a warning."""
     try:
         content = json.loads(file.read_text())
         policy.restore(content["state"], max(0.0, (now or time.time()) - float(content["saved"])))
-        logger.info("gains of drafting restored from %s", file)
+        logger.info("restored the learnt gains of drafting from %s", file)
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("gains in %s cannot be read (%s): drafting is learnt anew", file, error)
+        logger.warning("cannot read the gains of drafting in %s (%s); learning them anew", file, error)
 
 
 def keep_gains(policy: Budget, file: Path) -> None:
-    """Save the gains for the next start."""
+    """Save the learnt gains of drafting for the next start of the server."""
     write_whole(file, {"saved": time.time(), "state": policy.state()})

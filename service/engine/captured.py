@@ -1,6 +1,7 @@
-"""Target forwards captured in a few padded shapes; a forward that fits none, such as a long prompt chunk, runs eagerly.
+"""Runs target forwards by CUDA graphs captured in a few padded shapes. A forward that fits into none of them, such as a
+long prompt chunk, runs eagerly.
 
-Legend: sequences, rows = of a shape or of a step; length = positions of the slot table.
+Legend: sequences, rows = numbers in a captured shape or in a step; length = positions per row of the slot table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +21,11 @@ from service.engine.sampling import Sampler
 from service.engine.target import Target, TargetOutput
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Captured numbers of rows. Larger steps are bound by computing: launching their kernels one by one costs little."""
+"""Captured numbers of rows. Larger steps are compute-bound, so launching their kernels one by one costs little."""
 
 
 class Shape(NamedTuple):
-    """Most sequences and rows of a capture, and nodes of each sequence."""
+    """Size of a capture: maximum numbers of sequences, of rows, and of nodes per sequence."""
 
     sequences: int
     rows: int
@@ -32,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class CapturedForward:
-    """Runs a step in the smallest captured shape that holds it; the next one overwrites its results."""
+    """Runs a step's forward in the smallest captured shape that holds it. The next call overwrites the results."""
 
     def __init__(self, target: Target, capture: Capture, shapes: Iterable[Shape], *, max_length: int) -> None:
         self._target = target
@@ -55,22 +56,22 @@ class CapturedForward:
 
 
 def _tensors_of(attention: AttentionRows) -> tuple[Tensor, ...]:
-    """All fields as a tuple, the form a graph runner takes. # shapes: see `AttentionRows`"""
+    """All fields as a tuple, the form that `GraphRunner` accepts. # shapes: see `AttentionRows`"""
     return tuple(getattr(attention, name) for name in AttentionRows.__slots__)
 
 
 def _forward(target: Target, tokens: Tensor, attention: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Logits, and features where the target taps them. # tokens, inputs: see `Target.compute`; attention: see
-    `_tensors_of`"""
+    """Compute logits, and features if the target has tapped layers. # tokens, inputs: see `Target.compute`; attention:
+    see `_tensors_of`"""
     output = target.compute(tokens, AttentionRows(*attention), *inputs)
     return (output.logits,) if output.features is None else (output.logits, output.features)
 
 
 def _padding(shape: Shape, length: int, target: Target) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-    """Arguments of `_forward` that consist of dummy rows.
+    """Arguments of `_forward` for a forward of dummy rows only.
 
-    They belong to a dummy sequence after all others, whose slot is never read by the others, so what they compute has
-    no effect.
+    Dummy rows belong to an additional sequence after all others. Its slot is never read by the others, so the rows
+    have no effect.
     """
     sequences, unread_slot, device = shape.sequences + 1, target.pool.unread_slot, target.device
     row = torch.zeros((), dtype=torch.int64, device=device).expand(shape.rows)
@@ -89,7 +90,7 @@ def _padding(shape: Shape, length: int, target: Target) -> tuple[Tensor | tuple[
 
 
 def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -> list[Shape]:
-    """Shapes of decoding steps."""
+    """List the shapes to capture for decoding steps of up to `max_sequences` sequences with `max_nodes` nodes each."""
     return [
         Shape(batch, count, max_nodes)
         for batch in batches_up_to(max_sequences)
@@ -99,6 +100,6 @@ def shapes_for(max_sequences: int, max_nodes: int, rows: Sequence[int] = ROWS) -
 
 @torch.inference_mode()
 def capture_forwards(target: Target, capture: Capture, *, max_sequences: int, max_nodes: int, max_length: int) -> None:
-    """Capture the forwards of decoding steps, and make the target replay them."""
+    """Capture the forwards of decoding steps, and make the target use them from now on."""
     shapes = shapes_for(max_sequences, max_nodes)
     target.run_by(CapturedForward(target, capture, shapes, max_length=max_length), capture)

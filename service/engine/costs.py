@@ -1,6 +1,8 @@
-"""Seconds of verifying and drafting: tables measured at start-up and kept on disk, and their correction while serving.
+"""Predicts the seconds of verifying and drafting, from tables measured at start-up and kept on disk, corrected while
+serving.
 
-Tables live on the host, in numpy: a prediction takes a few microseconds there, and a dozen launches on a device.
+The tables are numpy arrays on the host, where a prediction takes microseconds; on a device it would take a dozen kernel
+launches.
 """
 
 import hashlib
@@ -24,12 +26,13 @@ logger = logging.getLogger(__name__)
 FloatArray = npt.NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 CostKey = Mapping[str, str | int]
-"""Model, machine and settings that measured seconds depend on."""
+"""Cache key of measured seconds: the model, machine and settings that they depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds of one forward on a grid; between its points cost is interpolated, beyond them extended linearly."""
+    """Measured seconds of one forward on a grid. Between grid points seconds are interpolated, beyond the last point
+    they are extended linearly."""
 
     sequences: FloatArray  # [sequence points], rising
     contexts: FloatArray  # [context points], rising
@@ -37,26 +40,28 @@ class CostTable:
     seconds: FloatArray  # [sequence points, context points, row points]
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int = 1) -> FloatArray:
-        """Predicted seconds of forwards of `rows` at a mean context length per sequence. # [n] -> [n]"""
+        """Predict the seconds of forwards by their number of rows; `context`: mean tokens per sequence. # [n] -> [n]"""
         return along(self.rows, self.curve(context, sequences), rows)
 
     def curve(self, context: float, sequences: int) -> FloatArray:
-        """Seconds at the row points. # -> [row points]"""
-        # Extended beyond the last point, a curve could fall, even below zero.
+        """Interpolate the seconds at the row points for this context length and batch. # -> [row points]"""
+        # Made monotonic, because a curve extended beyond the last point could fall, even below zero.
         by_context = np.maximum.accumulate(_between(self.sequences, sequences, self.seconds), axis=0)
         curve: FloatArray = np.maximum.accumulate(_between(self.contexts, context, by_context))
         return curve
 
 
 def rising(seconds: FloatArray, axis: int = 0) -> FloatArray:
-    """Lower each value to the least later one: noise only adds, so fewer rows take no longer than more did."""
+    """Lower each value to the minimum of the later ones: noise only adds time, so fewer rows cannot take longer than
+    more rows did."""
     backwards = (*(slice(None),) * axis, slice(None, None, -1))
     made: FloatArray = np.minimum.accumulate(seconds[backwards], axis=axis)[backwards]
     return made
 
 
 def along(points: FloatArray, curve: FloatArray, values: FloatArray) -> FloatArray:
-    """Interpolate the curve at rising values, and extend it linearly. # points, curve [points], values [n] -> [n]"""
+    """Interpolate the curve at rising values, and extend it linearly beyond the last point.
+    # points, curve [points]; values [n] -> [n]"""
     inside: FloatArray = np.interp(values, points, curve)
     if points.shape[0] == 1 or values[-1] <= points[-1]:
         return inside
@@ -76,20 +81,21 @@ def _between(points: FloatArray, value: float, values: FloatArray) -> FloatArray
 
 
 def _place(points: FloatArray, value: float) -> tuple[int, float]:
-    """Index of the next point, and the share of the way to it from the previous one; beyond the last point above 1."""
+    """Index of the point after `value`, and the fraction of the interval before it that lies below `value`; the
+    fraction is above 1 beyond the last point."""
     above = min(max(bisect_left(points, value), 1), len(points) - 1)
     return above, max(0.0, float((value - points[above - 1]) / (points[above] - points[above - 1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Seconds of drafting one tree for each sequence of a batch."""
+    """Measured seconds of drafting one tree for each sequence of a batch, by batch size."""
 
     batches: FloatArray  # [batch points], rising
     seconds: FloatArray  # [batch points]
 
     def draft_seconds(self, batch: int) -> float:
-        """Interpolated seconds for a batch."""
+        """Interpolate the seconds for a batch of this size."""
         return float(np.interp(batch, self.batches, self.seconds))
 
 
@@ -103,45 +109,45 @@ class Costs:
 
     verify: CostTable
     drafts: DraftCosts
-    gains_file: Path | None = None  # file of the gains, kept from one start to the next
+    gains_file: Path | None = None  # file that keeps the learnt gains of drafting for the next start of the server
 
 
 _PER_OCTAVE = 2
 _POINTS = np.arange(11.0 * _PER_OCTAVE + 1) / _PER_OCTAVE  # log2 of 1, 1.4, 2, 2.8, 4, ... 2048 rows
-_DEVIATION = 0.2  # standard deviation of a correction, as a logarithm
-_OCTAVES = 2.0  # distance at which corrections correlate by e^-1
-_NOISE = 0.5  # standard deviation of one forward's logarithm, drift of the machine included
-_FORGETTING = 0.01  # share of the learnt certainty, per forward
+_DEVIATION = 0.2  # prior standard deviation of a correction, as a natural logarithm
+_OCTAVES = 2.0  # distance in log2 of rows at which the correlation of two corrections is 1/e
+_NOISE = 0.5  # standard deviation of the logarithm of one forward's seconds, including drift of the machine
+_FORGETTING = 0.01  # share of the learnt certainty that is lost per forward
 _PRIOR = _DEVIATION**2 * np.exp(-np.abs(_POINTS[:, None] - _POINTS) / _OCTAVES)
-_DRIFT_RATE = 0.1  # share of an error that goes to the drift, where the curve is known
-_MOST_SURPRISE = 0.5  # natural logarithm: one hiccup does not move a prediction by more than a tenth
+_DRIFT_RATE = 0.1  # share of an error that is attributed to the drift if the curve is certain
+_MOST_SURPRISE = 0.5  # cap on the error of one forward, as a natural logarithm, so that a hiccup hardly counts
 
 
 class OnlineCosts:
-    """A cost table corrected while serving, by rows and by the size of the batch in powers of two:
+    """A cost table corrected while serving, by rows and by batch size in powers of two:
 
         log seconds = log table(rows, context, sequences) + drift + curve[sequences](rows)
 
-    The drift of the machine follows every forward quickly and is common to all; curves follow slowly, each by batches
-    of its size alone (docs/decisions/0050).
+    The drift of the machine is common to all batches and adapts quickly; each curve adapts slowly, to forwards of its
+    own batch size only (docs/decisions/0050).
     """
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
-        self._curve = lru_cache(maxsize=2)(table.curve)  # a step needs the same one several times
+        self._curve = lru_cache(maxsize=2)(table.curve)  # one step uses the same curve several times
         self._drift = 0.0
-        self._corrections: dict[int, _CurveCorrection] = {}
-        self._newest = _CurveCorrection(np.zeros_like(_POINTS))
-        self._known: dict[tuple[int, float, int], float] = {}  # predictions, until more is learnt
+        self._corrections: dict[int, _CurveCorrection] = {}  # corrections by bit length of the batch size
+        self._newest = _CurveCorrection(np.zeros_like(_POINTS))  # the correction that was updated last
+        self._known: dict[tuple[int, float, int], float] = {}  # cache of predictions, cleared by `learn`
 
     def verify_seconds(self, rows: FloatArray, context: float, sequences: int) -> FloatArray:
-        """Corrected seconds of forwards. # rows [n], rising, from 1 on -> [n]"""
+        """Predict the corrected seconds of forwards. # rows [n], rising, at least 1 -> [n]"""
         table = along(self._table.rows, self._curve(context, sequences), rows)
-        # Fewer rows cannot take longer than more were seen to take, even if they have not run lately.
+        # Fewer rows cannot take longer than more rows, so corrections of large forwards also lower smaller ones.
         return rising(table * np.exp(self._drift + self._correction(sequences).at(rows)))
 
     def forward_seconds(self, rows: int, context: float, sequences: int) -> float:
-        """Corrected seconds of one forward."""
+        """Predict the corrected seconds of one forward."""
         key = rows, context, sequences
         found = self._known.get(key)
         if found is None:
@@ -149,13 +155,13 @@ class OnlineCosts:
         return found
 
     def learn(self, rows: int, context: float, sequences: int, seconds: float) -> float:
-        """Correct the table by a forward's measured seconds. Returns the seconds predicted before."""
+        """Update the corrections by a forward's measured seconds. Returns the seconds predicted before the update."""
         predicted = self.forward_seconds(rows, context, sequences)
         self._known.clear()
         if seconds <= 0.0 or predicted <= 0.0:
             return predicted
         surprise = min(max(math.log(seconds / predicted), -_MOST_SURPRISE), _MOST_SURPRISE)
-        # A new size of batch begins with the newest correction.
+        # The first forward of a batch-size bucket starts from the correction that was updated last.
         self._newest = self._corrections.setdefault(sequences.bit_length(), self._correction(sequences))
         self._drift += _DRIFT_RATE * surprise * self._newest.correct(rows, surprise)
         return predicted
@@ -165,23 +171,24 @@ class OnlineCosts:
 
 
 class _CurveCorrection:
-    """Logarithm of the factor on the table's predictions, and how sure it is: a Gaussian process over the logarithm of
+    """Correction of the table's predictions, as the logarithm of a factor: a Gaussian process over the logarithm of
     rows (Rasmussen, Williams, "Gaussian processes for machine learning", 2006, section 2.2).
 
-    Legend: points = numbers of rows at which it is kept; between them it is interpolated.
+    Legend: points = numbers of rows at which the logarithm is kept; it is interpolated between them.
     """
 
     def __init__(self, logs: FloatArray) -> None:
-        self.logs = logs.copy()  # [points]
-        self._learnt = np.zeros_like(_PRIOR)  # [points, points], covariance that observations have taken from the prior
+        self.logs = logs.copy()  # [points], posterior mean
+        self._learnt = np.zeros_like(_PRIOR)  # [points, points], reduction of the prior covariance by observations
 
     def at(self, rows: FloatArray) -> FloatArray:
-        """Logarithm of the factor at numbers of rows. # [n] -> [n]"""
+        """Interpolate the logarithm of the factor at these numbers of rows. # [n] -> [n]"""
         logs: FloatArray = np.interp(np.log2(rows), _POINTS, self.logs)
         return logs
 
     def correct(self, rows: int, surprise: float) -> float:
-        """Learn from a prediction that was off by `surprise`; returns how sure the curve already was there, 0 to 1."""
+        """Update the curve by an error `surprise` of a prediction's logarithm. Returns the certainty of the curve at
+        `rows` before the update, from 0 (prior) to 1."""
         near = _near(rows)
         shared = near.prior - near.mean(self._learnt[near.point], self._learnt[near.point + 1])
         variance = near.mean(float(shared[near.point]), float(shared[near.point + 1]))
@@ -194,11 +201,11 @@ class _CurveCorrection:
 
 
 class _Near(NamedTuple):
-    """Where a number of rows lies between two points."""
+    """Position of a number of rows between two points, with its prior covariance."""
 
-    point: int  # index of the point before
-    share: float  # share of the way to the next one, 0 to 1
-    prior: FloatArray  # [points] prior covariance with this place
+    point: int  # index of the point before it
+    share: float  # fraction of the interval to the next point, 0 to 1
+    prior: FloatArray  # [points] prior covariance with this number of rows
     variance: float  # prior variance at this number of rows
 
     def mean(self, before: Value, after: Value) -> Value:
@@ -216,24 +223,26 @@ def _near(rows: int) -> _Near:
     return _Near(above - 1, share, prior, float(weights @ prior))
 
 
-_DRAFT_RATE = 0.1
-_MOST_TIMES = 4.0  # cap on drafting seconds, in expected ones: one hiccup must not pass for the price of drafting
+_DRAFT_RATE = 0.1  # rate of the moving averages
+_MOST_TIMES = 4.0  # cap on drafting seconds as a multiple of the expected ones, so that a hiccup hardly counts
 
 
 class OnlineDraftCosts:
-    """Moving averages of drafting seconds by batch size in powers of two, starting from the measured ones."""
+    """Moving averages of drafting seconds by batch size in powers of two, starting from the seconds measured at
+    start-up."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self._costs = costs
         self._seconds: dict[int, float] = {}
 
     def draft_seconds(self, batch: int) -> float:
-        """Current seconds for a batch."""
+        """Expected drafting seconds for a batch of this size."""
         known = self._seconds.get(batch.bit_length())
         return self._costs.draft_seconds(batch) if known is None else known
 
     def learn(self, batch: int, seconds: float) -> float:
-        """Update the average by the drafting seconds of a step. Returns them, capped against hiccups."""
+        """Update the average by the drafting seconds of a step. Returns these seconds, capped at a multiple of the
+        expected ones."""
         expected = self.draft_seconds(batch)
         likely = min(seconds, _MOST_TIMES * expected) if expected > 0 else seconds
         self._seconds[batch.bit_length()] = expected + _DRAFT_RATE * (likely - expected) if expected > 0 else likely
@@ -241,14 +250,15 @@ class OnlineDraftCosts:
 
 
 def cost_file(folder: Path, key: CostKey, what: str = "costs") -> Path:
-    """Path of the file with the costs of this key; `what`: prefix of other files kept under the same key."""
+    """Path of the file that keeps the costs of this key; `what` is the prefix of its name, and selects other files of
+    the same key."""
     text = json.dumps(key, sort_keys=True)
     return folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read_costs(folder: Path, key: CostKey) -> Costs | None:
-    """Load the costs saved for this key. None without a file, or, with a warning, if it is damaged or has another
-    key."""
+    """Load the costs saved for this key. Returns None if there is no file, and None with a warning if the file is
+    damaged or has another key."""
     file = cost_file(folder, key)
     try:
         content = json.loads(file.read_text())
@@ -259,12 +269,12 @@ def read_costs(folder: Path, key: CostKey) -> Costs | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("costs in %s cannot be read (%s): measuring again", file, error)
+        logger.warning("cannot read the measured costs in %s (%s); measuring again", file, error)
         return None
 
 
 def write_costs(folder: Path, key: CostKey, costs: Costs) -> None:
-    """Save the costs. Where the folder cannot be written, the next start measures again."""
+    """Save the costs. If the folder cannot be written, a warning is logged and the next start measures again."""
     lists = {"verify": _as_lists(costs.verify), "drafts": _as_lists(costs.drafts)}
     write_whole(cost_file(folder, key), {"key": key, **lists})
 
@@ -274,18 +284,18 @@ def _as_lists(table: CostTable | DraftCosts) -> dict[str, list[Any]]:
 
 
 def write_whole(file: Path, content: object) -> None:
-    """Write JSON atomically; on failure log a warning and go on."""
+    """Write `content` as JSON, atomically; a failure is logged as a warning and not raised."""
     try:
         replace_file(file, json.dumps(content).encode(), shared=True)
     except OSError as error:
-        logger.warning("measurements cannot be saved in %s: %s", file, error)
+        logger.warning("cannot save measurements in %s (%s); the next start measures again", file, error)
 
 
 def _axes(content: dict[str, Any], *names: str) -> dict[str, FloatArray]:
-    """A table's axes and seconds as arrays. Raises ValueError, KeyError or TypeError where they do not fit."""
+    """Read a table's axes and seconds as arrays. Raises ValueError, KeyError or TypeError if they are invalid."""
     table = {name: np.asarray(content[name], dtype=np.float64) for name in (*names, "seconds")}
     if table["seconds"].shape != tuple(table[name].size for name in names):
-        raise ValueError(f"a table of {table['seconds'].shape} numbers does not fit its axes")
+        raise ValueError(f"the shape {table['seconds'].shape} of a table does not match its axes")
     if not all(values.size and np.isfinite(values).all() for values in table.values()):
-        raise ValueError("a table is empty or has values that are not finite")
+        raise ValueError("a table is empty or has values that are infinite or NaN")
     return table

@@ -1,5 +1,5 @@
-"""Which sequences draft: posteriors of the gain of drafting, in plain steps per step, by traffic class and by sequence,
-under a ledger that bounds the losses (drafters/decision.py)."""
+"""Decides which sequences draft. The gain of drafting, in plain steps per step, is estimated by traffic class and by
+sequence; a ledger bounds the losses (drafters/decision.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ BETWEEN_SEQUENCES = 0.5
 """Standard deviation of sequences' mean gains within a class: accepted lengths of real texts differed by 0.1 to 0.9
 (docs/budget.md)."""
 _DAY_SECONDS = 86_400.0
-"""Traffic repeats by the day at best: what was learnt that long ago is no more than a prior."""
+"""Age at which restored posteriors are as uncertain as the prior: traffic repeats daily at best."""
 _BASELINE_STEPS = 2.0
-"""Plain steps that one with drafts takes at most where it hardly pays: an error in the plain one counts so often."""
+"""Longest step with drafts that hardly pays, in plain steps: an error of the baseline counts up to so many times."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGain:
     """State of the drafting decision for one sequence."""
 
-    traffic: str = ""  # its class
-    may_draft: bool = True  # False: its request asks for no speculation
-    own: GainPosterior | None = None  # gain of its own steps, once it has drafted
-    trial_steps: int = 0  # steps left in which it drafts although its class loses
+    traffic: str = ""  # traffic class of the sequence
+    may_draft: bool = True  # False if the request disables speculation
+    own: GainPosterior | None = None  # gain of the sequence's own steps; None before it has drafted
+    trial_steps: int = 0  # remaining steps in which the sequence drafts although its class loses
 
     def drafts(self, *, class_may_gain: bool) -> bool:
-        """Whether it drafts, by its own steps and its class."""
+        """Whether the sequence drafts, by the gain of its own steps and of its class."""
         if class_may_gain:
             return self.own is None or self.own.may_gain
         return self.trial_steps > 0 or (self.own is not None and self.own.mean > 0.0)
 
 
 def traffic_class(temperature: float, *, has_grammar: bool) -> str:
-    """Traffic class: sequences of one class are expected to gain alike from drafting."""
+    """Name of a sequence's traffic class; sequences of one class are expected to gain alike from drafting."""
     heat = "greedy" if temperature == 0.0 else "cool" if temperature <= 0.8 else "warm"
     return f"{heat}+grammar" if has_grammar else heat
 
@@ -46,17 +46,17 @@ def traffic_class(temperature: float, *, has_grammar: bool) -> str:
 class DraftGate:
     """Decides for which sequences the drafter runs.
 
-    A traffic class (temperature and grammar) has one posterior per size of batch, each sequence one of its own. A class
-    that may gain drafts, except for sequences whose own steps show a loss; a class that loses does not, except for
-    sequences whose own steps show a gain. New sequences of a losing class get a few trial steps where the ledger covers
-    them.
+    A traffic class (temperature and grammar) has one posterior per batch-size bucket, each sequence has its own. A
+    class that may gain drafts, except for sequences whose own steps show a loss; a class that loses does not, except
+    for sequences whose own steps show a gain. New sequences of a losing class get a few trial steps if the ledger
+    covers them.
     """
 
     def __init__(self, ledger: RegretLedger, single_step_seconds: float) -> None:
-        """`single_step_seconds`: a plain step of one sequence, the unit of the ledger's accounts."""
-        self.decision = StepDecision(DRAFTING, ledger)  # keys are traffic classes
+        """`single_step_seconds`: seconds of a plain step of one sequence, the unit of the ledger's accounts."""
+        self.decision = StepDecision(DRAFTING, ledger)  # keyed by traffic class
         self._single_step_seconds = single_step_seconds
-        self._suspended: set[tuple[str, int]] = set()  # traffic classes by size of batch
+        self._suspended: set[tuple[str, int]] = set()  # suspended traffic classes, each with its batch-size bucket
 
     def gain(self, num_sequences: int, traffic: str = "") -> GainPosterior:
         """Posterior of a class's mean gain in batches of this size."""
@@ -65,9 +65,9 @@ class DraftGate:
     def choose(self, sequences: Sequence[SequenceGain], *, starts: bool, step_seconds: float) -> list[bool]:
         """Choose which of a step's sequences draft.
 
-        `step_seconds`: seconds of a step, the most that one with drafts can lose. A suspended class is tried again only
-        when a sequence starts (`starts`): a drafter that has not followed a sequence from its start knows little of it,
-        so a trial in the middle would speak against any drafter.
+        `step_seconds`: seconds of a step, the maximum that a step with drafts can lose. A suspended class is tried
+        again only when a sequence starts (`starts`): a drafter that has not read a sequence from its start drafts it
+        badly, so a trial in the middle would underestimate any drafter.
         """
         num_sequences, open_classes = len(sequences), set[str]()
         size = num_sequences.bit_length()
@@ -89,7 +89,7 @@ class DraftGate:
         ]
 
     def needs_plain_step(self, sequences: Sequence[SequenceGain], num_sequences: int) -> bool:
-        """Whether a plain step would say more than another one with drafts."""
+        """Whether a plain step would now tell more about the gain than another step with drafts."""
         gains = [self.gain(num_sequences, traffic) for traffic in {one.traffic for one in sequences}]
         deviation = _BASELINE_STEPS * self.decision.baseline(num_sequences).sd
         return any(self.decision.needs_baseline(gain, deviation) for gain in gains)
@@ -103,10 +103,10 @@ class DraftGate:
         *,
         all_drafted: bool,
     ) -> None:
-        """Update by what a step gained for each sequence that drafted in it, in plain steps.
+        """Update the posteriors by a step's gains, in plain steps, one per sequence that drafted in it.
 
-        `gains` share the step's extra time equally; `own_gains` count what leaving this one sequence out would have
-        lost. `all_drafted`: whether all decoding sequences of the step drafted.
+        `gains` share the step's extra time equally, for the classes; `own_gains` charge each sequence only the time
+        that leaving it out would have saved. `all_drafted`: whether all decoding sequences of the step drafted.
         """
         for one in sequences:
             one.trial_steps -= one.trial_steps > 0
@@ -116,7 +116,7 @@ class DraftGate:
         for traffic in classes:
             of_class = [gain for one, gain in zip(sequences, gains, strict=True) if one.traffic == traffic]
             posterior = self.gain(num_sequences, traffic)
-            # The presumed noise is that of a mean over the whole batch.
+            # The posterior's noise applies to a mean over the whole batch; a mean over fewer sequences is noisier.
             is_whole = all_drafted and len(classes) == 1
             noise = None if is_whole else posterior.noise * sqrt(num_sequences / len(of_class))
             posterior.observe(fmean(of_class), noise)
@@ -125,7 +125,7 @@ class DraftGate:
             one.own.observe(gain)
 
     def skip(self, sequences: Sequence[SequenceGain], num_sequences: int) -> None:
-        """Count a step in which these sequences did not draft: their posteriors become less certain."""
+        """Make the posteriors of these sequences less certain, after a step in which they did not draft."""
         for traffic in {one.traffic for one in sequences}:
             self.gain(num_sequences, traffic).advance()
         for one in sequences:
@@ -133,11 +133,11 @@ class DraftGate:
                 one.own.advance()
 
     def settle(self, traffic: str, gained_seconds: float) -> None:
-        """Enter what a step gained, or lost below 0, in the account of a traffic class."""
+        """Enter the seconds that a step gained, negative for a loss, in the account of a traffic class."""
         self.decision.settle(traffic, gained_seconds, self._single_step_seconds)
 
     def on_weights_changed(self) -> None:
-        """Keep the means but no certainty: what the old weights gained says little of the new ones."""
+        """Keep the means but widen them to the prior's uncertainty: the new weights may gain more or less."""
         self.decision.widen()
         self._suspended.clear()
 
@@ -154,12 +154,14 @@ class DraftGate:
         )
 
     def restore(self, state: Any, age_seconds: float) -> None:
-        """Begin with posteriors saved `age_seconds` ago, widened by their age. Raises as `StepDecision.restore`."""
+        """Continue from posteriors saved `age_seconds` ago; the older they are, the less certain they become. Raises
+        the same errors as `StepDecision.restore`."""
         self.decision.restore(state, min(1.0, age_seconds / _DAY_SECONDS))
         self._suspended.clear()
 
     def _grant_trial(self, one: SequenceGain, num_sequences: int, step_seconds: float) -> None:
-        """Give a new sequence of a losing class its trial, if it may be unlike the others and the ledger covers it."""
+        """Grant trial steps to a new sequence of a losing class, if this sequence may still gain and the ledger covers
+        the trial."""
         of_class = self.gain(num_sequences, one.traffic)
         of_one = GainPosterior(mean=of_class.mean, sd=hypot(of_class.sd, BETWEEN_SEQUENCES))
         if self.decision.can_afford(one.traffic, TRIAL_STEPS, step_seconds) and of_one.may_gain:

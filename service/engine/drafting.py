@@ -1,5 +1,5 @@
-"""The draft stage of a step: which sequences draft, candidates from the drafter, limited to what can still be emitted,
-corrected by what became of earlier ones, pruned to the budget; and what drafter, calibration and policy learn from it.
+"""The draft stage of a step: candidates from the drafter, with survival corrected by the outcome of earlier drafts, are
+pruned to the budget and to what can still be emitted. After the step, drafter, calibration and policy learn from it.
 
 Legend: decoding = sequences that may have a tree, sequences = all sequences of the step, nodes as in drafters/tree.py.
 """
@@ -24,9 +24,9 @@ from service.engine.sequence import Sequence
 from service.engine.stats import StepStats
 from service.engine.tree_pruning import TreePruning, TreeWidth
 
-_MOST_URGENT = 4.0
+_MOST_URGENT = 4.0  # maximum weight of a late sequence's tokens
 _REPORT_EVERY = 64
-"""Steps between two readings of the calibration error, for which the host waits for the device."""
+"""Number of steps between two readings of the calibration error, for which the host waits for the device."""
 
 
 class DraftStage:
@@ -43,7 +43,8 @@ class DraftStage:
         capture: Capture | None = None,
         max_sequences: int = 0,
     ) -> None:
-        """With `capture` the trees of up to `max_sequences` are pruned by CUDA graphs, in fixed widths."""
+        """`pace_seconds`: promised seconds per token, see `pace_weights`; with `capture`, the trees of up to
+        `max_sequences` sequences are pruned by CUDA graphs, in fixed widths."""
         self.policy = policy
         self._drafter = drafter
         self._pace_seconds = pace_seconds
@@ -61,7 +62,7 @@ class DraftStage:
         self._version = drafter.version
         self._num_learnt = 0
         self._num_blocks = drafter.num_blocks
-        self._no_trees = cache(partial(DraftTree.empty, device=device))  # read only
+        self._no_trees = cache(partial(DraftTree.empty, device=device))  # shared, so never written to
         self._even_weights = cache(partial(torch.ones, device=device))
 
     def start(self, sequences: Items[Sequence]) -> None:
@@ -84,12 +85,13 @@ class DraftStage:
             )
 
     def stop(self, sequence: Sequence) -> None:
-        """Drop the drafter's state of a sequence that stops running; count the tokens its prediction had right."""
+        """Drop the drafter's state of a sequence that stops running, and add the accepted tokens of its prediction to
+        `predicted_tokens`."""
         sequence.predicted_tokens += self._drafter.finish([sequence.table_row])[0]
 
     def arrange(self, batch: StepBatch, num_free_slots: int) -> StepBatch:
-        """Decide on the step's budget, and sort the batch: sequences that run the drafter first, then other decoding
-        ones, then prompts."""
+        """Decide the step's budget, and sort the batch: sequences that run the drafter, then other decoding sequences,
+        then prompts."""
         self._notice_new_version()
         budget = self.policy.decide(self._load(batch, num_free_slots), starts=bool(batch.started))
         drafting = set(budget.load.drafting)
@@ -97,8 +99,8 @@ class DraftStage:
         return StepBatch(items, batch.started, budget)
 
     def draft(self, batch: StepBatch, *, drafts: bool = True) -> tuple[DraftTree, DraftBudget]:
-        """Draft one tree per sequence. Returns the trees and the step's budget. Without `drafts`, or if the batch has
-        no budget, all trees are empty."""
+        """Draft one tree per sequence. Returns the trees and the step's budget. All trees are empty if `drafts` is
+        False or the batch has no budget."""
         budget = batch.budget
         if budget is None or not drafts:
             load = self._load(batch, 0) if budget is None else budget.load
@@ -117,8 +119,8 @@ class DraftStage:
         return self._no_trees(len(batch.items)), replace(budget, node_rows=none, num_nodes=none)
 
     def with_node_counts(self, budget: DraftBudget, tree_sizes: Items[Items[int]]) -> DraftBudget:
-        """Complete the budget once the host has read the trees' sizes, and choose the next step's width by them.
-        # tree_sizes [completing, SIZES], see `Pruned`"""
+        """Add the numbers of verified nodes to the budget, after the host has read them, and set the next step's tree
+        width by them. # tree_sizes [completing, SIZES], see `Pruned`"""
         if budget.tree_sizes is None:
             return budget
         wanted, nodes, useful = zip(*tree_sizes[: budget.load.num_decoding], strict=True)
@@ -130,10 +132,10 @@ class DraftStage:
         return replace(budget, reason=reason, num_nodes=nodes)
 
     def learn(self, budget: DraftBudget, committed: Committed, stats: StepStats, *, timed: bool = True) -> None:
-        """Let calibration, drafter and policy learn from the step, and complete its record with their figures.
+        """Let calibration, drafter and policy learn from the step, and add their figures to its record.
 
-        `timed`: whether the step ran without training beside it. Of the committed sequences the decoding ones
-        stand first.
+        `timed`: whether the step's seconds can be learnt from, because no training ran at the same time. In `committed`
+        the decoding sequences come first.
         """
         load = budget.load
         if committed.tree.width:
@@ -166,10 +168,10 @@ class DraftStage:
     def _pruned(
         self, batch: StepBatch, budget: DraftBudget, candidates: Candidates, limits: "_Limits"
     ) -> tuple[DraftTree, DraftBudget]:
-        """Prune candidates to the budget, at equal shares of the free slots where they would not fit."""
+        """Prune candidates to the budget; if the trees do not fit into the free slots, each gets an equal share."""
         load, reason = budget.load, budget.reason
         trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
-        if sum(node_rows) > load.free_slots:  # prices account for the slots, fixed budgets do not
+        if sum(node_rows) > load.free_slots:  # only with a fixed budget: step seconds are infinite above the free slots
             limits = limits._replace(max_nodes=limits.max_nodes.clamp(max=load.free_slots // load.num_decoding))
             trees, tree_sizes, node_rows = self._prune(candidates, budget, limits)
             reason = reason if reason == "forced" else "slots"
@@ -180,7 +182,7 @@ class DraftStage:
     def _prune(
         self, candidates: Candidates, budget: DraftBudget, limits: "_Limits"
     ) -> tuple[DraftTree, Tensor, list[int]]:
-        """Trees, their sizes (see `Pruned`), and the rows laid out for each."""
+        """Prune once. # -> trees, their sizes (see `Pruned`), and the rows laid out for each"""
         seconds = send_floats(self._device, budget.seconds(budget.load, candidates.tokens.numel()))
         width = self._pruning.width.choose(candidates, budget.load.free_slots)
         trees, tree_sizes = self._pruning.prune(
@@ -190,7 +192,7 @@ class DraftStage:
         return trees.first(candidates.batch, max(node_rows, default=0)), tree_sizes, node_rows
 
     def _weights(self, decoding: Items[Sequence]) -> Tensor:
-        """Value of one token of each sequence. # -> [decoding] float32"""
+        """Weight of one token of each sequence in the choice of nodes. # -> [decoding] float32"""
         if self._pace_seconds is None:
             return self._even_weights(len(decoding))
         return pace_weights(decoding, self._pace_seconds, time.monotonic(), self._device)
@@ -209,7 +211,7 @@ class DraftStage:
         return _Limits(rows, roots, seeds, max_depth, most, temperatures, self._weights(decoding))
 
     def _grow(self, decoding: Items[Sequence], load: StepLoad, limits: "_Limits") -> Candidates:
-        """Candidates of the sequences that run the drafter, and empty trees for the others. # [decoding, nodes]"""
+        """Run the drafter. # -> its candidates, empty trees for sequences that do not draft: [decoding, nodes]"""
         drafting, count = decoding[: load.num_drafting], load.num_drafting
         noise = Noise(
             seeds=limits.seeds[:count],
@@ -236,9 +238,10 @@ class DraftStage:
 
 
 def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, device: torch.device) -> Tensor:
-    """Value of one token of each sequence if a pace is promised. # -> [sequences] float32
+    """Weight of one token of each sequence if a pace is promised: higher for sequences that are late.
 
-    Token n is due n times the pace after the first; n tokens in s seconds count s / (n * pace), between 1 and 4.
+    Token n is due n * pace_seconds after the first token. With n tokens after s seconds the weight is
+    s / (n * pace_seconds), clamped to 1 to 4. # -> [sequences] float32
     """
 
     def weight(sequence: Sequence) -> float:
@@ -251,19 +254,19 @@ def pace_weights(sequences: Items[Sequence], pace_seconds: float, now: float, de
 
 
 class _Limits(NamedTuple):
-    """Per decoding sequence, on the device: what the drafter reads, and how large a tree may be. All [decoding]."""
+    """Inputs of the drafter and limits of the trees, on the device; all [decoding], int64 unless noted."""
 
-    rows: Tensor  # int64, as all others but the float32 ones
-    roots: Tensor  # absolute positions
+    rows: Tensor  # rows of the slot table
+    roots: Tensor  # absolute positions of the roots
     seeds: Tensor
-    max_depth: Tensor  # tokens after the root that can still be emitted
-    max_nodes: Tensor  # the least of configuration, policy and request
+    max_depth: Tensor  # number of tokens after the root that can still be emitted
+    max_nodes: Tensor  # smallest limit of configuration, policy and request
     temperatures: Tensor  # float32
-    weights: Tensor  # float32, value of one token of each sequence
+    weights: Tensor  # float32, see `DraftStage._weights`
 
 
 def _with_empty_trees(trees: DraftTree, num_sequences: int) -> DraftTree:
-    """Append trees of zero nodes, up to one per sequence."""
+    """Append trees without nodes until there is one tree per sequence."""
     missing = num_sequences - trees.batch
     if not missing:
         return trees

@@ -1,5 +1,5 @@
-"""The emit stage: how many of a step's tokens each sequence keeps, their text and log-probabilities, and whether the
-sequence ends there. Accepted tokens after a stop are not part of the answer; they are dropped here.
+"""The emit stage: decides how many of a step's tokens each sequence keeps and whether it ends, and makes the outputs
+with text and log-probabilities. Accepted tokens after a stop are not part of the answer and are dropped here.
 """
 
 import time
@@ -25,7 +25,8 @@ _NO_SCORE = Finish("error", error="the model produced no finite score for the ne
 
 
 class StepResult(NamedTuple):
-    """A step after verification, before anything is emitted. Completing sequences stand in the batch's order."""
+    """Result of a step after verification, before anything is emitted. Completing sequences are in the batch's
+    order."""
 
     trees: DraftTree
     budget: DraftBudget
@@ -33,11 +34,11 @@ class StepResult(NamedTuple):
     committed: Committed
     logits: Tensor  # [logits, vocab]
     tokens: list[list[int]]  # accepted tokens and the bonus token of each completing sequence
-    failed: list[bool]  # True for completing sequences without a finite score to choose a token by
+    failed: list[bool]  # True for each completing sequence that had no finite logit to choose a token from
 
 
 def read_result(verified: Verified) -> tuple[list[list[int]], list[bool], list[list[int]]]:
-    """Read the step's result from the device, once: this is what the host waits for in every step.
+    """Copy the step's result to the host, in one transfer: the only wait for the device in a plain step.
     # -> by completing sequence: tokens and failures as in `StepResult`, tree sizes as in `Pruned`"""
     rows: list[list[int]] = verified.emitted.tolist()  # planned transfer
     first = verified.emitted.shape[1] - verified.tokens.shape[1]
@@ -55,8 +56,8 @@ class EmitStage:
     def emit(
         self, sequence: Sequence, index: int, result: StepResult, remove: Callable[[Sequence], None]
     ) -> list[SequenceOutput]:
-        """Append the tokens of the completing sequence at `index`, up to the end of its text; `remove` is called if
-        that is reached. # -> its outputs, at least one"""
+        """Append the step's tokens to the completing sequence at `index`, up to the end of its text, and call `remove`
+        if the sequence ends. # -> its outputs, at least one"""
         sent, finish, request = list[SequenceOutput](), None, sequence.request
         has_failed, num_nodes = result.failed[index], result.budget.num_nodes[index]
         for part in [[]] if has_failed else _parts(sequence, result.tokens[index]):
@@ -67,7 +68,7 @@ class EmitStage:
                 break
             sequence.sampling.extend(kept)
         tokens = tokens_of(sent)
-        if index < result.budget.load.num_decoding:  # other sequences got their first token from their prompt
+        if index < result.budget.load.num_decoding:  # the other sequences get their first token from their prompt
             sequence.accepted_per_step.append(max(0, len(tokens) - 1))
             sequence.drafted_per_step.append(num_nodes)
         if finish is not None:
@@ -83,7 +84,8 @@ class EmitStage:
         return sent
 
     def last(self, sequence: Sequence, finish: Finish, last: SequenceOutput | None = None) -> SequenceOutput:
-        """Complete a sequence's last output, by default one without tokens: why it ends, and its totals."""
+        """Complete a sequence's last output, by default one without tokens, with the reason of its end and its
+        totals."""
         return replace(
             last or SequenceOutput(sequence.request.request_id, sequence.index, (), ""),
             finish_reason=finish.reason,
@@ -102,12 +104,12 @@ def _parts(sequence: Sequence, tokens: list[int]) -> list[list[int]]:
 
 
 def tokens_of(outputs: Items[SequenceOutput]) -> list[int]:
-    """All tokens of some outputs in order."""
+    """Concatenate the tokens of these outputs."""
     return [token for output in outputs for token in output.token_ids]
 
 
 def mark_emitted(sequence: Sequence, now: float) -> float | None:
-    """Record the time of an output. # -> seconds since the sequence's previous one, None for its first"""
+    """Record the time of an output. Returns the seconds since the sequence's previous output, or None for its first."""
     if sequence.first_token_seconds is None or sequence.last_emit_seconds is None:
         sequence.first_token_seconds = sequence.last_emit_seconds = now
         return None
@@ -146,7 +148,7 @@ def _with_logprobs(outputs: list[SequenceOutput], shown: tuple[TokenLogprob, ...
 
 
 def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
-    """Append tokens to the text up to the first that ends it; return those kept, and the end if there was one."""
+    """Append tokens to the sequence, up to the first that ends it. Returns the appended tokens, and the end or None."""
     for count, token in enumerate(tokens, start=1):
         sequence.tokens.append(token)
         finish = _finish(sequence, token, eos_ids)
@@ -156,11 +158,11 @@ def absorb(sequence: Sequence, tokens: Items[int], eos_ids: frozenset[int]) -> t
 
 
 def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish | None:
-    """Append the newest token to the text; return the end of the answer if it is one. A token that stops is not shown
-    unless the request asks for its stops."""
+    """Append the newest token to the text. Returns the end of the answer, or None if the answer goes on. A token that
+    ends the answer is not shown unless the request sets `include_stop_str_in_output`."""
     params = sequence.request.sampling
     is_eos = token in eos_ids and not params.ignore_eos
-    is_stop = token in params.stop_token_ids and not is_eos  # the model's own end is no stop of the request
+    is_stop = token in params.stop_token_ids and not is_eos  # an end token of the model is not reported as a stop
     if (is_eos or is_stop) and sequence.num_generated > params.min_tokens:
         if params.include_stop_str_in_output:
             sequence.text.push(token)
@@ -172,10 +174,10 @@ def _finish(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> Finish |
 
 
 def _step_tree(trees: DraftTree, verified: Verified, index: int, num_nodes: int) -> StepTree:
-    """One sequence's tree as lists, for requests that ask for a trace."""
+    """Copy one sequence's tree to the host, for requests with `trace`."""
     path: list[int] = verified.path[index].tolist()  # planned transfer
     return StepTree(
-        tuple(trees.tokens[index, :num_nodes].tolist()),  # planned transfer: only for requests that ask
+        tuple(trees.tokens[index, :num_nodes].tolist()),  # planned transfer: only for requests with `trace`
         tuple(trees.parents[index, :num_nodes].tolist()),  # planned transfer
         tuple(trees.survival[index, :num_nodes].tolist()),  # planned transfer
         tuple(node for node in path if node >= 0),
@@ -185,7 +187,7 @@ def _step_tree(trees: DraftTree, verified: Verified, index: int, num_nodes: int)
 def _token_logprobs(
     sequence: Sequence, kept: list[int], logits: Tensor, verified: Verified, index: int
 ) -> tuple[TokenLogprob, ...] | None:
-    """Log-probabilities of the kept tokens, for requests that ask. # logits [logits, vocab]"""
+    """Log-probabilities of the kept tokens. Returns None if the request does not want them. # logits [logits, vocab]"""
     count = sequence.request.sampling.num_logprobs
     if count is None:
         return None
@@ -193,16 +195,16 @@ def _token_logprobs(
 
 
 class PromptScores(NamedTuple):
-    """Positions of one prompt whose tokens a step scores."""
+    """Positions of one prompt for whose tokens a step computes log-probabilities."""
 
     sequence: Sequence
-    first_row: int  # index among the step's extend rows of the row before the first position
+    first_row: int  # index of the first position's predecessor among the step's extend rows
     positions: range
 
 
 def prompt_scores_in(items: Items[Scheduled]) -> list[PromptScores]:
-    """Prompt tokens that the step scores, for requests that ask: all but a prompt's first, which has no row before it.
-    They come a chunk at a time, so no more rows of logits are held than one chunk has."""
+    """Find the prompt tokens of this step whose log-probabilities a request wants: all but a prompt's first token,
+    which no row predicts. Scoring chunk by chunk keeps the logits of at most one chunk in memory."""
     found, row = list[PromptScores](), 0
     for item in items:
         sequence = item.sequence
@@ -214,13 +216,13 @@ def prompt_scores_in(items: Items[Scheduled]) -> list[PromptScores]:
 
 
 def scored_rows(scores: Items[PromptScores], device: torch.device) -> Tensor | None:
-    """Rows whose logits score prompt tokens; None: no rows. # -> [scored] int64"""
+    """Rows whose logits predict the scored prompt tokens. Returns None if there are none. # -> [scored] int64"""
     rows = [row for one in scores for row in range(one.first_row, one.first_row + len(one.positions))]
     return torch.tensor(rows, device=device) if rows else None
 
 
 def keep_prompt_scores(scores: Items[PromptScores], logits: Tensor) -> None:
-    """Keep the log-probabilities of a step's prompt tokens with their sequences. # logits [scored, vocab]"""
+    """Store the log-probabilities of a step's prompt tokens in their sequences. # logits [scored, vocab]"""
     first = 0
     for sequence, _, positions in scores:
         tokens = sequence.tokens[positions.start : positions.stop]
@@ -231,11 +233,12 @@ def keep_prompt_scores(scores: Items[PromptScores], logits: Tensor) -> None:
 
 
 def _read_logprobs(logits: Tensor, tokens: Items[int], count: int) -> Iterator[TokenLogprob]:
-    """Log-probabilities of tokens and of the `count` likeliest ones at their rows. # logits [tokens, vocab]"""
+    """Iterate over the log-probabilities of tokens, each with the `count` likeliest alternatives.
+    # logits [tokens, vocab]"""
     found = logprobs(logits, torch.tensor(tokens, device=logits.device), count)
     rows = zip(
         tokens,
-        found.logprob.tolist(),  # planned transfer: only for requests that ask
+        found.logprob.tolist(),  # planned transfer: only for requests that want log-probabilities
         found.rank.tolist(),  # planned transfer
         found.top_ids.tolist(),  # planned transfer
         found.top_logprobs.tolist(),  # planned transfer

@@ -1,5 +1,5 @@
-"""End tokens of an answer: all that a model's files name, and the control token with which its chat template ends an
-assistant turn. The token that starts the next turn does not count."""
+"""Finds a model's end tokens: all that its files name, and the control token with which its chat template ends an
+assistant turn, but not the token that starts the next turn."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _GGUF_NAMES = frozenset(
     {"</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>"}
     | {"<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"}
 )
-"""Names of control tokens that llama.cpp treats as ends: older files state only one end token."""
+"""Names of control tokens that llama.cpp treats as end tokens; older files name only one by key."""
 _FIRST, _ANSWER, _SECOND = "What is first?", "An answer.", "What is second?"
 _TURNS = [
     {"role": "user", "content": _FIRST},
@@ -28,7 +28,8 @@ _TURNS = [
 def end_token_ids(
     config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Union of the end token ids that configuration, tokenizer and template name. Raises StartupError without any."""
+    """Union of the end token ids that configuration, tokenizer and chat template name. Raises StartupError if there are
+    none."""
     ids = set[int]()
     for source in (config, config.get_text_config(), generation):
         value = getattr(source, "eos_token_id", None)
@@ -36,18 +37,18 @@ def end_token_ids(
     control = control_tokens(tokenizer.added_tokens_decoder)
     names = (tokenizer.eos_token, _end_of_turn(tokenizer, control))
     ids.update(control[str(name)] for name in names if name in control)
-    # transformers appends names that the vocabulary lacks, with ids beyond the model's.
+    # transformers adds names that the vocabulary lacks, with ids beyond the model's vocabulary.
     ends = frozenset(token_id for token_id in ids if 0 <= token_id < config.get_text_config().vocab_size)
     if not ends:
         raise StartupError(
-            "neither the model's configuration nor its tokenizer names an end of text, so answers would never end; "
+            "neither the model's configuration nor its tokenizer names an end token, so answers would never end; "
             "set eos_token_id in config.json"
         )
     return ends
 
 
 def gguf_end_ids(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End token ids of a GGUF file: stated ends of text, turn and message, and control tokens with known names."""
+    """End token ids of a GGUF file: its end of text, turn and message, and control tokens with known names."""
     stated = (fields.get(f"tokenizer.ggml.{key}") for key in _GGUF_KEYS)
     control = control_tokens(tokenizer.added_tokens_decoder)
     known = (token_id for name, token_id in control.items() if name in _GGUF_NAMES)
@@ -55,13 +56,13 @@ def gguf_end_ids(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 
 def names_of_ends(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Format end tokens by name, separated by blanks; by id if they have no name."""
+    """Format end tokens for logs: their names, or ids where they have none, separated by spaces."""
     return " ".join(str(tokenizer.convert_ids_to_tokens(one) or one) for one in sorted(ids))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, control: Mapping[str, int]) -> str | None:
-    """First control token that the chat template writes after an answer; None if there is none, or if it only starts
-    the next turn."""
+    """First control token that the chat template writes after an answer. Returns None if there is none, or if that
+    token only starts the next turn."""
     if tokenizer.chat_template is None or not control:
         return None
     try:

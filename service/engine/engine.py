@@ -1,8 +1,8 @@
-"""The engine: one step at a time, all running sequences together.
+"""The engine: advances all running sequences together, one step at a time.
 
-    admit -> grow trees -> choose budget -> verify -> accept -> commit -> emit
+    admit -> choose budget -> grow trees -> prune -> verify -> accept -> commit -> emit
 
-Each stage lives in a module of its own; this one composes them. One thread drives it.
+Each stage has a module of its own; this one composes them. The engine is driven by a single thread.
 """
 
 import logging
@@ -57,22 +57,22 @@ _PROBE = GenerationRequest(
     sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
     store=False,
 )
-"""A request that every working engine can run."""
+"""A request that every working engine can run; used to find out whether the engine itself fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Sizes of an engine's tables, and the pace it promises."""
+    """Sizes of an engine's tables and steps, and its promised pace."""
 
     max_model_len: int
     max_sequences: int
     prefill_chunk: int
     max_budget: int
     prefix_cache: bool = False
-    num_slots: int | None = None  # None: all slots of the target's pool
-    first_slot: int = NULL_SLOT + 1  # engines with disjoint slots may share a pool
+    num_slots: int | None = None  # number of KV slots that the engine uses; None for all of the target's pool
+    first_slot: int = NULL_SLOT + 1  # first slot that the engine uses; engines with disjoint slots can share a pool
     memory: MemorySizes = field(default_factory=MemorySizes)  # sizes of the memory of past answers
-    pace_seconds: float | None = None  # seconds per token; slower sequences count more. None: all count the same
+    pace_seconds: float | None = None  # promised seconds per token, see `pace_weights`; None without a promise
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,19 @@ class EngineOutput:
 
     outputs: list[SequenceOutput]
     finished: list[FinishStats]
-    stats: StepStats | None  # None when there was nothing to do, or no record could be made
+    stats: StepStats | None  # None if there was nothing to do, or if recording the step failed
 
 
 @dataclass(slots=True)
 class _Recovery:
-    """State that failures leave for the next calls of `Engine.step`."""
+    """State of failures that the next calls of `Engine.step` deal with."""
 
-    rejected: list[EngineOutput] = field(default_factory=list)  # ends of requests that could not start, not yet sent
-    parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, run again from the last
+    rejected: list[EngineOutput] = field(default_factory=list)  # unsent last outputs of requests that could not start
+    parts: list[list[Scheduled]] = field(default_factory=list)  # parts of a failed step, to be repeated last one first
 
 
 class Engine:
-    """Owner of target, slots, scheduler and drafter. Not thread-safe."""
+    """Generates tokens for submitted requests; owns target, KV slots, scheduler and drafter. Not thread-safe."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class Engine:
         ledger: RegretLedger | None = None,
         learning: LearningHooks | None = None,
     ) -> None:
-        """`ledger` gets the time that steps take. Where the target's forwards are captured, so is the rest of a step,
+        """`policy`: chooses how many nodes are drafted; `ledger`: ledger in which the seconds of steps accrue;
+        `learning`: learning while serving. If the target's forwards are captured, so are the other stages of a step,
         with trees of fixed widths."""
         capture, max_sequences = target.capture, limits.max_sequences
         shapes = decoding_shapes(max_sequences, tree_widths_up_to(limits.max_budget))
@@ -154,12 +155,12 @@ class Engine:
 
     @property
     def policy(self) -> Budget:
-        """The policy of how many nodes are drafted."""
+        """Policy that chooses how many nodes are drafted."""
         return self._draft_stage.policy
 
     @property
     def load(self) -> LoadStats:
-        """Running and waiting sequences, and slots in use."""
+        """Numbers of running and waiting sequences and of used slots, for metrics."""
         return LoadStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.queue.num_sequences,
@@ -168,25 +169,25 @@ class Engine:
         )
 
     def submit(self, body: Submission) -> None:
-        """Queue a body of requests."""
+        """Queue the requests of an HTTP request body."""
         self.scheduler.add(body)
 
     def abort(self, *request_ids: str) -> EngineOutput:
-        """End all sequences of these requests now and free their slots."""
+        """End all sequences of these requests now, free their slots, and return their last outputs."""
         return self._end(dict.fromkeys(self.scheduler.withdraw(frozenset(request_ids)), Finish("abort")))
 
     @property
     def guard(self) -> Guard:
-        """Guard of the bookkeeping."""
+        """Guard under which the bookkeeping of steps runs."""
         return self._accounting.guard
 
     def step(self, deliver: Deliver = lambda outputs: None) -> EngineOutput:
         """Advance every scheduled sequence: by a prompt chunk, or by the accepted tokens of its tree and one more.
 
         A step that raises before any sequence has changed is repeated by the next calls: first whole and without
-        drafts, then in halves, until the sequence that raises is alone and ends with an error. The others' texts stay
-        the same, since rows do not depend on their company. An exception that every sequence causes is raised.
-        `deliver` is called with the outputs, if there are any, before the books are kept.
+        drafts, then in halves, until the failing sequence is alone and ends with an error. The texts of the others stay
+        the same, since a row's result does not depend on the other rows. An exception that even the engine's own probe
+        request causes is raised. `deliver` is called with the outputs, if there are any, before the bookkeeping.
         """
         output, sent = self._advance_all()
         if output.outputs:
@@ -197,7 +198,7 @@ class Engine:
         return EngineOutput(output.outputs, finished, stats)
 
     def _advance_all(self) -> tuple[EngineOutput, SentStep | None]:
-        """`step` without its bookkeeping. # -> its outputs, and the record that bookkeeping needs"""
+        """Run a step without its bookkeeping. Returns its outputs, and the data for the bookkeeping or None."""
         if self._recovery.rejected:
             rejected, self._recovery.rejected = self._recovery.rejected, []
             outputs, finished = zip(*((one.outputs, one.finished) for one in rejected), strict=True)
@@ -221,14 +222,15 @@ class Engine:
             self.scheduler.forget_prefixes()
 
     def _next_batch(self) -> tuple[StepBatch, bool]:
-        """The next part of a step that failed, or else a new step. # -> the batch, and whether it may have drafts"""
+        """Return the next part of a failed step, or else a new batch, and whether it may have drafts."""
         if not self._recovery.parts:
             return self._draft_stage.arrange(self.scheduler.schedule(), self.slots.num_free), True
         items = [item for item in self._recovery.parts.pop() if item.sequence.row is not None]
         return StepBatch(items, [item.sequence for item in items]), False
 
     def _draft_and_verify(self, batch: StepBatch, clock: StepClock, *, drafts: bool) -> StepResult:
-        """Grow trees, run the target on them and accept. Until here only slots and the drafter's state change."""
+        """Draft trees, run the target on them and accept nodes. Only slots and the drafter's state change, so that a
+        step that raises here can be undone."""
         self._draft_stage.start(batch.started)
         trees, budget = self._draft_stage.draft(batch, drafts=drafts)
         clock.lap("draft")
@@ -250,7 +252,7 @@ class Engine:
         return StepResult(trees, budget, verified, committed, output.logits, tokens, failed)
 
     def _forward(self, batch: StepBatch, rows: ForwardRows) -> TargetOutput:
-        """Run the target on the step's rows, and keep the scores of prompt tokens that requests ask for."""
+        """Run the target on the step's rows, and keep the log-probabilities of prompt tokens that requests want."""
         scores = prompt_scores_in(batch.items)
         output = self.target.forward(rows, self.table, scored_rows(scores, self.target.device))
         if output.scored is not None:
@@ -260,7 +262,7 @@ class Engine:
     def _update_drafter(
         self, batch: StepBatch, rows: ForwardRows, features: Tensor | None, committed: Committed
     ) -> None:
-        """Give the drafter what became permanent: prompt chunks, then accepted tokens.
+        """Let the drafter read the tokens that became permanent: prompt chunks, then accepted tokens.
         # features [rows, taps * hidden]"""
         if self.drafter.reads_prompts:
             for read in prompt_reads(batch.items, rows, features, follow=committed.follow):
@@ -268,7 +270,7 @@ class Engine:
         self.drafter.commit(committed)
 
     def _commit_and_emit(self, batch: StepBatch, result: StepResult, clock: StepClock) -> tuple[EngineOutput, SentStep]:
-        """Append the step's tokens to their sequences, free rejected slots, and make the outputs."""
+        """Append the step's tokens to their sequences, free the slots of rejected nodes, and make the outputs."""
         lengths = [len(tokens) - 1 for tokens in result.tokens]
         gaps = _advance(batch, lengths)
         self.slots.free(result.verified.freed[: sum(result.budget.node_rows) - sum(lengths)])
@@ -278,23 +280,23 @@ class Engine:
         return EngineOutput(list(chain.from_iterable(sent)), [], None), books
 
     def _emit(self, sequence: Sequence, index: int, result: StepResult) -> list[SequenceOutput]:
-        """Outputs of one completing sequence; one that raises ends with an error."""
+        """Make the outputs of one completing sequence; if that raises, the sequence ends with an error."""
         try:
             return self._emit_stage.emit(sequence, index, result, self.scheduler.remove)
         except Exception as error:
             return self._end({sequence: _failure(sequence.request, error)}).outputs
 
     def _recover(self, batch: StepBatch, num_free: int, error: Exception, *, drafts: bool) -> EngineOutput:
-        """Undo a step that raised and queue its parts to be repeated; end a sequence that raises alone.
+        """Undo a step that raised, and queue its parts to be repeated; a sequence that raises alone ends with an error.
 
-        num_free: slots that were free before the step. Raises whatever `_probe` raises.
+        num_free: slots that were free before the step. Raises the exceptions of `_probe`.
         """
         items, sequences = batch.items, [item.sequence for item in batch.items]
-        self.slots.num_free = num_free  # nothing was freed since, so what was taken is still in the stack
+        self.slots.num_free = num_free  # the step freed no slot, so the allocated ones are still in the stack
         for sequence in sequences:
             self._draft_stage.stop(sequence)
         if drafts or len(items) > 1:
-            logger.warning("a step of %d sequences failed; it runs again without drafts", len(items), exc_info=error)
+            logger.warning("a step of %d sequences failed; repeating it without drafts", len(items), exc_info=error)
             half = 0 if drafts else len(items) // 2
             self._recovery.parts += [part for part in (items[half:], items[:half]) if part]
             return EngineOutput([], [], None)
@@ -303,7 +305,7 @@ class Engine:
         return output
 
     def _probe(self) -> None:
-        """Run a step without drafts for a request of the engine's own, and undo it; raises what that step raises."""
+        """Run and undo a step without drafts for the engine's own probe request. Raises if the engine itself fails."""
         sequence, num_free = new_sequence(_PROBE, 0), self.slots.num_free
         if not self._begin(sequence):
             raise RuntimeError("no sequence can begin")
@@ -315,21 +317,22 @@ class Engine:
         self.slots.num_free = num_free
 
     def _end(self, ends: Mapping[Sequence, Finish]) -> EngineOutput:
-        """Stop sequences that run, and send their last outputs, without text."""
+        """Stop these sequences, and make their last outputs, without text."""
         for sequence in ends:
             self.scheduler.remove(sequence)
         outputs = [self._emit_stage.last(sequence, finish) for sequence, finish in ends.items()]
         return EngineOutput(outputs, list(map(finish_stats, ends, outputs)), None)
 
     def assert_conserved(self) -> None:
-        """Assert that every slot is free, or holds one position of a running sequence or a cached prefix (for
-        tests)."""
+        """Assert, for tests, that every slot is either free or holds one position of a running sequence or a cached
+        prefix."""
         owned = torch.cat([self.slots.free_slots(), self.scheduler.held_slots()])
         assert owned.shape[0] == self.slots.capacity, f"{self.slots.capacity - owned.shape[0]} slots are lost"
         assert owned.unique().shape[0] == self.slots.capacity, "a slot has two owners"
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Make what a sequence samples and writes with, from its tokens so far. One that raises ends with an error."""
+        """Create a sequence's sampling state and text stream from its tokens so far. Returns whether it can start; if
+        this raises, the sequence ends with an error."""
         request, num_prompt = sequence.request, sequence.num_prompt
         try:
             sequence.sampling = SamplingState(
@@ -353,7 +356,7 @@ class Engine:
 
 def _advance(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
     """Count the positions that now have keys and values: extend rows, and accepted nodes of completing sequences.
-    # -> seconds since each of these emitted last"""
+    Returns the seconds since the last output of each completing sequence that had one."""
     for item in batch.items:
         item.sequence.num_computed += item.num_rows
     for sequence, length in zip(batch.completing, accepted, strict=True):
@@ -364,7 +367,7 @@ def _advance(batch: StepBatch, accepted: Items[int]) -> tuple[float, ...]:
 
 
 def _failure(request: GenerationRequest, error: Exception) -> Finish:
-    """The end of a request that raised, and its line in the log."""
+    """Log the exception of a request, and return its end."""
     logger.error("request %s failed", request.request_id, exc_info=error)
     name = f"Request {request.request_id} failed in the engine"
     return Finish("error", error=f"{name} ({type(error).__name__}); the server's log has the details.")

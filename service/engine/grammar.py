@@ -1,4 +1,5 @@
-"""Tokens known before verification: forbidden or forced by a grammar, or replayed for a resumed stream."""
+"""Applies tokens that are known before verification to draft trees: tokens that a grammar forbids or forces, and
+tokens that a resumed stream replays."""
 
 from collections.abc import Sequence
 
@@ -12,11 +13,12 @@ from service.text.grammars import GrammarState
 
 _WORD_BITS = 32
 _MOST_FORCED = 16
-"""Maximum length of a forced run below one node; a tree of the default budget has room for three such runs."""
+"""Maximum number of forced tokens below one node; a tree of the default budget has room for three such runs."""
 
 
 def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[int]], vocab: int) -> Tensor:
-    """Mask of tokens that grammars forbid after these paths, one state per path. # -> [paths, vocab] bool"""
+    """Compute the mask of tokens that grammars forbid after these paths, with one grammar state per path.
+    # -> [paths, vocab] bool"""
     masks = np.zeros((len(paths), -(-vocab // _WORD_BITS) * _WORD_BITS // 8), dtype=np.uint8)
     for mask, state, path in zip(masks, states, paths, strict=True):
         state.fill(mask, path)
@@ -24,8 +26,8 @@ def forbidden_tokens(states: Sequence[GrammarState], paths: Sequence[Sequence[in
 
 
 def constrained(candidates: Candidates, states: Sequence[GrammarState | None], max_nodes: int) -> Candidates:
-    """Remove nodes that grammars forbid and add forced tokens with their parent's survival. `states`: one per tree,
-    None without grammar. # -> [batch, nodes]"""
+    """Remove nodes that grammars forbid, and add forced tokens with their parent's survival. `states`: one per tree,
+    None for a sequence without grammar. # -> [batch, nodes]"""
     tokens = candidates.tokens.tolist()  # planned transfer: for constrained sequences only
     parents = candidates.parents.tolist()  # planned transfer
     counts = candidates.num_nodes.tolist()  # planned transfer
@@ -49,14 +51,14 @@ def constrained(candidates: Candidates, states: Sequence[GrammarState | None], m
 
 
 def with_runs_of(candidates: Candidates, tokens: Sequence[Sequence[int]], max_nodes: int) -> Candidates:
-    """Add a chain of known tokens to each tree; `tokens`: one run per tree. # -> [batch, nodes]"""
+    """Add a chain of known tokens below the root of each tree. `tokens`: one run per tree. # -> [batch, nodes]"""
     most = min(max_nodes, MAX_DEPTH)
     runs = [[(ROOT, list(run[:most]))] if run else [] for run in tokens]
     return ops.on(candidates.tokens.device).merge_trees(_with_runs(candidates, runs), max_nodes)[0]
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], count: int) -> list[list[int]]:
-    """Tokens on the path from the root to each node, inclusive."""
+    """Tokens on the path from the root to each of the first `count` nodes, the node included."""
     paths: list[list[int]] = []
     for token, parent in zip(tokens[:count], parents[:count], strict=True):
         paths.append([*(paths[parent] if parent != ROOT else ()), token])

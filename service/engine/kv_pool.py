@@ -1,6 +1,6 @@
-"""The key/value pool of all sequences, addressed by slot ids; free slots; and the slot table of running sequences.
+"""KV cache: the pool of keys and values addressed by slot ids, the free slots, and the slot table of running sequences.
 
-Committing a token moves its slot id into the table; nothing is ever copied inside the pool.
+Committing a token writes its slot id into the table; keys and values are never moved within the pool.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class KVShape:
 
 
 class KVPool:
-    """Keys and values of every layer. # [layers, 2, slots + 1 + scratch, kv_heads, head_dim]
+    """Storage of all layers' keys and values. # [layers, 2, slots + 1 + scratch, kv_heads, head_dim]
 
-    One more place after the slots is never read: padding rows write there. Scratch places follow, for the trees of a
-    drafter that runs these layers.
+    The place after the slots is written by padding rows and never read. It is followed by scratch places for the trees
+    of a drafter that runs these layers.
     """
 
     def __init__(self, shape: KVShape, num_slots: int, device: torch.device, *, scratch: int = 0) -> None:
-        """`scratch`: places for a drafter's trees."""
+        """`scratch`: number of scratch places for a drafter's trees."""
         self.num_slots = num_slots
         self.shape = shape
         size = (shape.num_layers, 2, num_slots + 1 + scratch, shape.kv_heads, shape.head_dim)
@@ -45,8 +45,8 @@ class KVPool:
         self._layers = self.storage.unbind()
 
     def use(self, user: object, slots: range) -> bool:
-        """Let `user` write to these slots from now on. Returns whether another one did last, so that their contents are
-        lost."""
+        """Let `user` write to these slots from now on. Returns whether another user, or none, wrote to them before, so
+        that they hold nothing of `user`."""
         if self._users.get(slots) is user:
             return False
         self._users = {
@@ -55,18 +55,19 @@ class KVPool:
         return True
 
     def refuse_other_shape(self, keys: Tensor, values: Tensor) -> None:
-        """Raise StartupError unless keys and values have the configured shape. # [1, kv_heads, rows, head_dim]"""
+        """Raise StartupError if keys or values do not have the configured shape.
+        # keys, values [1, kv_heads, rows, head_dim]"""
         expected = (self.shape.kv_heads, self.shape.head_dim)
         found = {(tensor.shape[1], tensor.shape[-1]) for tensor in (keys, values)}
         if found != {expected}:
             raise StartupError(
-                f"this model's keys and values are {sorted(found)} heads by dimensions, its configuration promises "
-                f"{expected}; adaptree cannot run it"
+                f"this model's keys and values have the shape (heads, dimensions) {sorted(found)}, but its "
+                f"configuration says {expected}; adaptree cannot run it"
             )
 
     @property
     def unread_slot(self) -> int:
-        """The place after the slots that padding rows write to."""
+        """Index of the place that padding rows write to, after all slots."""
         return self.num_slots
 
     def layer(self, index: int) -> Tensor:
@@ -74,23 +75,25 @@ class KVPool:
         return self._layers[index]
 
     def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows' keys and values. # slots [rows] int64; keys, values [rows, kv_heads, head_dim]"""
+        """Store the keys and values of rows in layer `index`.
+        # slots [rows] int64; keys, values [rows, kv_heads, head_dim]"""
         for kept, new in zip(self._layers[index], (keys, values), strict=True):
             kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
 class SlotPool:
-    """Free slots as a stack. Slot 0 is the null slot that padding reads; it is never allocated."""
+    """Allocator of slots, with the free ones on a stack. Slot 0 is the null slot, which padding reads; it is never
+    allocated."""
 
     def __init__(self, num_slots: int, device: torch.device, *, first: int = NULL_SLOT + 1) -> None:
-        """`num_slots` counts the null slot too; `first` is the first slot to allocate."""
+        """`num_slots`: number of slots including the null slot; `first`: lowest slot to allocate."""
         self.capacity = num_slots - 1
         self.owned = range(first, first + self.capacity)
         self._stack = torch.arange(self.owned.stop - 1, first - 1, -1, device=device)  # [capacity]
         self.num_free = self.capacity
 
     def allocate(self, count: int) -> Tensor:
-        """Take free slots. # -> [count] int64"""
+        """Allocate `count` slots; the caller checks that as many are free. # -> [count] int64"""
         assert count <= self.num_free, f"{count} slots requested, {self.num_free} free"
         self.num_free -= count
         return self._stack.narrow_copy(0, self.num_free, count)
@@ -103,12 +106,12 @@ class SlotPool:
         assert self.num_free <= self.capacity, "a slot was freed twice"
 
     def free_slots(self) -> Tensor:
-        """The slots that are free now, for conservation checks. # -> [num_free] int64"""
+        """Copy the list of free slots, for conservation checks. # -> [num_free] int64"""
         return self._stack[: self.num_free].clone()
 
 
 class SlotTable:
-    """The slot of each committed position of each running sequence. # [max_sequences, max_length] int64"""
+    """Slots of the committed positions of running sequences, one row each. # [max_sequences, max_length] int64"""
 
     def __init__(self, max_sequences: int, max_length: int, device: torch.device) -> None:
         self.slots = torch.full((max_sequences, max_length), NULL_SLOT, dtype=torch.int64, device=device)
@@ -116,7 +119,7 @@ class SlotTable:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows for more running sequences."""
+        """Number of rows that are free for further running sequences."""
         return len(self._free_rows)
 
     def take_row(self) -> int:
@@ -124,7 +127,8 @@ class SlotTable:
         return self._free_rows.pop()
 
     def release_row(self, row: int, length: int) -> Tensor:
-        """Give a row back; returns the slots of its first `length` positions, to be freed. # -> [length] int64"""
+        """Release a row. Returns the slots of its first `length` positions, which the caller must free.
+        # -> [length] int64"""
         slots = self.slots[row, :length].clone()
         self.slots[row, :length] = NULL_SLOT
         self._free_rows.append(row)

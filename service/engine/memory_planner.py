@@ -1,5 +1,5 @@
-"""Plans device memory before serving: everything else is reserved first, keys and values get a share of the rest.
-Nothing grows while serving. On a CPU the pool's size is a setting, and must be free.
+"""Plans device memory before serving: all other uses are estimated first, the KV cache gets a share of the rest.
+Nothing grows while serving. On a CPU the size of the KV cache is a setting, and that much memory must be free.
 """
 
 from collections.abc import Iterator
@@ -25,58 +25,58 @@ from service.engine.target import Target
 from service.engine.weights import LoadedModel
 from service.errors import StartupError
 
-_SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, in fp32
-_HISTORY_BYTES = 1 + 4  # per sequence with penalties and vocabulary token: whether the prompt has it, and a count
-_SCORED_BLOCKS = 16  # four at once, each as log-probabilities, with noise, sorted, and the noise itself
-_SPARE_BYTES = 512 << 20  # workspaces of libraries, fragments, the context itself
+_SCORE_BYTES = 16  # sampling holds logits, noise, their sum and a mask, 4 bytes each
+_HISTORY_BYTES = 1 + 4  # per sequence and vocabulary token: whether the prompt contains it, and its count
+_SCORED_BLOCKS = 16  # four blocks at once, each as log-probabilities, noise, their sum, and the sum sorted
+_SPARE_BYTES = 512 << 20  # workspaces of libraries, fragmentation, the device context
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A use of device memory besides the key/value pool."""
+    """A use of device memory besides the KV cache."""
 
     what: str
     num_bytes: int
-    lower: str  # what an operator can change to need less
+    lower: str  # advice to an operator that lowers this need
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Free device memory, and the needs to be covered by it."""
+    """Free device memory, and the needs that it must cover besides the KV cache."""
 
     free_bytes: int
     needs: tuple[Need, ...]
 
     @property
     def left_bytes(self) -> int:
-        """Memory that is left for keys and values. Raises StartupError when none is."""
+        """Bytes left for the KV cache. Raises StartupError if none are left."""
         left = self.free_bytes - sum(need.num_bytes for need in self.needs)
         if left <= 0:
             largest = max(self.needs, key=lambda need: need.num_bytes)
             raise StartupError(
-                f"{_gib(self.free_bytes)} of device memory are free beside the weights, but {self.described()} are "
-                f"needed: {largest.lower}"
+                f"{_gib(self.free_bytes)} of device memory are free after loading the weights, but "
+                f"{self.described()} are needed: {largest.lower}"
             )
         return left
 
     def check(self, pool_bytes: int) -> None:
-        """Raise StartupError when keys and values would take more than is left."""
+        """Raise StartupError if a KV cache of this size does not fit."""
         if pool_bytes > self.left_bytes:
             raise StartupError(
                 f"{_gib(pool_bytes)} for the KV cache are more than the {_gib(self.left_bytes)} of device memory "
-                f"that are left beside {self.described()}: lower kv_cache"
+                f"that are left after {self.described()}: lower kv_cache"
             )
 
     def described(self) -> str:
-        """Every need, largest first."""
+        """List all needs with their sizes for messages, largest first."""
         by_size = sorted(self.needs, key=lambda need: -need.num_bytes)
         return ", ".join(f"{_gib(need.num_bytes)} for {need.what}" for need in by_size)
 
 
 def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: int, bytes_beside: int = 0) -> int:
-    """Number of slots in `pool_bytes`, where each slot takes `bytes_beside` more elsewhere.
+    """Number of slots that `pool_bytes` hold; `bytes_beside`: additional bytes per slot outside of the pool.
 
-    Raises StartupError when one sequence of `max_model_len` tokens and its draft tree (`reserve`) would not fit.
+    Raises StartupError if one sequence of `max_model_len` tokens and its draft tree of `reserve` nodes do not fit.
     """
     num_slots = pool_bytes // (shape.bytes_per_slot + bytes_beside)
     needed = max_model_len + reserve + 1
@@ -90,8 +90,8 @@ def slots_for(shape: KVShape, pool_bytes: int, *, max_model_len: int, reserve: i
 
 
 def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
-    """Return how much of this machine's free memory weights (0: they are loaded) and keys and values take. Raises
-    StartupError where they take more."""
+    """Describe for the log how much of the machine's free memory weights and KV cache take. `weight_bytes` is 0 if the
+    weights are loaded already. Raises StartupError if they take more than is free."""
     free = psutil.virtual_memory().available
     weights = f"{_gib(weight_bytes)} for weights and " if weight_bytes else ""
     if weight_bytes + pool_bytes > free:
@@ -104,8 +104,8 @@ def check_free_memory(weight_bytes: int, pool_bytes: int) -> str:
 
 @contextmanager
 def memory_for(what: str, lower: str) -> Iterator[None]:
-    """Within this context, turn an out-of-memory error into a StartupError that names `what` was allocated; `lower`
-    says what to change."""
+    """Turn out-of-memory errors in this context into a StartupError that names what was allocated (`what`) and advises
+    what to change (`lower`)."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -113,26 +113,26 @@ def memory_for(what: str, lower: str) -> Iterator[None]:
 
 
 def target_without_room(loaded: LoadedModel, limits: EngineLimits, tap_layers: tuple[int, ...]) -> Target:
-    """A target whose pool holds one prompt chunk, to measure with; `give_room` replaces the pool."""
+    """Build a target whose KV pool holds one prompt chunk, for measuring memory; `give_room` replaces the pool."""
     with memory_for("a first prompt chunk", "lower prefill_chunk, or load a smaller model"):
         pool = KVPool(loaded.kv_shape, _trial_rows(limits) + 1, loaded.model.device)
         return Target(loaded.model, pool, tap_layers=tap_layers, in_8_bits=loaded.in_8_bits)
 
 
 def give_room(target: Target, loaded: LoadedModel, num_slots: int) -> None:
-    """Replace the pool by the one to serve with. Raises StartupError."""
+    """Replace the target's KV pool by one of `num_slots` slots. Raises StartupError if memory does not suffice."""
     with memory_for(f"keys and values of {num_slots} tokens", "lower kv_cache"):
         target.pool = KVPool(loaded.kv_shape, num_slots, target.device)
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSizes:
-    """Sizes of learning's data on the target's device."""
+    """Sizes of the data that learning keeps on the target's device."""
 
-    trains_here: bool
-    window_tokens: int
-    top: int
-    kept_texts: int  # finished queries, kept for training and evaluation
+    trains_here: bool  # whether training runs on this device
+    window_tokens: int  # recorded tokens per text
+    top: int  # recorded target tokens per position, likeliest first
+    kept_texts: int  # number of finished queries kept for training and evaluation
     makes: bool = False  # whether a drafter is initialised from served queries
 
 
@@ -144,7 +144,7 @@ def needs_of(
     *,
     captures: bool,
 ) -> tuple[Need, ...]:
-    """Everything but keys and values that will still be allocated on the target's device."""
+    """Estimate what will still be allocated on the target's device besides the KV cache, one `Need` per use."""
     logits = limits.max_sequences * (1 + min(limits.max_budget, MAX_NODES)) * target.vocab_size
     needs = [
         Need("a step's activations", _measured(target, _trial_rows(limits)), "lower prefill_chunk"),
@@ -164,28 +164,29 @@ def needs_of(
 
 
 def _remembering_bytes(limits: EngineLimits) -> int:
-    """Bytes of the tables that the memory drafter reads."""
+    """Bytes of the memory drafter's tables: running texts and past answers."""
     texts = 2 * (limits.max_sequences + 1) * text_buckets(limits.max_model_len) * BUCKET_BYTES
     return texts + limits.memory.num_bytes
 
 
 def entry_bytes(network: ServingNetwork | None) -> int:
-    """Bytes per slot of the drafter's own keys and values."""
+    """Bytes that the drafter's own keys and values take per slot."""
     if network is None:
         return 0
     return network.traits.entries * _kept_bytes(network)
 
 
 def _kept_bytes(network: ServingNetwork) -> int:
-    """Bytes of one entry's keys and values."""
+    """Bytes of the keys and values of one entry of the drafter."""
     return network.config.num_layers * 2 * network.shape.kv_heads * network.shape.head_dim * network.dtype.itemsize
 
 
 def training_bytes(num_weights: int, serving_bytes: int) -> int:
     """Bytes that a learner holds on its device during an update.
 
-    In fp32: masters, anchor, gradients, two moments, the copies of masters and moments that an update is undone from.
-    As they are served: replica, served, staged and previous weights, and staged ones as ops will read them.
+    In fp32: master weights, anchor, gradients, two moments, and copies of masters and moments from which an update is
+    undone. In the serving type: replica, served, staged and previous weights, and the staged ones in the kernels'
+    layout.
     """
     masters, anchor, gradients, undo = (4 * num_weights for _ in range(4))
     moments = 8 * num_weights
@@ -199,7 +200,7 @@ def feedback_bytes(*, max_sequences: int, places: int, width: int, hidden: int, 
 
 
 def _growth_bytes(limits: EngineLimits, network: ServingNetwork) -> int:
-    """Bytes of keys and values of the blocks grown at once, and in fp32 of their scores and noise."""
+    """Bytes for the blocks that are generated at once: their keys and values, and in fp32 their logits and noise."""
     config = network.config
     entries = config.block_size * config.blocks(1) * _SCORED_BLOCKS
     return limits.max_sequences * entries * (_kept_bytes(network) + 4 * config.draft_vocab_size)
@@ -233,7 +234,7 @@ def _trial_rows(limits: EngineLimits) -> int:
 
 @torch.inference_mode()
 def _measured(target: Target, rows: int) -> int:
-    """Peak bytes of a prompt chunk of `rows` rows; 0 on a CPU."""
+    """Measure the peak bytes of a forward of a prompt chunk of `rows` rows. Returns 0 on a CPU."""
     rows, device = min(rows, target.pool.num_slots - 1), target.device
     trial, extend = Trial(target, sequences=1, max_length=rows), ExtendRows(0, 0, [0] * rows, completes=True)
     placed, before = trial.place([extend]), 0

@@ -1,9 +1,10 @@
-"""The prefix cache: slots of computed tokens, shared by sequences with the same prefix, in a radix tree over token ids.
+"""The prefix cache: KV slots of computed tokens, shared by sequences with the same prefix, in a radix tree over token
+ids.
 
-The slot of position t is found under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's
-entry of position t needs the next token, and the last token of a prompt is always run again for its logits. Rows do not
-depend on their company, so cached keys and values are the very bits that computing them again would give.
-Legend: labels = tokens that lead to a node, one per slot of it.
+The slot of position t is stored under the tokens 0..t + 1, one more than its keys and values depend on: a drafter's
+entry of position t needs the next token, and the last token of a prompt is always run again for its logits. A row's
+result does not depend on the other rows of its forward, so cached keys and values equal recomputed ones bit for bit.
+Legend: labels = tokens on the edge to a node, one per slot of the node.
 """
 
 import heapq
@@ -15,28 +16,28 @@ import torch
 from torch import Tensor
 
 _WORTH_WAITING = 64
-"""Tokens that another sequence must be about to compute, so that waiting for it beats computing them again."""
+"""Minimum number of tokens that another sequence is about to compute, for waiting to beat computing them again."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Radix tree node: slots of the tokens after its parent's; locked while a lease reaches it or a node below."""
+    """Radix tree node: the slots of a run of tokens. It is locked while a lease ends at it or below it."""
 
     labels: list[int]
     slots: Tensor  # [labels] int64
     parent: "Node | None"
-    key: tuple[str, int] | None = None  # roots only: namespace, and first token of its texts
+    key: tuple[str, int] | None = None  # namespace and first token of the cached texts; None except in roots
     children: dict[int, "Node"] = field(default_factory=dict)  # children by their first label
-    leases: int = 0
-    last_used: int = 0
+    leases: int = 0  # number of leases that end at this node or below it
+    last_used: int = 0  # counter of the cache's calls at the last use
 
     @property
     def is_evictable(self) -> bool:
-        """Whether no lease and no longer prefix needs it."""
+        """Whether neither a lease nor a longer cached prefix needs this node."""
         return self.leases == 0 and not self.children and self.parent is not None
 
     def upwards(self) -> Iterator["Node"]:
-        """This node and those above it, without the root."""
+        """Iterate over this node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -45,32 +46,32 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
-    """A running sequence's hold on a prefix, which is not evicted before the lease is released."""
+    """Protects the cached prefix of a running sequence from eviction until it is released."""
 
     node: Node
-    length: int  # number of leading positions whose slots belong to the cache
-    slots: Tensor  # [cached] int64, slots of the prefix that was found at the start
-    is_published: bool = False  # whether the prompt after the prefix has been shared
+    length: int  # number of the sequence's leading positions whose slots belong to the cache
+    slots: Tensor  # [cached] int64, slots of the prefix that was found when the lease was acquired
+    is_published: bool = False  # whether the rest of the prompt has been published
 
 
 class PrefixCache:
-    """Keeps the slots of ended and running sequences until they are evicted.
+    """Keeps the slots of running and ended sequences for reuse, until they are evicted.
 
-    Namespaces (`Scope.cache_namespace`) share nothing, so that the time to a first token does not reveal other clients'
-    prompts.
+    Namespaces (`Scope.cache_namespace`) share no prefixes, so that the time to the first token does not reveal the
+    prompts of other clients.
     """
 
     def __init__(self, device: torch.device, *, keep: bool = True) -> None:
-        """Without `keep` no prefix is ever found."""
-        self.num_evictable = 0  # slots that `evict` could give back now
+        """`keep=False` disables the cache: no prefix is kept or found."""
+        self.num_evictable = 0  # slots that `evict` could return now
         self._keep = keep
         self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._roots: dict[tuple[str, int], Node] = {}
         self._now = 0
-        self._leaves: set[Node] = set()  # all that are evictable, and some that were
+        self._leaves: set[Node] = set()  # all evictable nodes, and some that no longer are
 
     def acquire(self, namespace: str, tokens: list[int]) -> PrefixLease:
-        """Lease the longest cached prefix; the last token is never part of it."""
+        """Lease the longest cached prefix of these tokens, without the last token."""
         if not self._keep:
             return PrefixLease(Node([], self._nothing, None), 0, self._nothing)
         key = namespace, tokens[0]
@@ -86,26 +87,27 @@ class PrefixCache:
         return PrefixLease(node, length, torch.cat(slots[::-1]) if slots else self._nothing)
 
     def known(self, namespace: str, tokens: list[int]) -> int:
-        """Number of positions that a lease on these tokens would have."""
+        """Number of positions that `acquire` would lease for these tokens now."""
         return sum(common for _, common in self._path(namespace, tokens))
 
     def leased(self, namespace: str, tokens: list[int], *, excluding: Sequence[PrefixLease] = ()) -> int:
-        """Number of `known` positions that other leases than `excluding` hold now."""
+        """Number of the `known` positions that are held by leases other than `excluding`."""
         mine = _holds(excluding)
         return sum(common for node, common in self._path(namespace, tokens) if node.leases > mine[node])
 
     def publish(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> None:
-        """Share the slots that a running sequence has computed after its lease; the lease grows.
-        # slots [positions] int64"""
+        """Add the slots that a running sequence has computed after its leased prefix, and extend the lease over them.
+        Does nothing if another sequence has published the same tokens meanwhile. # slots [positions] int64"""
         labels = list(tokens[lease.length + 1 :][: slots.shape[0]]) if self._keep else []
-        # What another sequence has published meanwhile stays: a running sequence cannot change its slots.
+        # A running sequence cannot replace its slots by those that another one has published.
         if labels and labels[0] not in lease.node.children:
             lease.node = self._attach(lease.node, labels, slots[: len(labels)])
             lease.node.leases = 1
             lease.length += len(labels)
 
     def release(self, lease: PrefixLease, tokens: list[int], slots: Tensor) -> Tensor:
-        """End a lease, take over the slots after it, and return those to be freed. # [positions] -> [freed] int64"""
+        """End a lease, and cache the slots of the positions after it. Returns the slots that the caller must free,
+        because the cache has these tokens already or does not keep any. # slots [positions] int64 -> [freed] int64"""
         if not self._keep:
             return slots
         self._now += 1
@@ -123,13 +125,14 @@ class PrefixCache:
         return torch.cat([slots[:twice], slots[twice + len(labels) :]])
 
     def evict(self, count: int) -> Tensor:
-        """Evict at least `count` slots if there are as many, least recently used first. # -> [evicted] int64"""
+        """Evict `count` slots, least recently used first, or all evictable ones if there are fewer.
+        # -> [evicted] int64"""
         given = [self._nothing]
         oldest = [(leaf.last_used, id(leaf), leaf) for leaf in self._leaves if leaf.is_evictable]
         heapq.heapify(oldest)
         while count > 0 and oldest:
             leaf = heapq.heappop(oldest)[2]
-            kept = max(0, len(leaf.labels) - count)  # cut from the end, which the fewest prompts share
+            kept = max(0, len(leaf.labels) - count)  # cut from the end, which is shared by the fewest prompts
             given.append(leaf.slots[kept:])
             count -= len(leaf.labels) - kept
             rest = self._shorten(leaf, kept)
@@ -139,17 +142,17 @@ class PrefixCache:
         return torch.cat(given)
 
     def held_only_by(self, leases: Sequence[PrefixLease]) -> int:
-        """Positions that become evictable when all of these leases end."""
+        """Number of positions that become evictable when all of these leases end."""
         return sum(len(node.labels) for node, count in _holds(leases).items() if node.leases == count)
 
     def worth_waiting_for(self, namespace: str, tokens: list[int]) -> int | None:
-        """Shortest common prefix with a prefilling sequence for which waiting beats computing it again, in tokens;
-        None: waiting never pays."""
+        """Minimum length in tokens of a common prefix with a prefilling sequence, from which on waiting for that
+        sequence beats computing the prefix again. Returns None if the prompt is too short for waiting to pay."""
         length = self.known(namespace, tokens) + _WORTH_WAITING + 1
         return length if self._keep and length <= len(tokens) else None
 
     def held(self) -> Tensor:
-        """All slots that belong to the cache. # -> [held] int64"""
+        """Collect all slots that belong to the cache. # -> [held] int64"""
         nodes, found = list(self._roots.values()), [self._nothing]
         while nodes:
             node = nodes.pop()
@@ -158,7 +161,7 @@ class PrefixCache:
         return torch.cat(found)
 
     def _path(self, namespace: str, tokens: list[int]) -> Iterator[tuple[Node, int]]:
-        """Nodes along these tokens, each with the number of its labels that match."""
+        """Iterate over the nodes along these tokens, each with the number of its labels that match."""
         node, length = self._roots.get((namespace, tokens[0])), 0
         while node is not None and length + 1 < len(tokens):
             child = node.children.get(tokens[length + 1])
@@ -170,7 +173,8 @@ class PrefixCache:
             node = child if common == len(child.labels) else None
 
     def _descend(self, node: Node, tokens: list[int], length: int) -> tuple[Node, int]:
-        """The deepest node for these tokens, split where they leave it, and the positions known there."""
+        """Find the deepest node along these tokens, and split it if they match only a part of its labels. Returns the
+        node and the number of positions cached up to its end."""
         while length + 1 < len(tokens) and (child := node.children.get(tokens[length + 1])) is not None:
             common = _common(child.labels, tokens, length + 1)
             node = self._split(child, common) if common < len(child.labels) else child
@@ -180,7 +184,7 @@ class PrefixCache:
         return node, length
 
     def _split(self, node: Node, place: int) -> Node:
-        """Insert a parent that takes the first `place` labels; leases keep pointing at the lower part."""
+        """Split off a new parent with the first `place` labels, and return it; leases keep pointing at `node`."""
         assert node.parent is not None, "a root has no labels"
         upper = Node(node.labels[:place], node.slots[:place], node.parent)
         upper.leases, upper.last_used = node.leases, node.last_used
@@ -210,7 +214,7 @@ class PrefixCache:
             self._leaves.add(node)
 
     def _shorten(self, leaf: Node, length: int) -> Node:
-        """Cut a leaf to `length` labels; returns it, or its parent where nothing is left."""
+        """Cut a leaf to `length` labels. Returns the leaf, or its parent if no label is left."""
         self.num_evictable -= len(leaf.labels) - length
         if length:
             leaf.labels, leaf.slots = leaf.labels[:length], leaf.slots[:length]
@@ -227,7 +231,7 @@ class PrefixCache:
 
 
 def _common(labels: list[int], tokens: list[int], start: int) -> int:
-    """How many labels equal the tokens from `start` on."""
+    """Number of leading labels that equal the tokens from `start` on."""
     least, most = 0, min(len(labels), len(tokens) - start)
     tried = most
     while least < most:  # bisection: comparing slices takes a thousandth of a loop over tokens
@@ -240,5 +244,5 @@ def _common(labels: list[int], tokens: list[int], start: int) -> int:
 
 
 def _holds(leases: Sequence[PrefixLease]) -> Counter[Node]:
-    """How many of these leases hold each node."""
+    """Count how many of these leases hold each node."""
     return Counter(node for lease in leases for node in lease.node.upwards())

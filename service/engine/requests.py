@@ -1,4 +1,4 @@
-"""Requests and outputs: the records that travel between the HTTP side and the engine."""
+"""Requests and outputs: the records exchanged between the HTTP server and the engine."""
 
 import time
 from collections.abc import Sequence as Tokens
@@ -13,10 +13,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The sender of a request, as keyed hashes that reveal no keys, user names or addresses. It decides who shares what
-    of a request with whom: `Server.scope_of` makes it once per request, and nothing else has rules of its own.
+    """Identifies the sender of a request by keyed hashes, which reveal no API keys, user names or addresses.
+    `Server.scope_of` creates it once per request. Its properties are the only rules about what requests share: stored
+    responses, cached prefixes, past answers and accounts.
 
-    Only the key is authenticated, so only the key separates senders. A name is a claim of the key's holder; without
+    Only the API key is authenticated, so only the key separates senders. A name is a claim of the key's holder; without
     configured keys anyone can claim any name.
     """
 
@@ -24,27 +25,28 @@ class Scope:
     name: str = ""  # hash of `safety_identifier`, else of `user`, else of the sender's address
     separate_names: bool = False  # setting `prefix_cache: per_client`
     address: str = ""  # hash of the sender's address
-    max_running: int | None = None  # most running sequences of its account: `max_concurrent` of the key
+    max_running: int | None = None  # maximum of running sequences of the account: setting `max_concurrent` of the key
 
     @property
     def owner(self) -> str:
-        """Owner of stored responses, who alone may read, continue and delete them."""
+        """Owner of the responses that this sender stores; only the owner may read, continue and delete them."""
         return self.key
 
     @property
     def cache_namespace(self) -> str:
-        """Namespace of the prefix cache and of past answers that a request reads and fills."""
+        """Namespace of the prefix cache and of past answers, shared by the requests that have the same one."""
         return f"{self.key}/{self.name}" if self.separate_names else self.key
 
     def past(self, *, shown: bool) -> str | None:
-        """The scope of past answers that a request reads and extends; `shown`: its client sees the drafts. None: no
-        past answers, because drafts that are shown must be the client's own, and only a key proves that."""
+        """Namespace of the past answers that a request reads and extends. `shown`: whether the client sees the drafts.
+        Returns None if the request must not use past answers: shown drafts must come from the client's own texts, which
+        only an API key proves."""
         return None if shown and not self.key else self.cache_namespace
 
     @property
     def account(self) -> str:
-        """Account charged for tokens by fairness and for samples by the learner: the key or address. Names do not
-        count, because a client can claim any number of them."""
+        """Account that fair scheduling charges for tokens and the learner for samples: the key, or else the address.
+        Names do not count, because a client can claim any number of them."""
         return self.key or self.address
 
 
@@ -53,37 +55,38 @@ class SpeculationParams:
     """A request's limits on speculation; they change its speed, never its text."""
 
     enabled: bool = True
-    max_budget: int | None = None  # most nodes verified per step; None = whatever the engine chooses
-    trace: bool = False  # each output carries the tree that was verified
+    max_budget: int | None = None  # maximum of nodes verified per step; None leaves the choice to the engine
+    trace: bool = False  # whether each output carries the tree that was verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and how to continue it. `n` sequences are generated; sequence i samples with seed + i."""
+    """One prompt and the parameters of its continuations. `n` sequences are generated; sequence i samples with
+    seed + i."""
 
     request_id: str
     prompt: Tokens[int]
     sampling: SamplingParams
     n: int = 1
-    prediction: Tokens[int] = ()
+    prediction: Tokens[int] = ()  # the client's prediction of the answer, used for drafting
     grammar: Grammar | None = None  # grammar that the text must match
     speculation: SpeculationParams = SpeculationParams()
-    store: bool = True  # False: neither recorded nor learnt from
+    store: bool = True  # whether the text may be recorded and learnt from
     scope: Scope = field(default_factory=Scope)
-    # Lower starts earlier among the requests of one client; if slots run out, the highest of all is preempted.
+    # Among the requests of one client, lower values start first; if slots run out, the highest of all is preempted.
     priority: int = 0
-    replayed: Tokens[Tokens[int]] = ()  # per sequence: tokens of an earlier answer that a resumed stream replays
-    scores_prompt: bool = False  # send the log-probabilities of its tokens with the first output
-    single_token_outputs: int = 0  # number of first tokens per sequence that are outputs of their own
+    replayed: Tokens[Tokens[int]] = ()  # tokens of an earlier answer that a resumed stream replays, by sequence
+    scores_prompt: bool = False  # whether the first output carries the log-probabilities of the prompt's tokens
+    single_token_outputs: int = 0  # number of leading tokens per sequence that are each sent as an output of their own
     arrival_seconds: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """The requests of one body, all of one client and priority. They wait as one entry."""
+    """The engine requests of one HTTP request body, all of one client and priority. They wait as one queue entry."""
 
     requests: Tokens[GenerationRequest]
-    waits: bool = True  # whether a sequence has not started yet; written by the engine
+    waits: bool = True  # whether any sequence has not started yet; set by the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,13 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    rank: int  # 1 = the target's likeliest token
+    rank: int  # rank of the token, 1 for the target's likeliest
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class StepTree:
-    """Draft tree of one step as it was verified; empty where nothing was drafted."""
+    """Draft tree of one step as it was verified; empty if nothing was drafted."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # index of the parent node, always an earlier one; -1 below the root
@@ -108,7 +111,7 @@ class StepTree:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRecord:
-    """Speculation statistics of one sequence."""
+    """Speculation statistics of one finished sequence."""
 
     accepted_per_step: tuple[int, ...]  # accepted length of each verify step
     drafted_per_step: tuple[int, ...]  # nodes verified in each step
@@ -120,7 +123,7 @@ class SpeculationRecord:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds a sequence spent waiting, until its first token, and in all."""
+    """Seconds from a request's arrival until its sequence started, emitted its first token, and ended."""
 
     queue_seconds: float
     first_token_seconds: float
@@ -129,11 +132,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """Tokens and text that one step added to one sequence. The last output of a sequence carries `finish_reason` and
-    totals.
+    """Tokens and text that one step added to one sequence. The last output of a sequence also carries `finish_reason`
+    and totals.
 
-    `text` may be shown now: it never splits a character, and text that may begin a stop string is held back, so it can
-    be empty where `token_ids` is not."""
+    `text` can be shown at once: it never splits a character, and text that may begin a stop string is held back for a
+    later output. So it can be empty although `token_ids` is not."""
 
     request_id: str
     index: int  # index among the request's n sequences
@@ -147,9 +150,10 @@ class SequenceOutput:
     timings: Timings | None = None
     cached_tokens: int = 0
     tree: StepTree | None = None  # only for requests with `trace`
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all prompt tokens but the first, for requests that ask
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # one for each prompt token but the first, with `scores_prompt`
 
     @property
     def is_cut(self) -> bool:
-        """Whether a length limit, a stop or a failure ended the text, not the model."""
+        """Whether the text was ended by a length limit, a stop string or token, an abort or a failure, and not by the
+        model's own end token."""
         return self.finish_reason not in (None, "stop") or self.stop_reason is not None

@@ -1,7 +1,7 @@
-"""The rows of one forward: laid out in fresh slots before it, and what became permanent of them after it.
+"""Lays out the rows of one forward in fresh slots, and collects the tokens that became permanent by it for the drafter.
 
 Legend: rows = tokens of one forward, batch = sequences that choose a token, sequences = all sequences of the forward,
-nodes = padded node count of a tree, depth = longest accepted path.
+nodes = padded node count of a tree, depth = length of the longest path of a tree.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from service.engine.scheduler import Scheduled
 from service.engine.target import TargetOutput
 
 DecodingShape = tuple[int, int]
-"""Sequences and tree width of a captured decoding step."""
+"""Number of sequences and tree width of a captured decoding step."""
 
 
 class RowLayout:
@@ -33,7 +33,7 @@ class RowLayout:
     def __init__(
         self, slots: SlotPool, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()
     ) -> None:
-        """With `capture`, steps of these shapes are laid out by CUDA graphs."""
+        """With `capture`, decoding steps of these shapes are laid out by CUDA graphs."""
         self._slots, self._table = slots, table
         padding = ((_RowsToPlace.padding(*shape, table.slots.device), ()) for shape in shapes if shape[1])
         self._place = GraphRunner(place_rows, capture, padding)
@@ -41,10 +41,10 @@ class RowLayout:
     def __call__(
         self, extends: Items[ExtendRows], trees: DraftTree, node_rows: Items[int] | None = None
     ) -> ForwardRows:
-        """Take a slot for each row and write the slots of extend rows into the slot table.
+        """Allocate a slot for each row, and write the slots of extend rows into the slot table.
 
-        `node_rows` counts the rows of each tree, one tree per extend; None reads the counts from the device. The next
-        call may overwrite the result.
+        `extends` and `trees` have one entry per sequence. `node_rows`: number of rows of each tree; if None, it is read
+        from the device. The next call may overwrite the result.
         """
         counts: Items[int] = (
             trees.num_nodes.tolist() if node_rows is None else node_rows  # planned transfer: not while serving
@@ -55,7 +55,7 @@ class RowLayout:
 
 
 def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[DecodingShape]:
-    """The shape of every captured decoding step, the most rows first."""
+    """List the shapes of all captured decoding steps, the one with the most rows first."""
     shapes = product(batches_up_to(max_sequences), (*tree_widths, 0))
     return sorted(shapes, key=lambda shape: (shape[0] * (1 + shape[1]), shape), reverse=True)
 
@@ -63,26 +63,26 @@ def decoding_shapes(max_sequences: int, tree_widths: Items[int]) -> list[Decodin
 class _RowsToPlace(NamedTuple):
     """Arguments of `kernels.rows.Place`, all int64."""
 
-    tokens: Tensor  # [rows]; this and the next four
+    tokens: Tensor  # [rows], like the next four
     positions: Tensor
     sequence: Tensor
     node: Tensor  # ROOT for extend rows
     slots: Tensor
     extend_end: Tensor  # [sequences], positions of roots
-    tree_tokens: Tensor  # [sequences, nodes]; this and the next two
+    tree_tokens: Tensor  # [sequences, nodes], like the next two
     parents: Tensor
     depths: Tensor
 
     @staticmethod
     def padding(sequences: int, width: int, device: torch.device) -> "_RowsToPlace":
-        """Roots of a dummy sequence."""
+        """Arguments for rows that are all roots of the last sequence, a dummy."""
         row = torch.zeros(sequences * (1 + width), dtype=torch.int64, device=device)
         root, nodes = row[:sequences], torch.zeros(sequences, width, dtype=torch.int64, device=device)
         return _RowsToPlace(row, row, row + sequences - 1, row + ROOT, row, root, nodes, nodes + ROOT, nodes)
 
 
 def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fill in what depends on the trees: tokens and positions of node rows, slots of nodes, ancestor matrices.
+    """Compute the layout of tree nodes: tokens and positions of node rows, slots of nodes, ancestor matrices.
 
     Arguments as in `_RowsToPlace` -> tokens [rows], positions [rows], node slots [sequences, nodes],
     ancestors [sequences, nodes, nodes] bool
@@ -95,7 +95,7 @@ def place_rows(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     positions = torch.where(is_node, rows.extend_end[rows.sequence] + rows.depths[at], rows.positions)
     node_slots = rows.slots.new_full(
         (sequences, width + 1), NULL_SLOT
-    )  # the last column receives rows that are no nodes
+    )  # the last column receives the rows that are not nodes
     node_slots[rows.sequence, torch.where(is_node, rows.node, width)] = rows.slots
     return tokens, positions, node_slots[:, :width], ops.on(rows.slots.device).ancestor_matrix(rows.parents)
 
@@ -109,10 +109,10 @@ def committed_of(
     host: HostMetadata | None = None,
     follow: bool = True,
 ) -> Committed:
-    """The step's permanent tokens, as the drafter reads them.
+    """Collect a step's permanent tokens for the drafter.
 
-    `host` holds rows and roots of the completing sequences; `follow` is passed on. Features are left out where the
-    drafter neither follows nor records.
+    `host`: rows and roots of the completing sequences on the host; `follow`: whether the drafter must read these
+    tokens. Features are left out if the drafter neither follows nor wants scores.
     """
     features = output.features if follow or wants_scores else None
     return Committed(
@@ -133,9 +133,9 @@ def committed_of(
 def prompt_reads(
     items: Items[Scheduled], rows: ForwardRows, features: Tensor | None, *, follow: bool = True
 ) -> Iterator[Read]:
-    """Yield the prompt chunk that each sequence computed, as the drafter reads it. # features [rows, taps * hidden]
+    """Iterate over the prompt chunks that the step computed, as inputs of the drafter. # features [rows, taps * hidden]
 
-    A sequence's newest token is left out: the drafter gets it with `Committed`.
+    The last token of a completing sequence is left out, because the drafter gets it with `Committed`.
     """
     first = 0
     features = rows.slots.new_empty(rows.num_extend_rows, 0) if features is None else features
@@ -157,8 +157,8 @@ def prompt_reads(
 
 
 def _scores(logits: Tensor, path_logits: Tensor, counts: Tensor) -> Scores:
-    """Copy the logits that chose each committed token.
+    """Copy the logits from which each committed token was chosen.
     # logits [logits, vocab]; path_logits [batch, depth + 1]; counts [batch]"""
     valid = torch.arange(path_logits.shape[1], device=path_logits.device) < counts[:, None]
-    places = valid.flatten().nonzero()[:, 0]  # planned transfer: their number, in steps that are learnt from
+    places = valid.flatten().nonzero()[:, 0]  # planned transfer of their number, only in steps that are learnt from
     return Scores(places, logits.index_select(0, path_logits.flatten()[places]))

@@ -1,11 +1,11 @@
-"""From the target's logits to the target's tokens: penalties, filters and position-keyed noise, row by row.
+"""Samples tokens from the target's logits: penalties, filters and position-keyed noise, row by row.
 
 A row's token is a function of its own logits and its own sequence, bit for bit: it does not depend on the order or the
-number of the step's rows. Transforms run only where a sequence of the batch needs them, and leave the other sequences'
-scores as they are. Of trees only the tokens on a row's path are known here; stop conditions are not.
+number of the step's rows. A transform runs only if a sequence of the batch needs it, and does not change the logits of
+other sequences. Trees are known here only by the tokens on each row's path; stop conditions are checked in emit.py.
 
-Legend: rows = logits of one step that choose a token, batch = sequences in the step, vocab = token ids,
-depth = padded length of a row's path, width = padded length of a list of ids.
+Legend: rows = rows of logits from which a token is chosen, batch = sequences in the step, vocab = vocabulary size,
+depth = padded length of a row's path, width = padded length of a list of ids, scores = logits after the transforms.
 """
 
 import math
@@ -27,15 +27,13 @@ _NEVER = float("-inf")
 
 
 class Sampler:
-    """Chooses tokens from scores as they are, by `kernels.ops`.
-
-    With `capture` it reads logits at the head of one static buffer by CUDA graphs; the next choice overwrites the last.
-    """
+    """Chooses tokens from scores by the kernels of `kernels.ops`, without further transforms."""
 
     def __init__(
         self, capture: Capture | None = None, logits: Tensor | None = None, counts: Iterable[int] = ()
     ) -> None:
-        """`logits` [rows, vocab] is the static buffer, `counts` the numbers of rows to capture."""
+        """With `capture`, choices from the first rows of the static buffer `logits` [rows, vocab] run as CUDA graphs,
+        one for each number of rows in `counts`; the next choice overwrites the last one."""
         buffers = [] if logits is None else [logits[:count] for count in sorted(counts, reverse=True)]
         self._likeliest = GraphRunner(_choose_likeliest, capture, (((), (rows,)) for rows in buffers))
         self._plain, self._filtered = (
@@ -50,7 +48,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
     ) -> ChosenTokens:
-        """Draw each row's token by position-keyed noise among those that the filters leave, as `sample` of
+        """Sample each row's token with position-keyed noise from the tokens that pass the filters; see `sample` of
         `kernels.ops`. # logits [rows, vocab]; seeds, positions [rows] int64; temperatures [rows] float32"""
         runner = self._plain if filters is None else self._filtered
         return _leading(runner((seeds, positions, temperatures, filters or ()), (logits,)), logits.shape[0])
@@ -68,7 +66,7 @@ def _sample(
 
 
 def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-    """Greedy rows: seeds, positions, temperatures, and filters that are off."""
+    """Arguments for greedy rows: seeds, positions, temperatures, and filters that are off."""
     whole, zeros = (
         torch.zeros(3, logits.shape[0], dtype=torch.int64, device=logits.device),
         torch.zeros_like(logits[:, 0], dtype=torch.float32),
@@ -78,7 +76,7 @@ def _padding(logits: Tensor, *, filtered: bool) -> tuple[Tensor | tuple[Tensor, 
 
 
 def _leading(choice: ChosenTokens, rows: int) -> ChosenTokens:
-    """The choice without the padding rows of a capture."""
+    """Cut the padding rows of a capture off the choice."""
     return choice if choice.tokens.shape[0] == rows else ChosenTokens(*(result[:rows] for result in choice))
 
 
@@ -95,18 +93,18 @@ class Logprobs(NamedTuple):
 
 
 def signed64(seed: int) -> int:
-    """The low 64 bits of a seed as a signed integer, the form tensors hold it in."""
+    """Convert a seed to the signed integer of its low 64 bits, which fits into an int64 tensor."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 class TokenHistory:
-    """Tokens that a sequence has seen and counts of generated ones, for its penalties."""
+    """Tokens of a sequence's prompt and text, and counts of the generated ones, for its penalties."""
 
     __slots__ = ("_seen", "counts", "ids", "in_prompt")
 
     def __init__(self, prompt: Sequence[int], vocab: int, device: torch.device) -> None:
         self._seen = set(prompt)
-        self.ids = torch.tensor(sorted(self._seen), dtype=torch.int64, device=device)  # [seen], each once
+        self.ids = torch.tensor(sorted(self._seen), dtype=torch.int64, device=device)  # [seen], distinct tokens
         self.in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)  # [vocab]
         self.in_prompt[self.ids] = True
         self.counts = torch.zeros(vocab, device=device)  # [vocab] float32
@@ -121,7 +119,7 @@ class TokenHistory:
 
 
 class SamplingState:
-    """Sampling state of one sequence, from start to end; `extend` it after each commit."""
+    """Sampling state of one running sequence; `extend` must be called with the tokens of each commit."""
 
     __slots__ = ("device", "forbidden_at_first", "grammar", "history", "params", "vocab")
 
@@ -144,7 +142,7 @@ class SamplingState:
         self.history = TokenHistory(prompt, vocab, device) if params.has_penalties else None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens to history and grammar."""
+        """Advance penalties and grammar by committed tokens."""
         if self.history is not None and tokens:
             self.history.extend(tokens)
         if self.grammar is not None:
@@ -153,39 +151,39 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Inputs of token choice per row of logits."""
+    """Inputs of the score transforms, per row of logits."""
 
     table: "SamplingTable"
     sequence_idx: Tensor  # [rows] int64, index of the row's sequence in the table
     positions: Tensor  # [rows] int64, absolute position of the token to be chosen
-    num_generated: Tensor  # [rows] int64, tokens generated before that one, drafted ones on the path included
-    path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, -1 padded
+    num_generated: Tensor  # [rows] int64, tokens generated before that one, including drafted ones on the path
+    path_tokens: Tensor  # [rows, depth] int64, drafted tokens from the root's child to this row's node, padded with -1
 
 
 Transform = Callable[[Tensor, SamplingRows], None]
-"""Changes scores [rows, vocab] float32 in place, of the sequences whose parameters ask for it."""
+"""Changes scores [rows, vocab] float32 in place, for the sequences whose parameters require it."""
 
 Redraw = Callable[[Tensor, Tensor], ChosenTokens]
-"""Chooses again for some rows [again] of scores [again, vocab]."""
+"""Chooses tokens again: scores [again, vocab] and their row indices [again] -> the new choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The batch's sampling: a list of score transforms, none for plain greedy decoding, then how tokens are drawn.
+    """The batch's sampling parameters as tensors: score transforms, then temperatures, seeds and filters.
 
-    Built anew only when a sequence joins or leaves; penalties read the states' histories, which `SamplingState.extend`
-    keeps current."""
+    It is rebuilt only when a sequence joins or leaves the batch. Penalties read the histories of the states, which
+    `SamplingState.extend` updates."""
 
     transforms: tuple[Transform, ...] = ()
-    temperatures: Tensor | None = None  # [batch] float32, 0 = the likeliest token; None: all are greedy
+    temperatures: Tensor | None = None  # [batch] float32, 0 for greedy sequences; None if all are greedy
     seeds: Tensor | None = None  # [batch] int64
-    filters: Filters | None = None  # one row per sequence; None: no sequence filters
-    states: tuple[SamplingState, ...] | None = None  # one per sequence; None: no sequence has a grammar
+    filters: Filters | None = None  # one row per sequence; None if no sequence filters
+    states: tuple[SamplingState, ...] | None = None  # one per sequence; None if no sequence has a grammar
 
     @staticmethod
     def build(states: Sequence[SamplingState]) -> "SamplingTable":
-        """The transforms these sequences need, in the order in which vLLM applies them, and the cheapest draw that
-        serves all."""
+        """Build the table for these sequences: only the transforms that they need, in vLLM's order, and no tensors for
+        sampling if all are greedy."""
         params = [state.params for state in states]
         plan = [
             (any(p.logit_bias for p in params), _logit_bias),
@@ -215,8 +213,8 @@ class SamplingTable:
 
 
 def transformed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply every transform to the logits, which are left as they are. # logits [rows, vocab], any float dtype
-    -> scores [rows, vocab]"""
+    """Apply all transforms to a float32 copy of the logits; without transforms, return the logits themselves.
+    # logits [rows, vocab], any float dtype -> scores [rows, vocab]"""
     if not rows.table.transforms:
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -261,22 +259,23 @@ def _min_tokens(states: Sequence[SamplingState]) -> Transform:
 
 
 def _penalties(states: Sequence[SamplingState]) -> Transform:
-    """Repetition penalty (Keskar et al., "CTRL", 2019, section 4.1) over prompt, text and path; OpenAI's frequency and
-    presence penalties over generated text and path. At least one sequence has a history; the others' are neutral."""
+    """Transform for the repetition penalty (Keskar et al., "CTRL", 2019, section 4.1) over prompt, text and path, and
+    OpenAI's frequency and presence penalties over text and path. At least one sequence must have a history; the
+    penalties of sequences without one are neutral."""
     device, params = states[0].device, [state.params for state in states]
     histories = [state.history for state in states if state.history is not None]
     has_history = torch.tensor([state.history is not None for state in states], device=device)
-    history_idx = (has_history.cumsum(0) - 1).clamp(min=0)  # [batch], any for sequences without penalties
+    history_idx = (has_history.cumsum(0) - 1).clamp(min=0)  # [batch], arbitrary for sequences without penalties
     repetitions = _floats([p.repetition_penalty for p in params], device)
     frequencies = _floats([p.frequency_penalty for p in params], device)
     presences = _floats([p.presence_penalty for p in params], device)
 
     def penalise(scores: Tensor, rows: SamplingRows) -> None:
-        """Change the scores of tokens that precede each row's own."""
+        """Penalise the tokens that occur before each row's position."""
         sequence_idx, path_tokens = rows.sequence_idx, rows.path_tokens
         own = history_idx[sequence_idx]  # [rows]
         seen = nn.utils.rnn.pad_sequence([history.ids for history in histories], batch_first=True)
-        ids = torch.cat((seen[own], path_tokens.clamp(min=0)), 1)  # [rows, width + depth], as all that follows
+        ids = torch.cat((seen[own], path_tokens.clamp(min=0)), 1)  # [rows, width + depth], like all tensors below
         counts = torch.stack([history.counts for history in histories])[own[:, None], ids]
         counts += (ids[:, :, None] == path_tokens[:, None, :]).sum(-1)
         in_prompt = torch.stack([history.in_prompt for history in histories])[own[:, None], ids]
@@ -284,29 +283,30 @@ def _penalties(states: Sequence[SamplingState]) -> Transform:
         repeated = torch.where(before > 0, before / repetition, before * repetition)
         after = torch.where(written | in_prompt, repeated, before)
         after = after - counts * frequencies[sequence_idx, None] - written * presences[sequence_idx, None]
-        # an id may stand here twice, with the same new score both times; padding is id 0, which changes only if seen
+        # An id may occur twice in a row, then with the same new score; the padding id 0 changes only if it was seen.
         scores.scatter_(1, ids, after)
 
     return penalise
 
 
 class GrammarRow(NamedTuple):
-    """A row whose token a grammar must allow."""
+    """A row whose chosen token must be allowed by a grammar."""
 
-    row: int
+    row: int  # index of the row of logits
     grammar: GrammarState
-    is_filtered: bool  # whether filters may drop tokens
+    is_filtered: bool  # whether top-p, top-k or min-p may drop tokens
     path: Sequence[int]  # drafted tokens from the root's child to this row's node
 
     def allows(self, token: int) -> bool:
-        """Whether the choice stands. Masking first would choose the same token, unless filters drop tokens by how
-        likely they are among the others: then the row chooses again."""
+        """Whether a token chosen without the grammar's mask can be kept. Choosing with the mask would give the same
+        token if the grammar allows it, but not with filters, because the mask changes which tokens they drop."""
         return not self.is_filtered and self.grammar.allows(self.path, token)
 
 
 def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Tensor, redraw: Redraw) -> ChosenTokens:
-    """Choose again where the grammar forbids a row's choice, among the tokens it allows. # scores [rows, vocab]"""
-    chosen = choice.tokens.tolist()  # planned transfer: of constrained sequences
+    """Replace choices that a grammar forbids (or that filters may change) by a choice among the tokens it allows.
+    # scores [rows, vocab]"""
+    chosen = choice.tokens.tolist()  # planned transfer: only for constrained sequences
     again = [row for row in rows if not row.allows(chosen[row.row])]
     if not again:
         return choice
@@ -318,7 +318,7 @@ def within_grammars(choice: ChosenTokens, rows: Iterable[GrammarRow], scores: Te
 
 
 def drops_tokens(params: SamplingParams) -> bool:
-    """Whether top-p, top-k or min-p may drop tokens before one is drawn."""
+    """Whether top-p, top-k or min-p may exclude tokens before one is sampled."""
     return params.temperature > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 
 
@@ -331,7 +331,7 @@ def _filters(states: Sequence[SamplingState]) -> Filters:
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """# [batch, width], 0 padded"""
+    """Stack lists as a tensor. # [batch, width], padded with 0"""
     return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype, device=device) for row in rows], batch_first=True)
 
 

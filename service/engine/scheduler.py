@@ -1,10 +1,10 @@
-"""The scheduler: chooses the sequences of the next step, and how many rows each has.
+"""The scheduler: chooses the sequences of the next step, and the number of rows of each.
 
-Decoding sequences take part in every step, prompts are computed in chunks in the same steps. The client served least is
-admitted first and its prompts come first. A sequence starts after its cached prefix. When slots run out, the cache
-evicts its least recently used slots, then the cheapest sequence is preempted; its keys and values are computed again
-later, to the same bits. Beside the decoding of other clients, prompts are read at a pace that leaves these their share
-of time."""
+Decoding sequences take part in every step; prompts are computed in chunks in the same steps. The client that was served
+least is admitted first, and its prompts come first. A sequence starts after its cached prefix. When slots run out, the
+cache evicts its least recently used slots, then the cheapest sequence is preempted; its keys and values are recomputed
+later, bit for bit. While other clients decode, prompts are computed at a pace that leaves those clients their share of
+time."""
 
 import time
 from collections import Counter
@@ -28,22 +28,22 @@ from service.engine.sequence import Sequence
 from service.engine.waiting import Entry, PromptPace, Reader, ServiceCounters, WaitingQueue
 
 _EVICT_AT_ONCE = 256
-"""Slots; so that a full cache does not cost an eviction in every step."""
+"""Minimum number of slots per eviction, so that a full cache does not evict in every step."""
 
-_OFTEN = 2  # number of preemptions after which others are preempted first
+_OFTEN = 2  # number of preemptions after which other sequences are preempted first
 
-_FIRST_GUESS = 32.0  # tokens of an answer before any has ended
+_FIRST_GUESS = 32.0  # expected tokens of an answer before any answer has ended
 
 _RATE = 0.05
-"""Rate of the moving mean of answers' lengths."""
+"""Rate of the moving mean of answer lengths."""
 
 _LEAST_SHARE = 0.25
-"""Share of the mean length that an answer is expected to go on for, however long it is already."""
+"""Minimum of the expected remaining length of an answer, as a share of the mean length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled(ExtendRows):
-    """A sequence's share of a step: its next pending tokens."""
+    """A sequence's rows in a step: its next pending tokens."""
 
     sequence: Sequence
 
@@ -56,21 +56,21 @@ class Scheduled(ExtendRows):
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a root: one pending token, below which a draft tree may grow."""
+        """Whether the sequence decodes: its only row is its last pending token, the root of a draft tree."""
         return self.num_rows == 1 and self.completes
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The sequences of a step; decoding ones stand first."""
+    """The sequences of a step; decoding ones come first."""
 
     items: list[Scheduled]
-    started: list[Sequence]  # those that start to run, or start again after preemption
-    budget: DraftBudget | None = None  # decides their order; None: the step has no drafts
+    started: list[Sequence]  # sequences that start to run, or start again after preemption
+    budget: DraftBudget | None = None  # the step's budget, in the order of `items`; None if the step has no drafts
 
     @cached_property
     def decoding(self) -> list[Sequence]:
-        """Sequences whose last token alone is pending."""
+        """Sequences of which only the last token is pending."""
         return [item.sequence for item in self.items if item.decodes]
 
     @cached_property
@@ -80,18 +80,19 @@ class StepBatch:
 
     @cached_property
     def host(self) -> HostMetadata:
-        """Rows and roots of the completing sequences."""
+        """Table rows and root positions of the completing sequences, on the host."""
         roots = tuple(len(sequence.tokens) - 1 for sequence in self.completing)
         return HostMetadata(tuple(sequence.table_row for sequence in self.completing), roots)
 
     @cached_property
     def num_extend_rows(self) -> int:
-        """Rows of the step without drafted nodes."""
+        """Number of the step's rows without drafted nodes."""
         return sum(item.num_rows for item in self.items)
 
 
 class Scheduler:
-    """Owner of the waiting queue, and of the running sequences, in the order they started in."""
+    """Admits, schedules and preempts sequences; owns the waiting queue and the running sequences, in the order in which
+    they started."""
 
     def __init__(
         self,
@@ -104,9 +105,9 @@ class Scheduler:
         cache: PrefixCache | None = None,
         tree_nodes: int = MAX_NODES,
     ) -> None:
-        """`on_start` is called with each sequence that is to start, or to start again, and returns whether it can.
-        `on_stop` is called with each that stops running, finished or preempted, while it has its row. Cached prefixes
-        leave room for trees of `tree_nodes`."""
+        """`on_start`: called with each sequence that is to start, or to start again; returns whether it can. `on_stop`:
+        called with each sequence that finishes or is preempted, while it still has its table row. `tree_nodes`: nodes
+        per decoding sequence for which slots are kept free of cached prefixes."""
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []
         self._slots = slots
@@ -121,11 +122,11 @@ class Scheduler:
 
     @property
     def num_available(self) -> int:
-        """Slots that are free, or hold cached prefixes that may be evicted."""
+        """Number of slots that are free, or hold cached prefixes that can be evicted."""
         return self._slots.num_free + self._cache.num_evictable
 
     def add(self, body: Submission) -> None:
-        """Queue a body of requests."""
+        """Queue the requests of an HTTP request body."""
         present = {*self.queue.clients, *(sequence.client for sequence in self.running)}
         self._service.enter(body.requests[0].scope.account, present)
         self.queue.arrive(body)
@@ -143,14 +144,14 @@ class Scheduler:
         return batch
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a running sequence and free its slots; one that has stopped is left as it is."""
+        """Remove a running sequence and free its slots. Does nothing if the sequence does not run."""
         if sequence in self.running:
             self._service.settle(sequence)
             self._forecast.observe(sequence)
             self._stop(sequence)
 
     def withdraw(self, request_ids: Collection[str]) -> list[Sequence]:
-        """Remove all sequences of these requests, waiting or running. # -> those that existed"""
+        """Remove all sequences of these requests, waiting or running. Returns those that existed already."""
         gone = [sequence for sequence in self.running if sequence.request.request_id in request_ids]
         for sequence in gone:
             self.remove(sequence)
@@ -167,24 +168,25 @@ class Scheduler:
         self.queue.add(Entry(None, sequence.arrival, sequence))
 
     def take_preemptions(self) -> int:
-        """Preemptions since the last call."""
+        """Return the number of preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
         return count
 
     def forget_prefixes(self) -> None:
-        """Free all cached prefixes that no running sequence uses: their slots have been overwritten."""
+        """Drop all cached prefixes that no running sequence uses; to be called when their slots were overwritten."""
         self._slots.free(self._cache.evict(self._cache.num_evictable))
 
     def held_slots(self) -> Tensor:
-        """Slots of the cache and of running sequences, each once (for conservation checks). # -> [held] int64"""
+        """Collect the slots of the cache and of running sequences, each once, for conservation checks.
+        # -> [held] int64"""
         return torch.cat([self._cache.held(), *map(self._own_slots, self.running)])
 
     def _own_slots(self, sequence: Sequence) -> Tensor:
-        """A running sequence's slots that are not the cache's. # -> [positions] int64"""
+        """Slots of a running sequence that do not belong to the cache. # -> [positions] int64"""
         return self._table.slots[sequence.table_row, sequence.num_shared : sequence.num_computed]
 
     def _note_progress(self) -> None:
-        """Charge what the last step served, and publish prompts that have just been computed."""
+        """Charge clients for the last step, and publish prompts that are now computed in the prefix cache."""
         for sequence in self.running:
             self._service.settle(sequence)
             if sequence.lease is not None and not sequence.is_prefilling and not sequence.lease.is_published:
@@ -193,8 +195,8 @@ class Scheduler:
                 self.queue.release(sequence)
 
     def _preempt_until_decoding_fits(self) -> None:
-        """Preempt until each decoding sequence has a slot. One always has: start-up checked that the pool holds the
-        longest sequence."""
+        """Preempt sequences until each decoding one has a slot. A sequence that runs alone always has one, because
+        start-up checks that the pool holds the longest sequence."""
         while sum(not sequence.is_prefilling for sequence in self.running) > self.num_available or (
             len(self.running) > 1 and self.num_available == 0
         ):
@@ -213,7 +215,7 @@ class Scheduler:
         sequence.row = sequence.lease = None
 
     def _admit(self) -> list[Sequence]:
-        """Start waiting sequences while there is room, the client served least first."""
+        """Start waiting sequences while there is room, beginning with the client that was served least."""
         started: list[Sequence] = []
         while (sequence := self._next_to_start()) is not None:
             if not self._has_room(sequence) and not self._make_way(sequence, started):
@@ -225,8 +227,9 @@ class Scheduler:
         return started
 
     def _next_to_start(self) -> Sequence | None:
-        """The first waiting sequence of the client served least that may run more. None overtakes one that does not
-        fit, but one whose prefix is being computed right now is parked and lets others pass."""
+        """First waiting sequence of the client that was served least among those that may run more sequences. Sequences
+        whose prefix is being computed by a running one are parked, and others overtake them; no sequence overtakes one
+        that does not fit. Returns None if no sequence can start."""
         running = Counter(sequence.client for sequence in self.running)
         served = {client: self._service.served(client) for client in self.queue.ready}
         for sequence in self.running:
@@ -243,7 +246,8 @@ class Scheduler:
         return None
 
     def _computes_its_prefix(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence that is about to publish much of this one's prompt."""
+        """Running sequence that is about to publish a long prefix of this sequence's prompt. Returns None if there is
+        none."""
         prefilling = [
             other for other in self.running if other.is_prefilling and other.cache_namespace == sequence.cache_namespace
         ]
@@ -255,8 +259,8 @@ class Scheduler:
         return next((other for other in prefilling if sequence.tokens[:length] == other.tokens[:length]), None)
 
     def _has_room(self, sequence: Sequence, victims: Items[Sequence] = ()) -> bool:
-        """Whether a table row is free, and slots for the expected needs of this and all running sequences, once
-        `victims` are preempted."""
+        """Whether, after preempting `victims`, a table row is free, and enough slots for the expected needs of this
+        sequence and all running ones."""
         others = [other for other in self.running if other not in victims]
         if not others:
             return True
@@ -267,8 +271,9 @@ class Scheduler:
         return self._table.num_free_rows + len(victims) > 0 and claimed <= available
 
     def _make_way(self, sequence: Sequence, started: Items[Sequence]) -> bool:
-        """Preempt sequences of clients that run more than this one would run then, the cheapest first, and often only
-        for a client that runs nothing. Returns whether there is room then; else none is preempted."""
+        """Make room for a sequence by preempting the cheapest sequences of clients that run more sequences than its own
+        client would then run. Sequences that were preempted often are preempted only for a client that runs none.
+        Returns whether there is room; if not, no sequence is preempted."""
         victims: list[Sequence] = []
         while not self._has_room(sequence, victims):
             running = Counter(other.client for other in self.running if other not in victims)
@@ -299,8 +304,9 @@ class Scheduler:
         self.running.append(sequence)
 
     def _chunks(self, decoding: Items[Scheduled]) -> list[Scheduled]:
-        """Share one chunk of prompt rows among the prefilling sequences, the client served least first; beside the
-        decoding of other clients only as many rows as take their share of time."""
+        """Share one chunk of prompt rows among the prefilling sequences, beginning with the client that was served
+        least. While other clients decode, the prompts of a client get only as many rows as fit into its share of
+        time."""
         left, paced = min(self._pace.most_rows, self.num_available - len(decoding)), self._pace.num_rows
         clients = {item.sequence.client for item in decoding}
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
@@ -319,14 +325,13 @@ class Scheduler:
         return chunks
 
     def _clear_slots(self, wanted: int) -> None:
-        """Evict cached prefixes until `wanted` slots are free, or none is left to evict."""
+        """Evict cached prefixes until `wanted` slots are free, or no evictable prefix is left."""
         if wanted > self._slots.num_free:
             self._slots.free(self._cache.evict(max(wanted - self._slots.num_free, _EVICT_AT_ONCE)))
 
 
 class Forecast:
-    """Predicts how many slots a sequence will need before it ends: its pending tokens, and an answer as long as recent
-    ones were."""
+    """Predicts how many more slots a sequence will need before it ends, from the mean length of recent answers."""
 
     def __init__(self) -> None:
         self._mean_tokens = _FIRST_GUESS
@@ -336,16 +341,16 @@ class Forecast:
         self._mean_tokens += _RATE * (sequence.num_generated - self._mean_tokens)
 
     def claim(self, sequence: Sequence) -> int:
-        """Slots that a sequence will still need; an answer beyond the mean length goes on for a part of it."""
+        """Predict the number of slots that a sequence will still need: for its pending tokens and the rest of its
+        answer."""
         expected = max(self._mean_tokens - sequence.num_generated, _LEAST_SHARE * self._mean_tokens)
         return sequence.num_pending + min(sequence.num_remaining, round(expected))
 
 
 def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: PrefixCache) -> Sequence | None:
-    """The sequence to preempt: lowest priority, not preempted often, least to compute again, newest, in this order.
-
-    The oldest is never preempted, so every sequence gets through; None if no candidate is left.
-    """
+    """Choose the sequence to preempt by, in this order: lowest priority, not preempted often, fewest positions to
+    compute again, newest. The oldest running sequence is never chosen, so that every sequence finishes in the end.
+    Returns None if no candidate is left."""
     oldest = min(running, key=attrgetter("arrival"))
     return min(
         (sequence for sequence in candidates if sequence is not oldest),
@@ -360,8 +365,8 @@ def cheapest(candidates: Items[Sequence], running: Items[Sequence], cache: Prefi
 
 
 def _freed_by(victims: Items[Sequence], cache: PrefixCache) -> int:
-    """Slots that become free or evictable when all of these are preempted: positions that may have to be computed
-    again."""
+    """Number of slots that become free or evictable when all of these sequences are preempted; as many positions may
+    have to be computed again."""
     own = sum(victim.num_computed - victim.num_shared for victim in victims)
     return own + cache.held_only_by(_leases(victims))
 

@@ -1,4 +1,4 @@
-"""The engine's state of one generation: its tokens and text so far, its slots, what speculation did for it."""
+"""The engine's state of one generation: its tokens and text so far, its slots, and its speculation statistics."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from service.engine.requests import FinishReason, GenerationRequest, SamplingPar
 from service.engine.sampling import SamplingState
 from service.text.tokenizer import IncrementalDetokenizer
 
-_SEARCHED_RUN = 256  # most held byte tokens that are searched for a stop string at each token
+_SEARCHED_RUN = 256  # maximum number of held byte tokens that are searched for a stop string after each token
 
 
 class TextStream:
-    """Detokenizes token by token and holds back text that may begin a stop string.
+    """Detokenizes token by token, and holds back text that may begin a stop string.
 
-    The stop string that is complete first wins, the longest of several that end at the same character: so the result
-    does not depend on how the text is cut into tokens.
+    The text ends at the stop string that is complete first; if several end at the same character, at the longest one.
+    So the result does not depend on how the text is split into tokens.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, params: SamplingParams) -> None:
@@ -31,12 +31,12 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_id: int) -> str | None:
-        """Append one token; return the stop string it completes, if any. Nothing may be pushed after a stop string."""
+        """Append one token. Returns the stop string that it completes, or None. No token may follow a stop string."""
         assert not self._stopped, "pushed a token after a stop string"
         self._num_tokens += 1
         self._unread.append(token_id)
         if not self._stop:
-            return None  # read when the text is taken, all tokens of a step at once
+            return None  # `take` detokenizes all tokens of a step at once
         self._read()
         held = self._detokenizer.held if self._detokenizer.num_held <= _SEARCHED_RUN else ""
         return self._search(self._pending if "\ufffd" in held else self._pending + held)
@@ -48,7 +48,7 @@ class TextStream:
         return self._cut(shown)
 
     def finish(self) -> str:
-        """Remove and return the rest; to be called once, after the last token."""
+        """Remove and return the rest of the text; to be called once, after the last token."""
         self._read()
         if not self._stopped:
             self._pending += self._detokenizer.held
@@ -60,7 +60,7 @@ class TextStream:
         self._unread.clear()
 
     def _search(self, text: str) -> str | None:
-        """End the text at the first stop string in the pending text. # -> the stop string, if any"""
+        """End the text at the first stop string in the pending text. Returns that stop string, or None."""
         if self._num_tokens > self._min_tokens and (match := self._first_stop(text)) is not None:
             start, stop = match
             self._pending = text[: start + len(stop) if self._include_stop else start]
@@ -70,7 +70,7 @@ class TextStream:
         return None
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Start and value of the earliest stop string."""
+        """Start and value of the stop string that ends first. Returns None if there is none."""
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = text.find(stop, max(0, self._searched + 1 - len(stop)))
@@ -79,7 +79,7 @@ class TextStream:
         return found and found[1:]
 
     def _first_possible_stop(self) -> int:
-        """Start of the text that could still become a stop string."""
+        """Index in the pending text from which on it could still become a stop string."""
         for start in range(len(self._pending)):
             rest = self._pending[start:]
             if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stop):
@@ -96,27 +96,27 @@ class TextStream:
 class QueryCosts:
     """Cost and accepted tokens of one sequence's steps, for learning."""
 
-    first_version: int = -1  # drafter version of its first step; -1 before
-    version: int = -1  # drafter version of its last step
+    first_version: int = -1  # drafter version of the sequence's first step; -1 before it
+    version: int = -1  # drafter version of the sequence's last step
     accepted: list[int] = field(default_factory=list)  # accepted length of each step with nodes
-    plain_steps: int = 0
-    seconds: float = 0.0
+    plain_steps: int = 0  # number of steps without nodes
+    seconds: float = 0.0  # seconds charged by `accounting.charge`; NaN if unknown
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n generations. `tokens` is prompt and generated text; keys and values of the last token are
-    computed by the step that chooses the next one. Sampling state and text stream are created when it starts."""
+    """One of a request's n generations. `tokens` holds the prompt and the generated tokens; the keys and values of the
+    last token are computed by the step that chooses the next one."""
 
     request: GenerationRequest
     index: int
     tokens: list[int]
     num_prompt: int
     sampling: SamplingState = field(init=False)  # exists while the sequence runs
-    text: TextStream = field(init=False)  # exists from the first start on
-    row: int | None = None  # row of the slot table, while running
-    num_computed: int = 0  # positions whose keys and values are in the pool
-    lease: PrefixLease | None = None  # lease on the prefix cache, while running
+    text: TextStream = field(init=False)  # exists since the sequence started for the first time
+    row: int | None = None  # row of the slot table; None unless the sequence runs
+    num_computed: int = 0  # number of leading positions whose keys and values are in the pool
+    lease: PrefixLease | None = None  # lease on the prefix cache; None unless the sequence runs
     num_cached: int = 0  # prompt tokens whose keys and values were found in the cache
     arrival: int = 0  # rank in the order of arrival
     preemptions: int = 0
@@ -126,78 +126,80 @@ class Sequence:
     last_emit_seconds: float | None = None
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    predicted_tokens: int = 0  # generated tokens that the client's prediction had right
+    predicted_tokens: int = 0  # number of accepted tokens from the client's prediction
     costs: QueryCosts = field(default_factory=QueryCosts)
     gain: SequenceGain = field(default_factory=SequenceGain)
-    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # scores by position, until they are sent
+    prompt_scores: dict[int, TokenLogprob] = field(default_factory=dict)  # unsent scores of prompt tokens by position
 
     @property
     def table_row(self) -> int:
-        """Its row of the slot table, while it runs."""
+        """Row of the slot table; the sequence must be running."""
         assert self.row is not None
         return self.row
 
     @property
     def client(self) -> str:
-        """The client whose fairness counter it is charged to."""
+        """Client to whose fairness counter the sequence is charged."""
         return self.request.scope.account
 
     @property
     def cache_namespace(self) -> str:
-        """Namespace of the prefix cache; one of its own where every prompt token must be computed to be scored."""
+        """Namespace of the prefix cache. It is unique to this sequence if the prompt is scored, because then every
+        prompt token must be computed."""
         if self.request.scores_prompt:
             return f"scored {self.request.request_id} {self.index}"
         return self.request.scope.cache_namespace
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens before the last one are still to be computed."""
+        """Whether keys and values of tokens before the last one are still to be computed."""
         return self.num_pending > 1
 
     @property
     def num_shared(self) -> int:
-        """Positions, from the first on, whose slots belong to the prefix cache."""
+        """Number of leading positions whose slots belong to the prefix cache."""
         return 0 if self.lease is None else self.lease.length
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def replay_tokens(self) -> Items[int]:
-        """Rest of the prefix that a resumed stream replays; empty once the text has left it."""
+        """Remaining tokens of the earlier answer that a resumed stream replays; empty if the new tokens differ from
+        it."""
         before = self.request.replayed[self.index] if self.request.replayed else ()
         count = self.num_generated
         return before[count:] if len(before) > count and list(before[:count]) == self.tokens[self.num_prompt :] else ()
 
     @property
     def num_remaining(self) -> int:
-        """Tokens it may still generate."""
+        """Number of tokens that the sequence may still generate."""
         return self.request.sampling.max_tokens - self.num_generated
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        """Number of tokens whose keys and values are still to be computed; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
     @property
     def max_nodes(self) -> int | None:
-        """The request's limit on its draft tree; 0: no speculation, None: no limit."""
+        """Maximum number of nodes of the draft tree by the request: 0 without speculation, None without a limit."""
         return self.request.speculation.max_budget if self.request.speculation.enabled else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a generation ended."""
+    """Reason for the end of a generation."""
 
     reason: FinishReason
-    stop: int | str | None = None
-    error: str | None = None
+    stop: int | str | None = None  # stop token or stop string that ended it
+    error: str | None = None  # message for the client
 
 
 def new_sequence(request: GenerationRequest, index: int) -> Sequence:
-    """A sequence that has not started."""
+    """Create a sequence that has not started yet."""
     kind = traffic_class(request.sampling.temperature, has_grammar=request.grammar is not None)
     gain = SequenceGain(kind, may_draft=request.speculation.enabled and request.speculation.max_budget != 0)
     return Sequence(request, index, list(request.prompt), len(request.prompt), gain=gain)

@@ -1,4 +1,4 @@
-"""Records of one engine step and of one finished sequence, for metrics; without tensors."""
+"""Records of engine steps and finished sequences for metrics; they hold no tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ class LoadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingOutlook:
-    """Expected gain of drafting for batches like the last step's."""
+    """Expected gain of drafting for batches like the last step's, and the state of its ledger accounts."""
 
-    sequences: int  # size of the batch, rounded down to a power of two
+    sequences: int  # batch size, rounded down to a power of two
     gain: float  # expected gain, in plain steps per step
-    gain_sd: float
+    gain_sd: float  # standard deviation of `gain`
     balance_seconds: float  # balance of drafting's accounts in the ledger
-    lost_seconds: float  # lost by steps that lost, since the start
+    lost_seconds: float  # sum of all losses of steps since the start, without gains
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,25 +34,25 @@ class StepStats:
 
     prompt_tokens: int  # prompt tokens computed in this step
     emitted_tokens: int
-    drafts: int  # sequences that had at least one drafted node verified
+    drafts: int  # number of sequences with at least one verified node
     drafted_nodes: int
     accepted_tokens: int
     accepted_per_sequence: tuple[int, ...]  # accepted length of each of the `drafts`
     accepted_by_source: Mapping[str, int]  # accepted tokens by the drafter that proposed them
-    budget_reason: str
+    budget_reason: str  # reason for the number of nodes, one of `budget.REASONS`
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
     preemptions: int
-    follow_seconds: float = 0.0  # part of `other_seconds`: the drafter reads prompts and commits answers
+    follow_seconds: float = 0.0  # part of `other_seconds` in which the drafter reads prompts and commits tokens
     itl_seconds: tuple[float, ...] = ()  # inter-token latency of each sequence that emitted
-    predicted_verify_seconds: float | None = None  # predicted by the corrected cost table; None without one
+    predicted_verify_seconds: float | None = None  # prediction of the corrected cost table; None if none was made
     drafting: DraftingOutlook | None = None  # None with a fixed budget
-    saved_seconds: float | None = None  # saved against plain decoding, below 0 lost; None: not measured
+    saved_seconds: float | None = None  # seconds saved against plain decoding, negative if lost; None if not measured
     verify_rows: int = 0  # rows of the target's forward: prompt tokens, roots and nodes
-    drafted_blocks: int = 0
-    memory: MemoryCounts | None = None  # since the start; None: the drafter keeps no past answers
-    # Reading these waits for the device, hence only in some steps:
+    drafted_blocks: int = 0  # blocks that the drafter's network generated
+    memory: MemoryCounts | None = None  # counts since the start; None if the drafter keeps no past answers
+    # The remaining fields are set in few steps only, because reading them waits for the device.
     survival_error: float | None = None  # expected calibration error (ECE) of survival
     rank_predicted: Mapping[str, float] = field(
         default_factory=dict

@@ -1,6 +1,6 @@
-"""The engine's thread: takes requests from a queue, steps while there is work, delivers each step's outputs.
+"""The engine's thread: takes requests from a queue, runs steps while there is work, and delivers their outputs.
 
-Only records cross threads: requests and aborts in, outputs out. No other thread touches the engine.
+Only messages cross threads: requests and aborts in, outputs out. No other thread accesses the engine's state.
 """
 
 import logging
@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 0.1
 
 
 class EngineThread:
-    """Runs an engine; every method may be called from any thread."""
+    """Runs an engine in a thread of its own; every method may be called from any thread."""
 
     def __init__(
         self,
@@ -42,8 +42,9 @@ class EngineThread:
         *,
         num_threads: int = 1,
     ) -> None:
-        """`observers` see each step after its outputs have left, each guarded as this part; `ended` are called, from
-        the thread, after it has been stopped or drained; `num_threads` compute for it."""
+        """`observers`: called after each step's outputs were delivered, each guarded under the name of its part;
+        `ended`: called from the thread after it was stopped or drained; `num_threads`: number of threads that the
+        kernels of a CPU use."""
         self._engine = engine
         self._observers = observers
         self._ended = ended
@@ -56,25 +57,25 @@ class EngineThread:
 
     @property
     def guard(self) -> Guard:
-        """Guard of the bookkeeping."""
+        """Guard under which the bookkeeping of steps runs."""
         return self._engine.guard
 
     @property
     def num_running(self) -> int:
-        """Number of scheduled sequences, those in prefill included; waiting ones are not."""
+        """Number of running sequences, including those in prefill, without waiting ones."""
         return len(self._engine.scheduler.running)
 
     def start(self, deliver: Deliver) -> None:
-        """Start the thread; `deliver` is called from it, once per step."""
+        """Start the thread; it calls `deliver` with the outputs of each step, and with an empty list if it fails."""
         self._thread = threading.Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, body: Submission) -> None:
-        """Queue the requests of a body."""
+        """Queue the requests of an HTTP request body."""
         self._inbox.put(lambda engine: engine.submit(body))
 
     def abort(self, *request_ids: str) -> None:
-        """End these requests before the next step; nothing more is delivered for them."""
+        """End these requests before the next step; no further output is delivered for them."""
 
         def end(engine: Engine) -> None:
             self._report(replace(engine.abort(*request_ids), outputs=[]))
@@ -82,12 +83,12 @@ class EngineThread:
         self._inbox.put(end)
 
     def forget(self, scope: str | None = None) -> None:
-        """Forget past answers of this scope, or of all, before the next step."""
+        """Forget the past answers of this scope, or of all scopes, before the next step."""
         self._inbox.put(lambda engine: engine.drafter.forget(scope))
 
     def between_steps(self, call: Callable[[], _Result], unless: threading.Event) -> _Result:
-        """Run `call` in the engine's thread before the next step, and return its result. Raises its exception, and
-        CancelledError once `unless` is set, or the engine has failed; the call may have happened then."""
+        """Run `call` in the engine's thread before the next step, and return its result. Raises the exceptions of
+        `call`, and CancelledError if `unless` is set or the engine fails first; `call` may have run even then."""
         future = Future[_Result]()
 
         def run(engine: Engine) -> None:
@@ -103,16 +104,16 @@ class EngineThread:
         raise CancelledError
 
     def wake(self) -> None:
-        """Make an idle engine step once, so that new weights are written without a request."""
+        """Make an idle engine run one step, so that new weights are applied without waiting for a request."""
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Finish all requests, then end the thread; submit nothing afterwards."""
+        """Let the thread end once all requests are finished; nothing may be submitted afterwards."""
         self._draining = True
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """End the thread after the step in progress; running requests are dropped. May be called again."""
+        """End the thread after the current step and wait for it; running requests are dropped. May be called again."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -126,7 +127,7 @@ class EngineThread:
             for ended in self._ended:
                 ended()
         except BaseException as error:  # includes panics of native libraries
-            logger.exception("the engine stopped")
+            logger.exception("the engine failed and has stopped; no requests are served any more")
             self.failure = error
             deliver([])
 
@@ -142,7 +143,7 @@ class EngineThread:
             self.guard.run(part, partial(observe, output, self._engine.load), lambda: None)
 
     def _read_inbox(self, *, wait: bool) -> None:
-        """Apply all messages that have arrived; with `wait`, wait for the first."""
+        """Process all messages in the inbox; with `wait`, wait for the first one."""
         try:
             message = self._inbox.get(block=wait)
             while True:
@@ -155,8 +156,8 @@ class EngineThread:
 
 @contextmanager
 def serving(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of higher priority than learning's, ordered after earlier work of the current stream and
-    before its later work. Changes nothing on a CPU."""
+    """Compute in this context on a CUDA stream of higher priority than learning has. Its work runs after earlier work
+    of the current stream and before later work. Does nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

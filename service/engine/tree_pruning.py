@@ -1,5 +1,5 @@
-"""From a drafter's candidates to the trees that are verified: how wide they are laid out, which nodes stay, and what
-the survival calibration learns from them.
+"""Prunes a drafter's candidates to the trees that are verified: chooses the width in which trees are laid out and the
+nodes that are kept, and lets the survival calibration learn from the outcome.
 
 Legend: batch = drafting sequences, nodes as in drafters/tree.py.
 """
@@ -16,7 +16,7 @@ from kernels.graph_runner import Capture, GraphRunner, batches_up_to, leading
 from kernels.survival import Pruned
 
 TREE_WIDTHS = (7, 15, 31, 63, 127)
-"""Nodes of each tree in captured steps: with the root a power of two, for which kernels have tiles."""
+"""Widths (nodes per tree) in captured steps: with the root a power of two, the tile sizes of the kernels."""
 _NO_SEQUENCE = -1
 
 
@@ -26,22 +26,22 @@ def tree_widths_up_to(max_nodes: int) -> tuple[int, ...]:
 
 
 class TreeWidth:
-    """Number of node rows that a step lays out per tree.
+    """Chooses the number of node rows that a step lays out per tree.
 
-    Eager steps have as many rows as each tree has nodes: on a CPU the host knows them at once. Captured steps have one
-    width for all trees, taken from what the step before wanted: reading the device's choice for this step would leave
-    the device idle until the next launch. Rows that are laid out cost the same whether they hold a node or padding, so
-    each tree is filled with its likeliest nodes.
+    An eager step lays out as many rows as each tree has nodes. A captured step has one width for all trees, chosen by
+    the number of nodes that the previous step wanted: reading the device's choice for this step would leave the device
+    idle until the next launch. A row costs the same whether it holds a node or padding, so each tree is filled with its
+    likeliest nodes, even if fewer would have been chosen.
     """
 
     def __init__(self, max_nodes: int, device: str | torch.device = "cpu", *, captured: bool) -> None:
-        """`choices` are the widths of captured steps, rising from 0; None: any."""
-        self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None
+        self.choices = (0, *tree_widths_up_to(max_nodes)) if captured else None  # rising; eager steps allow any width
         self.on_device = torch.tensor(self.choices, device=device) if captured else None  # [choices] int64
-        self._wanted = max_nodes
+        self._wanted = max_nodes  # nodes that the previous step wanted in its largest tree
 
     def choose(self, candidates: Candidates, free_slots: int) -> int:
-        """The width of the step's trees, which together take at most `free_slots` in captured steps."""
+        """Choose the width of the step's trees. In captured steps it is the smallest that holds the nodes wanted by the
+        previous step, or the largest of which all trees fit into `free_slots`; 0 only if no width fits."""
         if self.choices is None:
             return candidates.width
         fitting = [width for width in self.choices[1:] if width * candidates.batch <= free_slots]
@@ -49,18 +49,19 @@ class TreeWidth:
         return min(enough, default=max(fitting, default=0))
 
     def node_rows(self, tree_sizes: Tensor, width: int) -> list[int]:
-        """Rows laid out for each tree. # tree_sizes [batch, SIZES], see `Pruned`; width from `choose`"""
+        """Number of rows to lay out for each tree. # tree_sizes [batch, SIZES], see `Pruned`; width from `choose`"""
         if self.choices is None:
             return [kept for _, kept, _ in tree_sizes.tolist()]  # planned transfer: how large the step will be
         return [width] * tree_sizes.shape[0]
 
     def learn(self, wanted: Sequence[int]) -> None:
-        """Set the next width from the number of nodes wanted in each of the last trees. # wanted [trees]"""
+        """Remember the number of nodes wanted in each tree of a step, for the next step's width. # wanted [trees]"""
         self._wanted = max(wanted, default=0)
 
 
 class TreePruning:
-    """Corrects survival by the calibration and keeps the likeliest nodes of each tree; captured, in padded batches."""
+    """Corrects survival by the calibration and keeps the likeliest nodes of each tree, eagerly or by CUDA graphs of
+    padded batches."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class TreePruning:
         is_priced: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        """With `capture`, trees have one of the widths of `width`, and candidates have at most the largest one.
-        `is_priced`: whether `prune` is called with seconds."""
+        """With `capture`, trees have one of the widths in `width.choices`, and candidates are at most as wide as the
+        largest. `is_priced`: whether `prune` gets the seconds of the step by number of nodes."""
         self.calibration, self.width = calibration, width
         self._pruned: Pruned
         choices = width.choices or (0,)
@@ -100,17 +101,17 @@ class TreePruning:
         weights: Tensor,
         width: int,
     ) -> tuple[DraftTree, Tensor]:
-        """Keep the nodes with the most expected tokens per second. The next `learn` updates by these trees.
+        """Keep the nodes that maximise expected tokens per second, and remember the trees for the next `learn`.
 
         max_depth, max_nodes [batch] int64 bound each tree; seconds [choices] float32, see `CostBudget.step_seconds`;
-        weights [batch] float32 -> trees [batch or more, width], their padding not cut off; tree_sizes [batch, SIZES]
+        weights [batch] float32 -> trees [batch or more, width], with a capture's padding; tree_sizes [batch, SIZES]
         """
         pruned = self._prune((candidates, max_depth, max_nodes, weights, seconds, width))
         self._pruned = pruned
         return pruned.trees, pruned.sizes[: candidates.batch]
 
     def learn(self, tokens: Tensor, counts: Tensor) -> None:
-        """Calibrate survival by the tokens committed after the last trees.
+        """Update the survival calibration by the tokens that were committed after the last `prune`.
         # tokens [batch, longest], counts [batch], see `Committed`"""
         self._learn((tokens, counts), self._pruned)
 

@@ -1,4 +1,5 @@
-"""From one forward's logits to accepted tokens: the target's choice at every row, then the walk down each tree.
+"""Verifies drafts: chooses the target's token at every row of one forward, then accepts the path of each draft tree
+that agrees with these tokens.
 
 Legend: batch = sequences that choose a token, sequences = all sequences of the forward, nodes = padded node count.
 """
@@ -36,11 +37,11 @@ from service.engine.sequence import Sequence
 
 
 class VerifyStage:
-    """Chooses the target's tokens and accepts drafted ones; keeps sampling parameters as tensors while the batch stays
-    the same."""
+    """Chooses the target's tokens and accepts drafted ones. Keeps the sampling parameters as tensors for as long as the
+    batch stays the same."""
 
     def __init__(self, table: SlotTable, capture: Capture | None = None, shapes: Items[DecodingShape] = ()) -> None:
-        """Slots of accepted nodes are written to `table`. With `capture`, steps of these shapes run as CUDA graphs."""
+        """`table` receives the slots of accepted nodes. With `capture`, steps of these shapes run as CUDA graphs."""
         self._states: list[SamplingState] = []
         self._table = SamplingTable()
         slots = table.slots
@@ -60,11 +61,11 @@ class VerifyStage:
         sampler: Sampler = EAGER_SAMPLER,
         tree_sizes: Tensor | None = None,
     ) -> Verified:
-        """Choose each row's token and accept the longest path of every tree that agrees.
+        """Choose each row's token, and accept the longest path of every tree on which all tokens agree.
 
-        `trees` has one tree per sequence of the forward; logits [logits, vocab] one row per entry of `rows.logit_rows`,
-        for which `sampler` is used where no transform changes them; tree_sizes [decoding, SIZES] int64 is passed on to
-        the host. The next call may overwrite the result, except for what was committed.
+        `trees` has one tree per sequence of the forward; logits [logits, vocab] has one row per entry of
+        `rows.logit_rows`; `sampler` is used unless a transform changes the logits; tree_sizes [decoding, SIZES] int64
+        is copied into `Verified.emitted`, which the host reads. The next call may overwrite the result.
         """
         choice = self._choose(completing, rows, trees, logits, sampler)
         attention = rows.attention
@@ -84,7 +85,7 @@ class VerifyStage:
     def _choose(
         self, completing: list[Sequence], rows: ForwardRows, trees: DraftTree, logits: Tensor, sampler: Sampler
     ) -> ChosenTokens:
-        states = [sequence.sampling for sequence in completing]  # a restarted sequence has a new state
+        states = [sequence.sampling for sequence in completing]  # a sequence that starts again has a new state
         if self._states != states:
             self._states, self._table = states, SamplingTable.build(states)
         table, scores = self._table, logits
@@ -103,7 +104,8 @@ class VerifyStage:
 def _chosen(
     table: SamplingTable, scores: Tensor, rows: ForwardRows, sampler: Sampler, index: Tensor | None = None
 ) -> ChosenTokens:
-    """Choose the token of every row, or of the rows at `index`. # scores [logits, vocab]; index [any] int64"""
+    """Choose the token of every row, or only of the rows in `index`.
+    # scores [logits, vocab], or [chosen, vocab] with index [chosen] int64"""
     if table.temperatures is None:
         return sampler.likeliest(scores)
     sequence, logit_rows = rows.logit_sequence, rows.logit_rows
@@ -113,14 +115,15 @@ def _chosen(
 
 
 def _grammar_rows(states: Items[SamplingState], rows: ForwardRows, trees: DraftTree) -> Iterator[GrammarRow]:
-    """Rows of sequences that have a grammar; states and trees belong to the completing sequences."""
-    if not trees.width:  # one row for each sequence
+    """Iterate over the rows of sequences with a grammar. `states` and `trees` have one entry per completing
+    sequence."""
+    if not trees.width:  # each sequence has one row
         for row, state in enumerate(states):
             if state.grammar is not None:
                 yield GrammarRow(row, state.grammar, drops_tokens(state.params), ())
         return
     shape = trees.tokens, trees.parents, trees.num_nodes
-    lists = [values.tolist() for values in shape]  # planned transfer: of constrained sequences
+    lists = [values.tolist() for values in shape]  # planned transfer: only for constrained sequences
     paths = [[[], *paths_of(*tree)] if state.grammar else [] for state, *tree in zip(states, *lists, strict=True)]
     sequences, places = rows.logit_sequence.tolist(), rows.logit_places.tolist()  # planned transfer
     for row, (index, place) in enumerate(zip(sequences, places, strict=True)):
@@ -159,19 +162,19 @@ def _without_padding(settled: Verified, batch: int, width: int) -> Verified:
 
 
 class _SettleInputs(NamedTuple):
-    """Arguments of `kernels.settle.settle` after the slot table; all int64 but `bad`."""
+    """Arguments of `kernels.settle.settle` after the slot table; all int64 except `bad`."""
 
-    choice: tuple[Tensor, Tensor]  # tokens [logits]; bad [logits]: whether there was no finite score
-    logits: tuple[Tensor, Tensor, Tensor]  # rows, sequences in the batch, places in its tree: each [logits]
-    completing: tuple[Tensor, Tensor]  # sequences of the forward, rows of nodes: both [batch]
+    choice: tuple[Tensor, Tensor]  # tokens [logits]; bad [logits], whether a row had no finite logit
+    logits: tuple[Tensor, Tensor, Tensor]  # rows, sequence within the batch, place in its tree; each [logits]
+    completing: tuple[Tensor, Tensor]  # index of each sequence in the forward, number of node rows; both [batch]
     sequences: tuple[Tensor, Tensor, Tensor]  # rows of the slot table, roots [sequences]; node slots [sequences, nodes]
-    slots: Tensor  # [rows]
+    slots: Tensor  # [rows], slot of each row
     trees: tuple[Tensor, Tensor, Tensor]  # tokens, parents [sequences, nodes]; numbers of nodes [sequences]
     tree_sizes: Tensor  # [decoding, SIZES]
 
     @staticmethod
     def padding(batch: int, width: int, device: torch.device) -> "_SettleInputs":
-        """Roots of dummy sequences, which accept nothing."""
+        """Arguments for the roots of dummy sequences, which accept no nodes."""
         row = torch.zeros(batch * (1 + width), dtype=torch.int64, device=device)
         root, nodes = row[:batch], torch.zeros(batch, width, dtype=torch.int64, device=device)
         return _SettleInputs(

@@ -1,6 +1,6 @@
-"""Fairness between clients: the waiting queue, counters of served tokens that decide which client is next, and the pace
-of prompts beside the decoding of others. A body of requests waits as one entry, whose sequences are created one by one
-as they start; a preempted sequence is an entry of its own."""
+"""Fairness between clients: the waiting queue, counters of served tokens that decide which client is next, and a limit
+on prompt rows while other clients decode. The requests of one HTTP body wait as one entry, whose sequences are created
+one by one when they start; a preempted sequence is an entry of its own."""
 
 import time
 from bisect import insort
@@ -13,24 +13,25 @@ from service.engine.requests import Submission
 from service.engine.sequence import Sequence, new_sequence
 
 PROMPT_SHARE = 0.5
-"""Service of computing one prompt token, against 1 for generating a token."""
+"""Charge for computing one prompt token, relative to generating a token."""
 
 _PACE_RATE = 0.25
-"""Rate of the moving mean of seconds of steps without prompts."""
+"""Rate of the moving mean of the seconds of steps without prompts."""
 
 _MEASURED_EVERY = 16
-"""Steps with prompts before one without: a sixteenth of reading, to know what decoding takes now."""
+"""Number of consecutive steps with prompts after which a step without them measures the seconds of decoding alone."""
 
 _GROWTH = 1.25
-"""Most growth of a step's rows from one step to the next: by so much a step may be longer than is fair."""
+"""Maximum growth of the prompt rows from one step to the next, which bounds how much longer than fair a step can be."""
 
 
 class Entry:
-    """A place in the queue. Only the next of its sequences exists: a body may ask for thousands."""
+    """Queue entry for the sequences of one HTTP body, or for one preempted sequence. Only its next sequence (`head`) is
+    created, because a body can ask for thousands."""
 
     def __init__(self, body: Submission | None, arrival: int, preempted: Sequence | None = None) -> None:
-        """`arrival`: rank of the body's first sequence; the others have the ranks that follow. Without a body, it is
-        the place of a sequence that was preempted."""
+        """Either `body` or `preempted` is given. `arrival`: rank of the first sequence by arrival; the other sequences
+        of the body have the following ranks."""
         self._body = body
         self._requests = deque(() if body is None else body.requests)
         self._index = 0  # index of the next sequence within the first request
@@ -40,14 +41,14 @@ class Entry:
 
     @property
     def client(self) -> str:
-        """The client that waits here."""
-        assert self.head is not None, "nothing waits here"
+        """Client of the entry's sequences."""
+        assert self.head is not None, "the entry has no sequences left"
         return self.head.client
 
     @property
     def order(self) -> tuple[int, int]:
-        """Rank among the entries of its client."""
-        assert self.head is not None, "nothing waits here"
+        """Sort key among the entries of one client: priority, then arrival."""
+        assert self.head is not None, "the entry has no sequences left"
         return self.head.request.priority, self.head.arrival
 
     def advance(self) -> None:
@@ -56,7 +57,7 @@ class Entry:
         self.num_sequences -= 1
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
-        """Remove the sequences of these requests. # -> those that existed"""
+        """Remove the sequences of these requests. Returns those that were created already."""
         if self._requests and self._requests[0].request_id in request_ids:
             self._index = 0
         self._requests = deque(one for one in self._requests if one.request_id not in request_ids)
@@ -68,7 +69,7 @@ class Entry:
         return gone
 
     def _unfolded(self) -> Sequence | None:
-        """Create the next sequence; None: all have started."""
+        """Create the next sequence. Returns None, and marks the body as started, if there is none left."""
         if not self._requests:
             if self._body is not None:
                 self._body.waits = False
@@ -84,8 +85,8 @@ class Entry:
 
 
 class WaitingQueue:
-    """Entries by client, each client's in the order in which they start. Entries whose prompt begins with what a
-    running sequence computes just now are parked with it: they are looked at again when it has, not in every step."""
+    """Waiting entries by client, each client's in the order in which they start. An entry whose prompt shares a prefix
+    with a prompt being computed is parked: it is not ready before that prefix has been published."""
 
     def __init__(self) -> None:
         self.num_sequences = 0  # includes sequences that are not created yet
@@ -95,7 +96,7 @@ class WaitingQueue:
 
     @property
     def clients(self) -> set[str]:
-        """Clients with an entry."""
+        """Clients with a waiting entry, parked or not."""
         return {entry.client for entry in self._all()}
 
     @property
@@ -104,39 +105,39 @@ class WaitingQueue:
         return self._entries.keys()
 
     def arrive(self, body: Submission) -> None:
-        """Add a new body."""
+        """Add an entry for a new body of requests."""
         entry = Entry(body, self._num_arrived)
         self._num_arrived += entry.num_sequences
         self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        """Add an entry."""
+        """Add an entry in its place by `order`."""
         self.num_sequences += entry.num_sequences
         self._place(entry)
 
     def first(self, client: str) -> Sequence | None:
-        """The next sequence of this client; None: it has none, or all are parked."""
+        """Next sequence of this client. Returns None if the client has no entry, or only parked ones."""
         entries = self._entries.get(client)
         return entries[0].head if entries else None
 
     def take(self, head: Sequence) -> None:
-        """Remove the next sequence of an entry."""
+        """Remove a sequence that `first` returned; the next one of its entry takes its place."""
         entry = self._pop(head)
         self.num_sequences -= 1
         entry.advance()
         self._place(entry)
 
     def park(self, head: Sequence, computing: Sequence) -> None:
-        """Let the entry of this next sequence wait for a running one."""
+        """Park the entry of this sequence until `release` is called for the running sequence `computing`."""
         self._parked.setdefault(computing, []).append(self._pop(head))
 
     def release(self, computing: Sequence) -> None:
-        """Put the entries that wait for this sequence back in their places."""
+        """Put the entries that were parked for this running sequence back in their places."""
         for entry in self._parked.pop(computing, ()):
             self._place(entry)
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
-        """Remove all sequences of these requests. # -> those that existed"""
+        """Remove all sequences of these requests. Returns those that were created already."""
         entries, removed = self._all(), list[Sequence]()
         self._entries.clear()
         self._parked.clear()
@@ -147,7 +148,7 @@ class WaitingQueue:
         return removed
 
     def _place(self, entry: Entry) -> None:
-        """Put an entry where it belongs; one without sequences is dropped."""
+        """Insert an entry in its client's order; an entry without sequences is dropped."""
         if entry.head is not None:
             insort(self._entries.setdefault(entry.client, []), entry, key=attrgetter("order"))
 
@@ -164,18 +165,18 @@ class WaitingQueue:
 
 
 class ServiceCounters:
-    """Tokens served by client ("virtual token counters", arXiv 2401.00588): who is admitted next, whose prompt comes
-    first. Running sequences decode in every step, so no counter makes the machine wait.
+    """Counters of the tokens served to each client ("virtual token counters", arXiv 2401.00588). They decide which
+    client is admitted next and whose prompt comes first; running sequences decode in every step regardless.
 
-    A client that comes back starts level with the least served: it has no claim on service it did not ask for. Counters
-    of absent clients are kept only while they are above that.
+    A client that comes back starts with the lowest counter of the present clients, because it has no claim on service
+    that it did not ask for. The counter of an absent client is kept only while it is above that.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
 
     def enter(self, client: str, present: Collection[str]) -> None:
-        """Add a client; `present`: clients with sequences that wait or run."""
+        """Add a client; `present`: all clients with waiting or running sequences."""
         if not present:
             self._served = {client: 0.0}
         elif client not in present:
@@ -184,67 +185,70 @@ class ServiceCounters:
             self._served[client] = max(least, self._served.get(client, least))
 
     def settle(self, sequence: Sequence) -> None:
-        """Charge a client for what its running sequence was served since the last call."""
+        """Charge a client for the tokens that its running sequence was served since the last call."""
         served = service_of(sequence)
-        # Tokens computed again after a preemption are not charged twice.
+        # Tokens that are computed again after a preemption are not charged again.
         self._served[sequence.client] += max(0.0, served - sequence.charged_tokens)
         sequence.charged_tokens = max(served, sequence.charged_tokens)
 
     def waive(self, sequence: Sequence) -> None:
-        """Charge nothing for the prefix that a sequence found in the cache."""
+        """Exempt the cached prefix of a starting sequence from charges."""
         sequence.charged_tokens = max(service_of(sequence), sequence.charged_tokens)
 
     def served(self, client: str) -> float:
-        """Tokens that a present client was served."""
+        """Number of tokens charged to a present client."""
         return self._served[client]
 
 
 def service_of(sequence: Sequence) -> float:
-    """Tokens a sequence was served; a prompt token counts as PROMPT_SHARE."""
+    """Number of tokens that a sequence was served, with each prompt token counted as PROMPT_SHARE."""
     return PROMPT_SHARE * min(sequence.num_computed, sequence.num_prompt) + sequence.num_generated
 
 
 class Reader(NamedTuple):
-    """A client whose prompts a step reads."""
+    """Share of one client in the prompt rows of a step."""
 
-    num_rows: int
+    num_rows: int  # number of the client's prompt rows
     num_others: int  # number of other clients that decode in the step
 
 
 class PromptPace:
-    """Limits the prompt rows of a step beside the decoding of other clients, so that reading takes one client's share
-    of the time: an n-th beside n - 1 others.
+    """Limits the prompt rows of a step while other clients decode, so that a client's prompts take no more than its
+    share of the time: 1 / n of it if n - 1 other clients decode.
 
-    The cost of rows is measured as the time by which a step is longer than one without them, and their number follows.
-    A client that took more than its share owes the difference, and reads on once the others have decoded for as long.
+    The time of prompt rows is measured as the difference between steps with and without them, and their number is
+    adapted to it. A client whose prompts took more than its share owes the difference: they continue only after the
+    other clients have decoded for that time.
     """
 
     def __init__(self, most_rows: int, now: Callable[[], float] = time.perf_counter) -> None:
-        """`most_rows`: most rows of a step; `now`: clock in seconds."""
+        """`most_rows`: maximum number of prompt rows of a step; `now`: clock in seconds."""
         self.most_rows, self._now = most_rows, now
         self._rows = float(most_rows)
         self._plain_seconds: float | None = None  # mean seconds of a step without prompts
-        self._num_read = 0  # steps with prompts since the last one without
-        self._debts: dict[str, float] = {}  # seconds, by client
-        self._step: tuple[float, Mapping[str, Reader]] | None = None  # under way: its beginning, and its readers
+        self._num_read = 0  # number of steps with prompts since the last step without
+        self._debts: dict[str, float] = {}  # seconds owed by each client
+        self._step: tuple[float, Mapping[str, Reader]] | None = None  # start and readers of the step being measured
 
     @property
     def num_rows(self) -> int:
-        """Prompt rows that the next step may have; 0 for a step that measures decoding alone."""
+        """Number of prompt rows that the next step may have; 0 if the step is to measure decoding alone."""
         is_known = self._plain_seconds is not None and self._num_read < _MEASURED_EVERY
         return max(1, int(self._rows)) if is_known else 0
 
     def owes(self, client: str) -> bool:
-        """Whether the client has used others' time and must wait."""
+        """Whether the client's prompts must wait, because they took more than their share of the time."""
         return self._debts.get(client, 0.0) > 0
 
     def begin(self, readers: Mapping[str, Reader]) -> None:
-        """Begin a step with decoding sequences; `readers` by client."""
+        """Start measuring a step with decoding sequences. `readers`: shares in its prompt rows by client, empty for a
+        step without prompts."""
         if all(reader.num_others for reader in readers.values()):
             self._step = self._now(), readers
 
     def observe(self, *, is_over: bool) -> None:
-        """End the step and learn from its duration; `is_over`: nothing runs now, so the duration is not known."""
+        """End the measurement of the last step, and learn from its duration. `is_over`: whether no sequence runs any
+        more, so that the duration includes idle time and is ignored."""
         step, self._step = self._step, None
         if step is None or is_over:
             return
@@ -255,12 +259,12 @@ class PromptPace:
             self._plain_seconds, self._num_read = before + _PACE_RATE * (seconds - before), 0
             self._debts = {client: debt - seconds for client, debt in self._debts.items() if debt > 0}
             return
-        assert self._plain_seconds is not None, "prompts are read when it is known"
+        assert self._plain_seconds is not None, "a step without prompts must be measured first"
         plain, self._num_read = self._plain_seconds, self._num_read + 1
         rows, longer = sum(one.num_rows for one in readers.values()), max(0.0, seconds - plain)
         for client, (count, others) in readers.items():
             debt = self._debts.get(client, 0.0) + longer * count / rows * others - plain
-            self._debts[client] = max(debt, -plain)  # a credit is at most one step's time
+            self._debts[client] = max(debt, -plain)  # a credit is at most the time of one plain step
         fair = sum(plain / one.num_others for one in readers.values())
         scale = min(fair / longer, _GROWTH) if longer else _GROWTH
         if scale < 1:

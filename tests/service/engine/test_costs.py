@@ -387,7 +387,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, caplog: pytest.L
         }[damage]
     )
     assert read_costs(tmp_path, KEY) is None
-    assert "cannot be read" in caplog.text
+    assert "cannot read the measured costs" in caplog.text
     write_costs(tmp_path, KEY, COSTS)
     assert read_costs(tmp_path, KEY) is not None
 

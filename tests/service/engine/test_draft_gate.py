@@ -160,7 +160,7 @@ def test_a_file_that_is_damaged_is_left_out(tmp_path: Path, content: str, caplog
     file, policy = tmp_path / "gains.json", budget()
     file.write_text(content)
     restore_gains(policy, file)
-    assert "drafting is learnt anew" in caplog.text
+    assert "learning them anew" in caplog.text
     assert policy.gate.gain(2, "warm").mean == 0.0
 
 

@@ -57,7 +57,7 @@ def test_too_little_names_what_to_lower() -> None:
 def test_more_than_is_left_is_refused() -> None:
     plan = MemoryPlan(5 * GIB, (Need("this", 3 * GIB, "lower a"),))
     plan.check(2 * GIB)
-    with pytest.raises(StartupError, match=r"2\.00 GiB .* are left beside 3\.00 GiB for this: lower kv_cache$"):
+    with pytest.raises(StartupError, match=r"2\.00 GiB .* are left after 3\.00 GiB for this: lower kv_cache$"):
         plan.check(2 * GIB + 1)
 
 

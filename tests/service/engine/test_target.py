@@ -194,8 +194,8 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     [
         ({"alibi": 1}, "alibi"),
         ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "attention_mask"),
-        ({"key": torch.zeros(1, 4, 9, 12)}, "heads by dimensions"),
-        ({"value": torch.zeros(1, 2, 9, 8)}, "heads by dimensions"),
+        ({"key": torch.zeros(1, 4, 9, 12)}, "have the shape"),
+        ({"value": torch.zeros(1, 2, 9, 8)}, "have the shape"),
         ({"times": 2}, "not one plain attention each"),
         ({"times": 0}, "not one plain attention each"),
         ({"position_ids": torch.zeros(1, 9), "use_cache": False}, ""),
