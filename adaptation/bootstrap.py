@@ -1,9 +1,10 @@
-"""Solves the first weights of a drafter for a target without one: sums over positions of served queries, from which the
-drafter's input layer follows in closed form (drafters/training/initialise.py).
+"""Solves for the first weights of a drafter whose target has none: sums over the positions of served queries determine
+the drafter's input layer in closed form (drafters/training/initialise.py).
 
 It is solved again whenever there are twice as many positions, which halves the variance, until a solution is better
-than what serves. From then on updates train it, which gain more per second than another doubling (docs/bootstrap.md).
-Only sums are kept: their size does not depend on the number of queries, and no text can be read from them.
+than what serves. From then on updates train the drafter; they gain more per second than another doubling
+(docs/bootstrap.md). Only sums are kept: their size does not depend on the number of queries, and no text can be read
+from them.
 """
 
 import copy
@@ -23,8 +24,8 @@ from drafters.training.corpus import Example
 from drafters.training.initialise import InputSums
 
 _FIRST = 4
-"""Positions per unknown of the first solution: with fewer, half of what it explains is chance."""
-_LAST = 64  # positions per unknown of the last solution: another doubling explains next to nothing more
+"""Positions per unknown of the first solution: with fewer, half of the variance that it explains is chance."""
+_LAST = 64  # positions per unknown of the last solution: another doubling would hardly improve it
 
 
 class Bootstrap:
@@ -41,10 +42,11 @@ class Bootstrap:
         enabled: bool,
         seed: int,
     ) -> None:
-        """`rows`: output rows of the target; `enabled`: solve for the drafter unless it was deployed with weights."""
+        """`rows`: untrained output rows of a vocabulary; `enabled`: solve for the drafter unless it was deployed with
+        weights."""
         self.makes = enabled and not drafter.made
         self.weights = weights
-        self.counts = TokenCounts(drafter.config.target_vocab_size)  # source of the draft vocabulary
+        self.counts = TokenCounts(drafter.config.target_vocab_size)  # the draft vocabulary is chosen from these
         self._embed, self._rows = drafter.embed, rows
         self._checkpoint, self._seed = checkpoint, seed
         self._kept_at = self._keeping_seconds = 0.0
@@ -64,7 +66,7 @@ class Bootstrap:
 
     @property
     def due(self) -> bool:
-        """Whether there are positions enough for the next solution, or given weights to try first."""
+        """Whether there are enough positions for the next solution, or given weights to try first."""
         return self.collects and (self._given is not None or self.positions >= self.wanted)
 
     @property
@@ -94,8 +96,8 @@ class Bootstrap:
         return weights_of(model)
 
     def judged(self, solution: dict[str, Tensor], *, published: bool) -> None:
-        """End collecting if the solution, shapes [...] as in the drafter, is published or was the last attempt; else
-        double the positions of the next. Raises AdaptationError if it cannot be stored."""
+        """Stop collecting if the solution, shapes [...] as in the drafter, is published or was the last attempt; else
+        double the positions that the next one needs. Raises AdaptationError if the solution cannot be stored."""
         assert self._sums is not None, "nothing was solved"
         self._given = None
         if published or self.wanted >= _LAST * self._sums.known:
@@ -113,8 +115,8 @@ class Bootstrap:
         self._checkpoint.save_tensors("anchor", weights_of(self.weights.anchor), origin=self.weights.latest.origin)
 
     def adopted(self, weights: dict[str, Tensor]) -> None:
-        """End collecting: an operator or a leader brought these weights, shapes [...] as in the drafter. The first such
-        weights become the anchor, later ones do not. Raises as `rebase`."""
+        """Stop collecting, because an operator or a leader brought these weights, shapes [...] as in the drafter. The
+        first such weights become the anchor, later ones do not. Raises AdaptationError if they cannot be stored."""
         if self.collects:
             self._sums = None
             self.rebase(weights)
@@ -126,17 +128,17 @@ class Bootstrap:
             self.wanted = _FIRST * self._sums.known
 
     def training_start(self) -> dict[str, Tensor]:
-        """Weights that updates start from, shapes [...] as in the drafter: what serves, or the last solution if none
-        does."""
+        """Return the weights that updates start from, shapes [...] as in the drafter: the serving ones, or the last
+        solution if no solution serves."""
         return weights_of(self.weights.anchor) if self.serves_nothing else self.weights.train_from_served()
 
     def keep(self, *, always: bool = False) -> bool:
-        """Store the sums, if that takes no more than its share of the time. # -> whether they were stored; raises
-        AdaptationError"""
+        """Store the sums, unless that would take more than its share of the time. Returns whether they were stored.
+        Raises AdaptationError."""
         began = time.monotonic()
         if self._sums is None or not (always or began - self._kept_at > self._keeping_seconds / SHARE):
             return False
-        self._kept_at = began  # before the attempt: a full disk is not tried all the time
+        self._kept_at = began  # set before the attempt, so that a full disk is not tried at every call
         self._checkpoint.save_tensors("sums", self._sums.tensors(), origin=self.weights.latest.origin)
         self._keeping_seconds = time.monotonic() - began
         return True
@@ -149,9 +151,9 @@ class Bootstrap:
         """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
         collects, wanted = state.get("collects"), state.get("wanted")
         if len(state) != 2 or not isinstance(collects, bool):
-            raise ValueError("not the state of a bootstrap")
+            raise ValueError("not a bootstrap state")
         if not isinstance(wanted, int) or self._sums is None or wanted < self._sums.known:
-            raise ValueError("the state of a bootstrap of another size")
+            raise ValueError("bootstrap state does not fit this drafter")
         self.wanted = wanted
         if not collects:
             self._sums = None

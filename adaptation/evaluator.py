@@ -1,7 +1,7 @@
 """Scores drafters on texts: tokens per verify by replay, and the divergence from the anchor.
 
-A text's score is tau, the mean number of tokens per verify that this drafter would have reached on it. Scores are
-cached: the anchor's never change, the serving drafter's only with its version.
+A text's score is tau, the mean number of tokens per verify that a drafter would have reached on the text. Scores are
+cached until the weights of the scored drafter change.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,19 @@ from drafters.training.forward import forward_of
 from drafters.training.output_layers import anchor_divergence
 from drafters.training.replay import replay_beside_memory, replay_blocks, replay_memory
 
-Replay = Callable[[SpecBlock, Example], float | Pieces[float]]  # -> tau; pieces: it is computed elsewhere
-# Replays of whole trees as they are served take tens of times as long.
-_EVERY = 2  # stride in positions: neighbours see nearly the same, and each costs a block
-_NODES = 8  # nodes per tree: chains alone flatter a head that has only become more certain
+Replay = Callable[[SpecBlock, Example], float | Pieces[float]]  # -> tau, or pieces if the training process computes it
+# Replaying whole trees as they are served would take tens of times as long.
+_EVERY = 2  # stride in positions: neighbours score nearly the same, and each costs a block
+_NODES = 8  # nodes per tree: single chains would favour a head that has only become more confident
 
 
 def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Example], float]:
-    """Return a replay: tau of one block at every other position as a tree of its 8 likeliest paths, ranked with the
-    noise that sampled the text; one forward per text. `beside_memory`: together with the memory drafter.
+    """Return a function that replays a text in one forward and returns its tau: at every other position it drafts one
+    block, as a tree of the 8 likeliest paths, ranked with the noise that sampled the text. `beside_memory`: the memory
+    drafter drafts too.
 
-    The served drafter may have more blocks, other node counts and a rank head: the score compares drafters, and is not
-    the served tau. Attention of whole texts is fp32, whatever type the weights have.
+    The served drafter may have more blocks, other node counts and a rank head, so this tau compares drafters and is not
+    the served one. Attention over whole texts is fp32, whatever type the weights have.
     """
 
     def replay(model: SpecBlock, text: Example) -> float:
@@ -44,7 +45,8 @@ def replay_of(embed: Embed, *, beside_memory: bool) -> Callable[[SpecBlock, Exam
 
 
 def memory_alone(model: SpecBlock, text: Example) -> float:
-    """Replay of the memory drafter alone, the baseline of a drafter that is solved from traffic. # -> tau"""
+    """Replay the memory drafter alone, the baseline of a drafter that is solved from traffic; `model` is ignored.
+    Returns tau."""
     return replay_memory(text, every=_EVERY, nodes=_NODES).tau
 
 
@@ -57,21 +59,22 @@ class _CachedScores:
 
 
 Rows = Callable[[Tensor], Tensor]
-"""Untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
+"""Returns the untrained output rows of a draft vocabulary. # d2t [draft_vocab] int64 -> [draft_vocab, hidden]"""
 
 
 def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
-    """Output rows by vocabulary: the anchor's for tokens it knows, the target's own for others.
+    """Return a `Rows` function: the anchor's output rows for tokens of its vocabulary, the target's rows for others.
 
-    A drafter predicts the target's hidden state, so the target's rows fit it. Weights that an operator or another
-    replica brings may have another vocabulary than the anchor.
-    target_head [target_vocab, hidden]; None: the vocabulary is always the anchor's
+    A drafter predicts the target's hidden state, so the target's rows fit it. Weights from an operator or another
+    replica may have another vocabulary than the anchor.
+
+    target_head [target_vocab, hidden]; None if the vocabulary is always the anchor's
     """
 
     def rows(vocabulary: Tensor) -> Tensor:
         if torch.equal(vocabulary, anchor.d2t):
             return anchor.lm_head.weight.detach()
-        assert target_head is not None, "there are no rows for other tokens"
+        assert target_head is not None, "there is no target head for other tokens than the anchor's"
         known = anchor.t2d[vocabulary]
         found = target_head[vocabulary.to(target_head.device)].to(anchor.lm_head.weight)
         return torch.where((known >= 0)[:, None], anchor.lm_head.weight.detach()[known.clamp(min=0)], found)
@@ -80,9 +83,9 @@ def untrained_rows(anchor: SpecBlock, target_head: Tensor | None) -> Rows:
 
 
 class TextDivergence:
-    """KL(drafter || anchor) on texts: at the first entry of every labelled position, if these are run, and along whole
-    blocks as far as the anchor could have drafted the text (valid prefix). Both use the drafter's vocabulary, the
-    anchor with its output rows from `rows`."""
+    """Computes KL(drafter || anchor) on texts, in nats: at the first entry of every labelled position, where the
+    forward computes these, and along whole blocks as far as the anchor could have drafted the text (valid prefix). Both
+    are compared over the drafter's vocabulary, with the anchor's output rows from `rows`."""
 
     def __init__(self, anchor: SpecBlock, embed: Embed, rows: Rows, *, anchors: int) -> None:
         self._anchor = anchor
@@ -102,7 +105,7 @@ class TextDivergence:
         return anchor_divergence(model.lm_head(torch.cat([own[labelled], blocks.states[valid]])), anchor_logits)
 
     def _starts(self, batch: Batch) -> Tensor:
-        """Positions spread evenly over each text's labelled ones. # -> [batch, anchors] int64"""
+        """Choose block positions spread evenly over the labelled positions of each text. # -> [batch, anchors] int64"""
         labelled = batch.label_index[:, 2 : batch.tokens.shape[1] + 1] >= 0
         share = torch.linspace(0, 1, self._num_anchors + 1, device=labelled.device)[:-1]
         first = labelled.long().argmax(1)[:, None]
@@ -125,8 +128,8 @@ class TextDivergence:
 
 
 class AnchorDistance:
-    """Measures KL(serving || anchor) on the first validation texts, once per version. For people: it decides nothing,
-    since far from the anchor may be where the traffic is."""
+    """Measures KL(serving || anchor) on the first validation texts, once per version. It is only reported and decides
+    nothing, since a drafter that fits the traffic may be far from the anchor."""
 
     def __init__(self, weights: DrafterWeights, divergence: TextDivergence, *, num_texts: int) -> None:
         """`num_texts`: number of texts, always the same ones, so that distances can be compared."""
@@ -142,7 +145,7 @@ class AnchorDistance:
             self._texts.append(text.example)
 
     def forget(self) -> None:
-        """Discard the measured distance because the anchor changed."""
+        """Discard the measured distance, because the anchor changed."""
         self._measured = None
 
     @property
@@ -152,7 +155,7 @@ class AnchorDistance:
         return len(self._texts) >= self._num_texts and not is_known
 
     def value(self) -> float | None:
-        """The mean over the texts, in nats; None: there are not enough texts yet."""
+        """Return the mean distance over the texts, in nats. Returns None if there are not enough texts yet."""
         if self.is_due:
             self._measured = self._weights.newest, self._measure(self._weights.served_in_full())
         return None if self._measured is None else self._measured[1]
@@ -170,7 +173,7 @@ class TextScores:
 
     serving: float
     anchor: float
-    before: float | None  # score of the replaced weights; None: not compared any more
+    before: float | None  # score of the replaced weights; None: they are no longer compared
 
 
 class OfflineEvaluator:
@@ -179,22 +182,22 @@ class OfflineEvaluator:
     def __init__(
         self, weights: DrafterWeights, replay: Replay, *, max_scores: int, baseline: Replay | None = None
     ) -> None:
-        """`max_scores`: kept of each drafter; `baseline`: scores what serves before the first version, if that is no
-        network."""
+        """`max_scores`: cached scores per drafter; `baseline`: replay that scores what serves before the first version,
+        if that is not a network."""
         self._weights = weights
         self._replay, self._baseline = replay, baseline
         self._max_scores = max_scores
         self._anchor, self._baseline_scores = _CachedScores(0), _CachedScores(0)
         self._serving = _CachedScores(weights.newest)
         self._candidate = _CachedScores(weights.newest)
-        self._model, self._loaded = weights.replica, _CachedScores(0)  # what the replica holds
+        self._model, self._loaded = weights.replica, _CachedScores(0)  # the replica, and whose weights it holds
 
     def training_changed(self) -> None:
-        """Forget the scores of the training copy: it has other weights."""
+        """Discard the scores of the training copy, because its weights changed."""
         self._candidate = _CachedScores(self._weights.newest)
 
     def candidate(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
-        """Score the training copy, as it would be served."""
+        """Score the training copy as it would be served, one score per text."""
         return self._lookup(self._candidate, self._weights.candidate, texts, self._replay)
 
     def published(self) -> None:
@@ -202,7 +205,8 @@ class OfflineEvaluator:
         self._serving = _CachedScores(self._weights.newest, self._candidate.scores)
 
     def scored(self, text: ValidationText, *, with_previous: bool) -> Pieces[TextScores]:
-        """Score the drafters on one text; `with_previous`: also the weights that a publish replaced."""
+        """Score the serving drafter and the anchor on one text; `with_previous`: also the weights that the last publish
+        replaced."""
         before = None
         if with_previous and self._weights.latest.replaced is not None:
             (before,) = yield from self._lookup(_CachedScores(0), self._weights.previous, [text], self._replay)
@@ -211,11 +215,11 @@ class OfflineEvaluator:
         return TextScores(serving, anchor, before)
 
     def anchor_changed(self) -> None:
-        """Forget the anchor's scores: it has other weights."""
+        """Discard the scores of the anchor, because its weights changed."""
         self._anchor = _CachedScores(0)
 
     def serving(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
-        """Score the served or staged drafter."""
+        """Score the served or staged drafter, one score per text."""
         if self._weights.latest.origin == ANCHOR:
             return (yield from self.anchor(texts))
         if self._serving.version != self._weights.newest:
@@ -223,7 +227,7 @@ class OfflineEvaluator:
         return (yield from self._lookup(self._serving, self._weights.served, texts, self._replay))
 
     def anchor(self, texts: Sequence[ValidationText]) -> Pieces[list[float]]:
-        """Score the anchor, or the baseline while that serves."""
+        """Score the anchor, or the baseline while no version has replaced the baseline; one score per text."""
         if self._baseline is not None and self._weights.latest.origin == ANCHOR:
             return (yield from self._lookup(self._baseline_scores, self._weights.unchanged, texts, self._baseline))
         return (yield from self._lookup(self._anchor, self._weights.unchanged, texts, self._replay))
@@ -231,7 +235,8 @@ class OfflineEvaluator:
     def _lookup(
         self, cached: _CachedScores, load: Callable[[], SpecBlock], texts: Sequence[ValidationText], replay: Replay
     ) -> Pieces[list[float]]:
-        """Score one drafter. All drafters are loaded into the same replica, some between two pieces of this."""
+        """Return the scores of one drafter, replaying texts that are not cached. All drafters share one replica, and
+        another one may be loaded into it between two pieces."""
         scores = []
         for text in texts:
             if text.number not in cached.scores:

@@ -1,7 +1,8 @@
-"""Alarms over what serves: paired comparisons of the serving drafter with the anchor, and with the weights it replaced.
+"""Alarms about the serving weights: paired comparisons of the serving drafter with the anchor, and with the weights it
+replaced.
 
-Both drafters of a pair are scored (tokens per verify) on the same text, so that the traffic cancels. A fall of the
-served score alone (SpecBlock section 3.4) is as often other traffic.
+Both drafters of a pair are scored (tokens per verify) on the same text, which cancels the influence of the traffic. A
+fall of the serving drafter's score alone (SpecBlock section 3.4) may as well come from other traffic.
 """
 
 import math
@@ -16,17 +17,17 @@ from adaptation.evaluator import TextScores
 from adaptation.policy import State
 from adaptation.records import AlarmReason
 
-_SLACK = 0.5  # forgiven fall per group, in standard errors (k)
-_THRESHOLD = 7.0  # sum of falls that raises the alarm, in standard errors (h)
-_FORGET = 0.9  # weight of the past in the spread of the pairs, per window
-_GROUP = 4  # pairs per step of the sum
+_SLACK = 0.5  # fall per group that is not counted, in standard errors (k)
+_THRESHOLD = 7.0  # cumulative fall above which an alarm is raised, in standard errors (h)
+_FORGET = 0.9  # decay per window of earlier pairs in the estimated spread
+_GROUP = 4  # pairs per step of the cumulative sum
 _PROBATION = 4  # windows of pairs during which weights count as new
-_LEAST_SPREAD = 0.01  # tokens per verify; a smaller spread comes from replays of equal drafters
+_LEAST_SPREAD = 0.01  # least standard deviation of a pair, in tokens per verify; equal drafters have a smaller one
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Why the serving weights are not trusted any more: `statistic` exceeded `limit`, or a score was not finite."""
+    """Alarm about the serving weights, with its reason: `statistic` exceeded `limit`, or a score was not finite."""
 
     reason: AlarmReason
     statistic: float
@@ -42,13 +43,14 @@ class _CusumState(BaseModel):
 
 
 class PairedCusum:
-    """Cumulative sum of how far the serving drafter falls below the anchor on the same sequences.
+    """Cumulative sum of how far the serving drafter falls below the anchor on the same texts.
 
         S <- max(0, S - mean(d) / (sd(d) / sqrt(n)) - k),   d = serving - anchor;   alarm when S > h
 
-    One step per group of four pairs, in standard errors of its mean. With k = 0.5 equal drafters raise a false alarm
-    once in some 2,600 groups at h = 6 (single pairs: four times as often) and once in some 7,000 at h = 7, where a
-    drafter that is worse by one standard deviation of a pair is caught within 20 pairs.
+    Each step of the sum adds a group of four pairs, in standard errors of the group's mean. With k = 0.5, equal
+    drafters raise a false alarm once in some 2,600 groups at h = 6 (four times as often with single pairs), and once in
+    some 7,000 at h = 7. At h = 7 a drafter that is worse by one standard deviation of a pair is detected within 20
+    pairs.
     """
 
     def __init__(self, *, least_pairs: int, threshold: float = _THRESHOLD) -> None:
@@ -58,7 +60,8 @@ class PairedCusum:
         self._now = _CusumState()
 
     def observe(self, serving: Sequence[float], anchor: Sequence[float]) -> Alarm | None:
-        """Add one window: scores of both drafters, text by text. # -> an alarm, if any"""
+        """Add a window of scores of both drafters, one pair per text. Returns an alarm, or None; a window of fewer than
+        `least_pairs` pairs is not added."""
         assert len(serving) == len(anchor), "scores do not come in pairs"
         if not all(map(math.isfinite, serving)):
             return Alarm("not_finite", self._now.total, self._threshold)
@@ -69,7 +72,7 @@ class PairedCusum:
         return Alarm("worse_than_anchor", highest, self._threshold) if highest > self._threshold else None
 
     def reset(self) -> None:
-        """Reset the sum because another drafter serves; keep the spread of pairs, which depends on the traffic."""
+        """Reset the sum for other serving weights. The spread of the pairs is kept, since it depends on the traffic."""
         self._now = self._now.model_copy(update={"total": 0.0})
 
     def state(self) -> State:
@@ -81,7 +84,7 @@ class PairedCusum:
         self._now = _CusumState.model_validate(state)
 
     def _add(self, differences: Sequence[float]) -> float:
-        """Add a window of differences. # -> the highest value of the sum within it"""
+        """Add a window of differences. Returns the highest value of the sum within the window."""
         freedom = _FORGET * self._now.freedom + len(differences) - 1
         squares = _FORGET * self._now.squares + variance(differences) * (len(differences) - 1)
         spread = max(math.sqrt(squares / freedom), _LEAST_SPREAD)
@@ -96,31 +99,33 @@ class PairedCusum:
 
 
 class RollbackMonitor:
-    """Runs both alarms on windows of scores.
+    """Collects scores in windows, and runs two alarms on them: against the anchor and, for new weights, against the
+    weights they replaced.
 
-    Besides the anchor, new weights are for a while compared with those they replaced: a drafter that has learnt a lot
-    can lose all of it and still be no worse than the anchor.
+    The second is needed because a drafter that has learnt a lot can lose all of it and still be no worse than the
+    anchor.
     """
 
     def __init__(self, tuning: Tuning) -> None:
         self._num_pairs = tuning.alarm_texts
         self.alarms = {name: PairedCusum(least_pairs=self._num_pairs) for name in ("cusum", "cusum_before")}
         self._pairs: list[TextScores] = []
-        self._probation = _PROBATION * self._num_pairs  # texts that are still scored with the replaced weights
+        self._probation = _PROBATION * self._num_pairs  # texts still to be scored with the replaced weights too
 
     @property
     def on_probation(self) -> bool:
-        """Whether the serving weights are new."""
+        """Whether the serving weights are new, so that they are also compared with the weights they replaced."""
         return self._probation > 0
 
     def take_probation(self) -> bool:
-        """Count down the probation of new weights. # -> whether to score this text even if it is not for validation"""
+        """Count down the probation of new weights by one text. Returns whether to score this text even if it is not
+        held for validation."""
         on_probation = self.on_probation
         self._probation -= on_probation
         return on_probation
 
     def observe(self, pair: TextScores) -> Alarm | None:
-        """Add the scores of one text. # -> an alarm, if any"""
+        """Add the scores of one text. Returns an alarm, or None."""
         self._pairs.append(pair)
         if len(self._pairs) < self._num_pairs:
             return None
@@ -134,7 +139,7 @@ class RollbackMonitor:
         return None if alarm is None else replace(alarm, reason="worse_than_before")
 
     def weights_changed(self) -> None:
-        """Restart alarms and probation because other weights serve."""
+        """Restart both alarms and the probation for other serving weights."""
         for alarm in self.alarms.values():
             alarm.reset()
         self._pairs = []

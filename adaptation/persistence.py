@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 _LOCK = "lock"
 _KEPT_COPIES = 2
 _FORMER_MOMENTS = "head."
-"""Tensors that 0.2.0 saved with the training copy: head updates have no moments any more."""
-_FORMER_PARTS = frozenset({"tokens"})  # counts of tokens, from which 0.2.0 exchanged the draft vocabulary
+"""Prefix of the optimizer moments of head updates, which 0.2.0 saved with the training copy and later releases do not
+use."""
+_FORMER_PARTS = frozenset({"tokens"})  # token counts, by which 0.2.0 exchanged tokens of the draft vocabulary
 
 TensorKind = Literal["training", "sums", "anchor"]
 """Tensors saved besides versions: the training copy, the sums a drafter is solved from, and the solved anchor."""
@@ -52,7 +53,7 @@ class SavedLearner:
     origin: NonNegativeInt = 0  # the version that first had the serving weights
     condemned: set[NonNegativeInt] = field(default_factory=set)  # versions excluded from rollbacks
     parts: Mapping[str, State] = field(default_factory=dict)
-    complaints: tuple[str, ...] = ()  # files that were not used, and why
+    complaints: tuple[str, ...] = ()  # unusable files, and why
     paused: bool = False  # learning was paused by an operator
 
 
@@ -60,8 +61,8 @@ _SAVED = TypeAdapter(SavedLearner)
 
 
 def owned(folder: Path) -> Path:
-    """Lock this folder until the process ends, or the first free numbered one next to it if other processes learn here.
-    # -> the folder"""
+    """Lock this folder until the process ends or, if another process learns there, the first free numbered folder next
+    to it. Returns the chosen folder."""
     for number in itertools.count(1):
         chosen = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:
@@ -69,7 +70,7 @@ def owned(folder: Path) -> Path:
             lock(chosen / _LOCK)
         except BlockingIOError:
             continue
-        except OSError as error:  # storing fails, too, and logs it
+        except OSError as error:  # storing will fail, too, and log it
             logger.warning("%s cannot be locked, so other processes may learn there too: %s", chosen, error)
         break
     return chosen
@@ -98,7 +99,7 @@ class LearnerCheckpoint:
             raise NotStored(f"the learner's state could not be stored in {self._folder}: {error}") from error
 
     def load(self) -> SavedLearner:
-        """Read the newest undamaged state, perhaps another process's; `complaints` names unusable files."""
+        """Read the newest undamaged state; its `complaints` name unusable files."""
         complaints: list[str] = []
         for path in (self._current, self._previous):
             try:
@@ -121,26 +122,26 @@ class LearnerCheckpoint:
     def load_tensors(
         self, kind: TensorKind, like: Mapping[str, Tensor], *, origin: int | None = None
     ) -> dict[str, Tensor] | None:
-        """The newest undamaged tensors of this kind with the shapes [...] of `like`, and of these serving weights if
-        `origin` is given; None: there are none."""
+        """Read the newest undamaged tensors of this kind with the shapes [...] of `like` and, if `origin` is given, for
+        these serving weights. Returns None if there are none."""
         ring = self._ring(kind)
         for number in reversed(ring.versions):
             try:
                 snapshot = ring.get(number, None)
                 tensors = self._without_former(snapshot.tensors, like)
                 check_layout(tensors, layout_of(like))
-            except (Damaged, Refused) as error:  # older tensors, or the serving weights, will do
-                logger.warning("%s %d in %s is not used: %s", kind, number, self._folder, error)
+            except (Damaged, Refused) as error:  # older tensors or the serving weights are used instead
+                logger.warning("ignoring saved tensors %s %d in %s: %s", kind, number, self._folder, error)
                 continue
             if origin is None or snapshot.info.parent == origin:
                 return tensors
         return None
 
     def _without_former(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors [...] without the optimizer moments of 0.2.0."""
+        """Return the tensors [...] without the optimizer moments of 0.2.0."""
         former = {name for name in tensors.keys() - like.keys() if name.startswith(_FORMER_MOMENTS)}
         if former:
-            logger.info("moments of head updates in %s are left out: such updates need none now", self._folder)
+            logger.info("ignoring optimizer moments of head updates in %s: they are no longer used", self._folder)
         return {name: value for name, value in tensors.items() if name not in former}
 
     def drop_tensors(self, kind: TensorKind) -> None:
@@ -165,21 +166,21 @@ def _parsed_learner(data: bytes) -> SavedLearner:
         parts = dict(state["parts"])
         return _SAVED.validate_python({"newest": state["version"], **parts.pop("served"), "parts": parts})
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged("does not describe a learner") from error
+        raise Damaged("incomplete or invalid learner state") from error
 
 
 class Part(Protocol):
     """A part of the learner whose state is saved."""
 
     def state(self) -> State:
-        """The state as plain values."""
+        """Return the state as plain values."""
 
     def restore(self, state: State) -> None:
-        """Load a state. Raises ValueError for an unusable one, and then nothing has changed."""
+        """Load a state. Raises ValueError if it is unusable, and then changes nothing."""
 
 
 class Persistence:
-    """Saves the learner and restores it in a later process. A full disk is only logged as an event."""
+    """Saves the learner and restores it in a later process. A failure to store is an event and raises nothing."""
 
     def __init__(
         self,
@@ -211,7 +212,8 @@ class Persistence:
             self._log.storing(lambda: self.checkpoint.save_tensors("training", tensors, origin=origin))
 
     def restore(self) -> bool:
-        """Stage the weights that an earlier process served, and restore the parts. # -> whether learning was paused"""
+        """Stage the weights that an earlier process served, and restore the parts. Returns whether learning was
+        paused."""
         saved, weights = self.checkpoint.load(), self._weights
         for complaint in saved.complaints:
             self._log.add("restored", complaint)
@@ -223,8 +225,8 @@ class Persistence:
         return saved.paused
 
     def training_copy(self) -> dict[str, Tensor] | None:
-        """The saved training copy with its optimizers, shapes [...] as in `OnlineTrainer.tensors`; None: there is none
-        of these serving weights."""
+        """Read the saved training copy with its optimizers, shapes [...] as in `OnlineTrainer.tensors`. Returns None if
+        there is none for these serving weights."""
         return self.checkpoint.load_tensors("training", self._trainer.tensors(), origin=self._weights.latest.origin)
 
     def _restore_weights(self, origin: int) -> None:
@@ -236,9 +238,9 @@ class Persistence:
             self._log.add("restored", f"version {origin}: {error}", {"origin": restored.origin})
 
     def _restore_parts(self, states: Mapping[str, State]) -> None:
-        """Restore the parts; one with an unusable state starts empty."""
+        """Restore the parts; one whose state is unusable keeps its initial state."""
         if _FORMER_PARTS & states.keys() - self._parts.keys():
-            logger.info("counts of tokens are left out: the draft vocabulary is no longer exchanged")
+            logger.info("ignoring token counts: the draft vocabulary is no longer exchanged while learning")
         for name, part in self._parts.items():
             try:
                 if name in states:

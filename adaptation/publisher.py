@@ -1,9 +1,9 @@
-"""What makes an update be published, and what takes it back.
+"""Publishes updates and rolls them back.
 
 The gate compares training copy, serving drafter and anchor by their scores (tokens per verify) on the same validation
-texts of today's traffic. Published weights are watched: two alarms compare them with the anchor and, while they are
-new, with the weights they replaced, on the texts that come later (sums: adaptation/monitor.py). An alarm, or an
-operator, rolls them back.
+texts since the last change of traffic. Published weights are monitored on later texts: two alarms
+(adaptation/monitor.py) compare them with the anchor and, while they are new, with the weights they replaced. An alarm
+or an operator rolls them back.
 """
 
 import math
@@ -32,7 +32,8 @@ _NO_GAIN = (0.0, 0.0)  # gain and standard error of a training copy that equals 
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """Gate decision about a candidate, with its numbers in tokens per verify; a mean over no finite scores is nan."""
+    """Decision about a candidate, with its numbers in tokens per verify. A mean is nan if there are no scores, or one
+    is not finite."""
 
     reason: GateReason
     num_texts: int
@@ -56,19 +57,20 @@ class GateDecision:
 class Gate:
     """Decides whether a candidate may serve, by a paired t-test of tokens per verify on the same texts.
 
-    Committed tokens and sampling noise do not depend on the drafter, so a replay has no randomness of its own. What is
-    uncertain is whether the next texts resemble these: that is the standard error. `alpha` bounds false publishes per
-    training copy, which is judged up to `judgements` times (Bonferroni).
+    Committed tokens and sampling noise do not depend on the drafter, so a replay is deterministic. The standard error
+    covers how much the next texts may differ from these. `alpha` bounds false publishes per training copy, which is
+    judged up to `judgements` times (Bonferroni).
     """
 
     def __init__(self, *, min_texts: int, alpha: float, judgements: int) -> None:
-        """`alpha`: probability of a false publish per training copy, 0 to 1; `judgements`: most tests of one copy."""
+        """`alpha`: probability of a false publish per training copy, 0 to 1; `judgements`: largest number of tests of
+        one copy."""
         assert min_texts >= 2, "one text has no standard error"
         self.min_texts = min_texts
         self._level = alpha / judgements
 
     def decide(self, candidate: Sequence[float], serving: Sequence[float], anchor: Sequence[float]) -> GateDecision:
-        """Judge by the scores of the three drafters, text by text."""
+        """Decide from the scores of the three drafters, one triple per text."""
         assert len(candidate) == len(serving) == len(anchor), "scores do not come in triples"
         standard_error = _standard_error([new - old for new, old in zip(candidate, serving, strict=True)])
         needed = t_quantile(1.0 - self._level, max(1, len(candidate) - 1)) * standard_error
@@ -92,8 +94,8 @@ class Gate:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t, by its expansion around the normal one: Abramowitz and Stegun, Handbook of Mathematical
-    Functions (1964), 26.7.5. Within 0.1 % from 7 degrees of freedom and levels of 1 % on."""
+    """Quantile of Student's t, by its expansion around the normal quantile: Abramowitz and Stegun, Handbook of
+    Mathematical Functions (1964), 26.7.5. Within 0.1 % for at least 7 degrees of freedom and levels of at least 1 %."""
     x = NormalDist().inv_cdf(probability)
     first, second = (x**3 + x) / 4, (5 * x**5 + 16 * x**3 + 3 * x) / 96
     third = (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384
@@ -111,11 +113,12 @@ def _standard_error(differences: Sequence[float]) -> float:
 
 
 _HOPELESS: tuple[GateReason, ...] = ("too_little_evidence", "not_finite", "worse_than_serving", "worse_than_anchor")
-"""Verdicts that the newest texts alone may give: a wrong one costs an update, not the serving drafter."""
+"""Refusals for which the newest texts alone suffice: a wrong one costs an update, and the serving drafter stays."""
 
 
 def judged(gate: Gate, evaluator: OfflineEvaluator, texts: Sequence[ValidationText]) -> Pieces[GateDecision]:
-    """Judge the training copy on these texts; on the newest few alone if it fails there."""
+    """Judge the training copy, first on the newest `min_texts` texts, and on all texts unless it clearly fails on
+    these."""
     evaluator.training_changed()
     few = texts[-gate.min_texts :] if len(texts) >= gate.min_texts else texts[:0]
     decision = yield from _compared(gate, evaluator, few)
@@ -140,7 +143,7 @@ class Verdict:
 
 
 class Publisher:
-    """Judges the training copy, publishes or refuses it, watches what serves, and rolls it back.
+    """Judges the training copy, publishes or refuses it, monitors the serving weights, and rolls them back.
 
     All calls come from the adaptation thread.
     """
@@ -167,15 +170,15 @@ class Publisher:
         self._training = training
         self._max_refusals = tuning.kept_refusals  # refusals in a row before the training copy starts over
         self._num_refused = 0
-        self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, with its error; None: unknown
+        self._gained: tuple[float, float] | None = _NO_GAIN  # gain of the training copy, standard error; None: unknown
 
     def judge(self) -> Pieces[GateDecision]:
-        """Judge the training copy on the kept texts of today's traffic."""
+        """Judge the training copy on the validation texts since the last change of traffic."""
         return judged(self.gate, self.evaluator, self._validation.current)
 
     def conclude(self, report: UpdateReport, decision: GateDecision, *, seconds: float) -> Verdict:
-        """Publish or refuse a judged update, and adapt the learning rate. A candidate that is not clearly worse is
-        trained on for a while, since small updates add up. `seconds`: of judging"""
+        """Publish or refuse a judged update, and adapt the learning rate. A refused candidate that is not clearly worse
+        is trained further for a while, since small updates add up. `seconds`: training seconds that judging took"""
         judgement, published = self._judgement(decision), self._publish(decision)
         numbers = {**_numbers(report, decision), "judging_seconds": seconds}
         if published:
@@ -194,8 +197,8 @@ class Publisher:
         return Verdict(published, judgement)
 
     def solve(self) -> Pieces[None]:
-        """Solve for a drafter, and publish it if it is better than what serves: the memory drafter alone, or the one
-        that was solved before."""
+        """Solve for a drafter, and publish it if it is better than what serves: the memory drafter alone, or an earlier
+        solution."""
         time, bootstrap = self._training.time, self._bootstrap
         numbers, began = {"made": 1.0, "positions": float(bootstrap.positions)}, time.seconds
         solution = bootstrap.solve()
@@ -207,7 +210,7 @@ class Publisher:
         numbers["judging_seconds"] = time.seconds - began
         published = self._publish(decision)
         self.log.storing(lambda: bootstrap.judged(solution, published=published))
-        self._training.pace.traffic_changed()  # a solution is as far from the texts as a drafter of other traffic
+        self._training.pace.traffic_changed()  # a solution has to learn the texts at the full rate, as after a change
         self._anchor_changed()
         reason = decision.reason if published or not decision.publish else "not_stored"
         self.log.add("published" if published else "refused", reason, {**numbers, **_scores(decision)})
@@ -216,8 +219,8 @@ class Publisher:
         self.log.storing(lambda: bootstrap.keep(always=True))
 
     def watch(self, query: Query, filtered: FilteredQuery) -> Alarm | None:
-        """Score a validation text, or any text while the served weights are new. # -> an alarm, if any. A query served
-        by older weights says nothing about the serving ones."""
+        """Score a validation text, or any text while the served weights are new. Returns an alarm, or None. Queries
+        that older weights served are not scored."""
         if filtered.validates and filtered.text is not None:
             self.distance.add(filtered.text)
         is_current = query.first_version == query.version == self._weights.newest
@@ -236,7 +239,8 @@ class Publisher:
         return self._weights.latest.origin != ANCHOR and self.monitor.on_probation
 
     def roll_back(self, reason: str, numbers: Mapping[str, float]) -> Version:
-        """Serve the weights before the current ones, which are never served again."""
+        """Condemn the current weights, so that they are never served again, and serve the newest earlier ones that are
+        not condemned."""
         condemned = self._weights.condemn()
         restored = self._weights.restore_before(condemned)
         self._bootstrap.rolled_back()
@@ -245,8 +249,8 @@ class Publisher:
         return restored
 
     def adopt(self, weights: Mapping[str, Tensor], reason: str) -> int:
-        """Serve these weights, shapes [...] as in `DrafterWeights.layout`, unjudged. # -> their version; raises
-        NotStored"""
+        """Stage these weights, shapes [...] as in `DrafterWeights.layout`, without judging them, and return their
+        version. Raises NotStored."""
         version = self._weights.adopt(weights)
         self.log.storing(lambda: self._bootstrap.adopted(dict(weights)))
         self._anchor_changed()
@@ -255,13 +259,13 @@ class Publisher:
         return version
 
     def restored(self, training: Mapping[str, Tensor] | None) -> None:
-        """Load a saved training copy, shapes [...] as in `OnlineTrainer.tensors`; None: restart from the served
-        weights."""
+        """Load a saved training copy, shapes [...] as in `OnlineTrainer.tensors`, or restart from the served weights if
+        there is none."""
         if training is None:
             self.start_over()
         else:
             self._training.trainer.load_tensors(training)
-            self._gained = None  # it may have been ahead of what serves
+            self._gained = None  # the copy may have been ahead of the serving weights
 
     def start_over(self) -> None:
         """Reset the training copy to the served weights."""
@@ -279,14 +283,15 @@ class Publisher:
             self._gained = None
 
     def kl_to_anchor(self) -> float | None:
-        """KL(serving || anchor) in nats, computed once per version; None: too few texts yet."""
+        """Return KL(serving || anchor) in nats, computed once per version. Returns None if there are too few texts
+        yet."""
         if not self.distance.is_due:
             return self.distance.value()
         with self._training.time.spent():
             return self.distance.value()
 
     def _publish(self, decision: GateDecision) -> bool:
-        """Stage the training copy if the gate accepts it. # -> whether it is staged: the disk may be full"""
+        """Stage the training copy if the gate accepts it. Returns whether it was staged: the disk may be full."""
         if not decision.publish:
             return False
         scores = {"candidate": decision.candidate_mean, "serving": decision.serving_mean}
@@ -300,7 +305,7 @@ class Publisher:
         return True
 
     def _judgement(self, decision: GateDecision) -> Judgement | None:
-        """Gain of the last update alone; None: unknown."""
+        """Compute the gain of the last update alone. Returns None if it is unknown."""
         before, self._gained = self._gained, None
         if not decision.serving_mean > 0:
             return None
@@ -314,7 +319,7 @@ class Publisher:
         return Judgement(gain, math.hypot(error, before[1]), needed, before[0])
 
     def _serves_others(self) -> None:
-        """Restart monitor and training copy: no update computed the weights that serve now."""
+        """Restart the monitor and the training copy, because the serving weights did not come from an update."""
         self.monitor.weights_changed()
         self.start_over()
 

@@ -19,11 +19,11 @@ class Damaged(AdaptationError):
 
 
 class NotRemoved(AdaptationError):
-    """An old file could not be removed; the new one is stored."""
+    """An old file could not be removed; the new file is stored."""
 
 
 class NotStored(AdaptationError):
-    """A file could not be written; what was there before is still there."""
+    """A file could not be written; earlier files are unchanged."""
 
 
 RefusalReason = Literal[
@@ -38,7 +38,7 @@ RefusalReason = Literal[
 
 
 class Refused(AdaptationError):
-    """Data from outside this process that must not be used."""
+    """Data from outside this process was refused for `reason`; it must not be used."""
 
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -65,7 +65,7 @@ GateReason = Literal[
 QuotaReason = Literal["admitted", "not_stored", "nothing_to_learn", "over_share", "resting"]
 """Why a query is admitted to learning or excluded from it."""
 AlarmReason = Literal["not_finite", "worse_than_anchor", "worse_than_before"]
-"""Why the monitor takes weights back."""
+"""Why the monitor rolls the serving weights back."""
 Outcome = Literal[
     "applied",
     "nothing_to_learn",
@@ -75,23 +75,23 @@ Outcome = Literal[
     "optimizer_not_finite",
     "weights_not_finite",
 ]
-"""Outcome of an update's training."""
+"""Outcome of training an update: `applied`, or the reason why the update was discarded."""
 Stage = Literal["observe", "update", "command", "recover", "save"]
 """Stage of the learning thread in which an exception arose."""
 Role = Literal["alone", "following", "leading"]
 """Role of a replica among those that share a store."""
 
 EventKind = Literal[
-    "solved",  # a drafter was solved from the collected sums, and is to be judged
+    "solved",  # a drafter was solved from the collected sums; the gate judges it next
     "published",  # an update is staged for the engine
     "refused",  # the gate refused an update, or the disk was full
-    "discarded",  # an update could not be computed
-    "rolled_back",  # an alarm or an operator took the serving weights back
-    "changed",  # the traffic changed: values of arms are less certain
+    "discarded",  # an update was not completed
+    "rolled_back",  # an alarm or an operator rolled the serving weights back
+    "changed",  # the traffic changed, so the values of the arms are less certain
     "paused",
     "resumed",
-    "loaded",  # weights of an operator or a leader serve
-    "restored",  # an earlier process's state was loaded, or could not be
+    "loaded",  # weights from an operator or a leader were staged for serving
+    "restored",  # the state of an earlier process was loaded, or a part of it was unusable
     "failed",  # an exception in learning; serving is unaffected
     "not_stored",  # the state could not be written
 ]
@@ -99,10 +99,10 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One decision or failure, with its numbers."""
+    """A decision or failure of learning with its numbers, for logs, status and metrics."""
 
     kind: EventKind
-    version: int  # version of the drafter that serves from here on
+    version: int  # latest version, served or staged, when the event occurred
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     unix_seconds: float = field(default_factory=time.time, compare=False)
@@ -129,7 +129,8 @@ class EventLog:
         self._emit(event)
 
     def storing(self, store: Callable[[], Result]) -> Result | None:
-        """Call a function that writes to disk; a failure is an event, and the result None."""
+        """Call a function that writes to disk and return its result. If it raises AdaptationError, add an event and
+        return None."""
         try:
             return store()
         except AdaptationError as error:
@@ -139,7 +140,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """Status of this replica among all that share a store. Counts start with this process."""
+    """Status of this replica among all that share a store. Counts begin with this process."""
 
     name: str = ""  # empty: there is no shared store
     role: str = "alone"  # alone, following or leading
@@ -156,7 +157,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationStatus:
-    """Status of learning. Counts start with this process."""
+    """Status of learning. Counts begin with this process."""
 
     policy: str
     paused: bool
@@ -164,11 +165,11 @@ class AdaptationStatus:
     origin: int  # version that first had the served weights; 0: the deployed drafter
     newest: int  # the version that serves or is staged
     condemned: tuple[int, ...]  # versions excluded from restores
-    snapshots: tuple[int, ...]  # versions that are kept
+    snapshots: tuple[int, ...]  # versions stored on disk
     values: Mapping[str, float]  # gain of throughput per unit of signal, by arm; empty: the policy never learns
-    phase: Literal["collecting", "learning"]  # collecting: sums from which a drafter is solved
+    phase: Literal["collecting", "learning"]  # collecting: sums for solving a drafter
     collected_positions: int  # text positions in the sums
-    wanted_positions: int  # positions that the next solution needs; 0: none will follow
+    wanted_positions: int  # positions that the next solution needs; 0: there will be none
     balance_seconds: float | None  # serving time that learning may still take; None: the ledger is not opened yet
     waiting: Mapping[str, int]  # buffered samples by arm
     validation_texts: int  # texts in the validation set
@@ -184,7 +185,7 @@ class AdaptationStatus:
     rollbacks: int
     discards: int
     training_seconds: float  # seconds of updates and their evaluation
-    kl_to_anchor: float | None  # None: not enough texts yet
+    kl_to_anchor: float | None  # in nats; None: not enough texts yet
     failures: Mapping[str, int]  # exceptions in the learning thread by stage
     restarts: int  # replaced learning threads
     events: tuple[Event, ...] = ()  # latest events, oldest first

@@ -2,8 +2,8 @@
 
     s = sum over rejected positions of (1 - r),   r = the drafter's probability of the target's token   (section 3.4)
 
-A step without a drafted block counts as much as blocks missed recently: where drafting does not pay it is off, and yet
-a drafter that had learnt these texts might pay.
+A step without a drafted block counts as much as recently rejected positions did on average: drafting is off where it
+does not pay, but a drafter that had learnt these texts might pay.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ _QUERY_POSITIONS = 32  # largest number of rejected positions learnt from per qu
 _HALF_LIFE_SECONDS = 600.0  # half-life of a client's past use
 _MAX_CLIENTS = 4096  # clients that the quota remembers at most
 _TICKS = 64  # ticks per half-life: counts decay once per tick, so that a query costs no walk over all clients
-_LEAST_OFFERS = 2.0  # queries of an active client; fewer would lower the share of others without using the own one
+_LEAST_OFFERS = 2.0  # queries from which a client is active: one that hardly asks must not lower the share of others
 _NEGLIGIBLE = 0.01  # queries or positions below which a client is forgotten
 _KEPT_OF_FULL = 3, 4
 _ACCEPTED_PER_REJECTED = 3  # accepted labels per rejected one: the rank head has to see both
-_LEAST_PROMPT = 2  # prompt positions: a first label needs a position with features and a token before it
-_LEAST_ANSWER = 4  # labelled tokens; fewer cannot score a drafter
+_LEAST_PROMPT = 2  # least prompt positions: the first label needs a position with features and a token before it
+_LEAST_ANSWER = 4  # least labelled tokens: fewer cannot score a drafter
 _MISSED_MEMORY = 512  # rejected positions in the running mean of 1 - r
 _MAX_POSITIONS = 4096  # rejected positions in all buffers
-_HURRIED_SHARE = 0.5  # queries held for validation until the set is full
+_HURRIED_SHARE = 0.5  # least share of queries held out for validation while the set is not full
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,11 @@ class _Use:
 
 
 class Quota:
-    """Admits queries while their client has at most its share of the recent training data.
+    """Admits a query while its client has at most its share of the recent training data.
 
-    The share is `client_share`, or an equal one with few active clients. Below `free_queries` all are admitted. Clients
-    are stored as hashes with a random key of this process; of more than `max_clients` the least active are forgotten.
+    The share is `client_share`, or an equal share if few clients are active. Below `free_queries` all queries of a
+    client are admitted. Clients are stored as hashes under a random key of this process; beyond `max_clients` the least
+    active are forgotten.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class TrainingSample:
     num_rejected: int
     draft_labels: DraftLabels
     example: Example | None  # None: too little text for a full update
-    noise: Noise  # sampling noise of the labels; each token is the first after its root
+    noise: Noise  # sampling noise at the position of each label, which counts as depth 1 of a tree
 
 
 class UndraftedSignal:
@@ -165,17 +166,18 @@ class UndraftedSignal:
         self._missed += (sample.signal - sample.num_rejected * self._missed) / self._num_observed
 
     def signal(self, steps: int) -> float:
-        """Expected signal of so many steps without a drafted block."""
+        """Expected signal of this many steps without a drafted block."""
         return steps * self._missed
 
 
 def undrafted_steps(feedback: QueryFeedback) -> int:
-    """Number of steps whose own token carries no label of a rejected draft."""
+    """Number of steps of a query that have no label of a rejected draft."""
     return max(0, feedback.query.num_steps - feedback.draft_labels.num_rejected)
 
 
 def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingSample:
-    """Sample of a query's newest rejected positions, at most `most_rejected`, and the accepted ones between them."""
+    """Build a sample from the newest draft labels of a query: at most `most_rejected` rejected ones, and three times as
+    many accepted ones."""
     labels, query = _newest(feedback.draft_labels, most_rejected), feedback.query
     signal = float((1.0 - labels.chances[labels.rejected].double()).sum())
     noise = Noise.of_text(query.seed, query.temperature, query.offset + labels.positions - 1)
@@ -183,7 +185,8 @@ def training_sample(feedback: QueryFeedback, *, most_rejected: int) -> TrainingS
 
 
 def example_of(feedback: QueryFeedback) -> Example | None:
-    """Text of a query for full updates and replays, from its first feature on; None: it is too short."""
+    """Build the example of a query's text, from its first feature on, for full updates and replays. Returns None if the
+    text is too short."""
     tokens = torch.tensor(feedback.query.tokens[feedback.first :])
     prompt = max(feedback.prompt - feedback.first, _LEAST_PROMPT)
     unlabelled = prompt + feedback.first - feedback.prompt
@@ -210,10 +213,10 @@ def _newest(labels: DraftLabels, most_rejected: int) -> DraftLabels:
 
 
 class SampleBuffers:
-    """One bounded queue of samples per arm, and the replay buffer. The oldest samples are dropped, and counted.
+    """Holds one bounded queue of samples per arm, and the replay buffer. Samples dropped from a queue are counted.
 
-    Full updates also train on some of the latest samples of any arm (replay buffer), so that they do not overfit to a
-    few texts.
+    Full updates also train on random samples of the replay buffer, which holds the latest samples of all arms, so that
+    they do not overfit to a few texts.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class SampleBuffers:
         rng: random.Random,
         max_positions: int = _MAX_POSITIONS,
     ) -> None:
-        """`update_samples`: samples per full update; `rng` fills up from the replay buffer."""
+        """`update_samples`: samples per full update; `rng`: draws samples from the replay buffer."""
         self.num_dropped = self.num_remembered = 0
         self._max_samples = max_samples
         self._max_positions = max_positions
@@ -256,7 +259,8 @@ class SampleBuffers:
         self._replay.append(sample)
 
     def add(self, arm: Arm, sample: TrainingSample) -> None:
-        """Queue a sample; one for the head update loses its text."""
+        """Queue a sample, without its text if it is for the head update. If a queue is full, the oldest sample is
+        dropped."""
         self._waiting.append((arm, replace(sample, example=None) if arm == "head" else sample))
         if self.counts[arm] > self._max_samples[arm]:
             self._drop(next(index for index, (name, _) in enumerate(self._waiting) if name == arm))
@@ -264,7 +268,8 @@ class SampleBuffers:
             self._drop(0)
 
     def take(self, arm: Arm) -> list[TrainingSample]:
-        """Remove and return this arm's samples, oldest first, for a full update preceded by replayed ones."""
+        """Remove and return the samples of an arm, oldest first; for a full update, replayed samples come before
+        them."""
         self._taken = [entry for entry in self._waiting if entry[0] == arm]
         self._waiting = deque(entry for entry in self._waiting if entry[0] != arm)
         taken = [sample for _, sample in self._taken]
@@ -286,11 +291,11 @@ class SampleBuffers:
         self.num_dropped += 1
 
     def clear_replay(self) -> None:
-        """Empty the replay buffer: the traffic changed, or a sample broke an update."""
+        """Empty the replay buffer, because the traffic changed or a sample broke an update."""
         self._replay.clear()
 
     def clear(self) -> None:
-        """Drop all samples: their drafter is no longer served."""
+        """Drop all samples, because their drafter is no longer served."""
         self._waiting.clear()
         self._replay.clear()
 
@@ -304,9 +309,10 @@ class ValidationText:
 
 
 class ValidationSet:
-    """The latest texts of a random share of queries, which are never trained on.
+    """Holds the latest texts of a random share of the queries. These queries are never trained on.
 
-    Until it is full, every second query is held for validation. After a change of traffic only later texts count.
+    Until the set is full, about every second query is held for validation. After a change of traffic, only later texts
+    are current.
     """
 
     def __init__(self, *, share: float, enough: int, max_texts: int, rng: random.Random) -> None:
@@ -329,12 +335,12 @@ class ValidationSet:
 
     @property
     def suffices(self) -> bool:
-        """Whether there are texts enough to validate an update."""
+        """Whether there are enough current texts to validate an update."""
         return len(self.current) >= self._enough
 
     @property
     def is_full(self) -> bool:
-        """Whether all kept texts are of today's traffic, and no more fit."""
+        """Whether the set is full of texts since the last change of traffic."""
         return len(self.current) == self._texts.maxlen
 
     def traffic_changed(self) -> None:
@@ -342,11 +348,11 @@ class ValidationSet:
         self._first_current = self._number + 1
 
     def draws(self) -> bool:
-        """Whether the next query is held for validation."""
+        """Draw at random whether the next query is held for validation."""
         return self._rng.random() < (self._share if self.is_full else max(self._share, _HURRIED_SHARE))
 
     def number(self, example: Example) -> ValidationText:
-        """Give a text its number; it is not kept yet."""
+        """Give a text its number, without adding it to the set."""
         self._number += 1
         return ValidationText(self._number, example)
 

@@ -1,4 +1,5 @@
-"""Decides when training may compute: while the server is idle, or as far as the ledger covers the delay of serving."""
+"""Decides when training may compute: while the server is idle, or while the ledger covers how much training slows
+serving."""
 
 import contextlib
 import math
@@ -25,11 +26,11 @@ def completed(pieces: Pieces[Result]) -> Result:
         return cast(Result, end.value)
 
 
-_PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # relative delay of a step beside training (two cores), and its spread
-_LEAST_DELAY = 0.05  # caches and memory are shared whatever the priority, and less than this drowns in noise
+_PRIOR_DELAY, _DELAY_NOISE = 0.3, 0.5  # prior relative delay of a step during training (on two cores), noise of samples
+_LEAST_DELAY = 0.05  # least relative delay: caches and memory are shared at any priority, and noise hides a smaller one
 _MEMORY_STEPS = 128  # window of a mean step time
-_BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy so long after a step: longer than the gap between two
-_LONGEST_STEP_SECONDS = 1.0  # serving counts as busy so long after the start of a step without a recorded end
+_BETWEEN_STEPS_SECONDS = 0.05  # serving counts as busy for this long after a step: longer than the gap before the next
+_LONGEST_STEP_SECONDS = 1.0  # serving counts as busy for this long after the start of a step without a recorded end
 
 
 class StepDelay:
@@ -41,7 +42,8 @@ class StepDelay:
         self._delay = GainPosterior(mean=_PRIOR_DELAY, sd=_PRIOR_DELAY, noise=_DELAY_NOISE, drift=drift)
 
     def observe(self, variant: Hashable, seconds: float, *, trains: bool) -> None:
-        """Add one step; `trains`: training computed beside it. The mean is geometric, so that outliers hardly count."""
+        """Add the duration of one step; `trains`: whether training computed during it. The mean is geometric, so that
+        outliers hardly count."""
         mean, count = self._alone.get(variant, (0.0, 0))
         if not trains:
             count = min(count + 1, _MEMORY_STEPS)
@@ -51,16 +53,14 @@ class StepDelay:
 
     @property
     def share(self) -> float:
-        """Seconds that serving loses per second of training beside it."""
+        """Seconds that serving loses per second of simultaneous training."""
         delay = max(_LEAST_DELAY, self._delay.mean)
         return delay / (1.0 + delay)
 
 
 class TrainingTime:
-    """Measures seconds of training, charges what they take from serving, and says whether training may go on.
-
-    Beside serving it may as far as the ledger covers its charge, in idle time always.
-    """
+    """Measures the seconds of training and what they take from serving, and decides whether training may go on: always
+    while the server is idle, else as long as the ledger covers what was taken."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class TrainingTime:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`device`: the training thread's; `covers`: whether the ledger covers so many seconds more."""
+        """`device`: device of the training thread; `covers`: returns whether the ledger covers this many more
+        seconds."""
         self.seconds = 0.0
-        self.disturbs = True  # training slows steps beside it; not in a process that runs where nothing else wants to
+        self.disturbs = True  # whether training slows simultaneous steps: a training process runs at idle priority
         self._covers = covers
         self._cpu_clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._clock = clock
@@ -82,7 +83,8 @@ class TrainingTime:
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """Context manager that measures training seconds, and charges them if serving is busy at the end."""
+        """Context manager that measures training seconds, and charges what they take from serving if serving is busy at
+        the end."""
         began, self._computes = self._cpu_clock() + self._process_seconds, True
         try:
             yield
@@ -97,8 +99,8 @@ class TrainingTime:
         self._process_seconds += seconds
 
     def stepped(self, variant: Hashable, seconds: float) -> bool:
-        """Record an engine step; steps of one variant take equally long. Called by the engine's thread.
-        # -> whether no training slowed it"""
+        """Record an engine step; steps of one variant take equally long. Returns False if training slowed it. Called by
+        the engine's thread."""
         self._step_ended_at = self._clock()
         trains = self._computes
         self._delay.observe(variant, seconds, trains=trains)
@@ -110,7 +112,7 @@ class TrainingTime:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is served."""
+        """Whether no request is being served, judged by when the last step began and ended."""
         now, is_within = self._clock(), self._step_began_at > self._step_ended_at
         busy_until = (
             self._step_began_at + _LONGEST_STEP_SECONDS if is_within else self._step_ended_at + _BETWEEN_STEPS_SECONDS
@@ -119,7 +121,7 @@ class TrainingTime:
 
     @property
     def taken_share(self) -> float:
-        """Seconds that serving loses per second of training beside it."""
+        """Seconds that serving loses per second of simultaneous training."""
         return self._delay.share
 
     def taken(self) -> float:
@@ -134,8 +136,8 @@ class TrainingTime:
 
 
 class IdleTime:
-    """Limits updates in idle time to a share of it, and stops them after several that published nothing until new texts
-    arrive."""
+    """Limits updates in idle time to a share of that time. After several updates that published nothing, it allows no
+    more until new texts arrive."""
 
     def __init__(self, *, share: float, max_failures: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`share`: 0 to 1; `max_failures`: completed updates in a row that published nothing."""
@@ -144,7 +146,7 @@ class IdleTime:
         self._clock = clock
         self._rests_until = 0.0
         self._num_failures = 0
-        self._num_texts = 0  # texts seen by the last update
+        self._num_texts = 0  # texts observed at the last call of `may_begin`
 
     def may_begin(self, num_texts: int) -> bool:
         """Whether another update may begin. `num_texts`: texts observed since start."""
@@ -153,6 +155,6 @@ class IdleTime:
         return self._share > 0 and self._clock() >= self._rests_until and self._num_failures < self._max_failures
 
     def ended(self, seconds: float, *, published: bool) -> None:
-        """Record an update of so many seconds."""
+        """Record the end of an update that took `seconds`."""
         self._rests_until = self._clock() + seconds * (1.0 / self._share - 1.0)
         self._num_failures = 0 if published else self._num_failures + 1

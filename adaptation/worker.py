@@ -1,8 +1,8 @@
-"""The thread that learns: observes finished queries, trains between them, and never holds the engine up.
+"""The learning thread: observes finished queries and trains between them, without ever blocking the engine.
 
-The engine's calls put something into a bounded queue and return. An exception in the loop is counted and logged, and
-the loop recovers from it; serving is unaffected. On a CUDA device the thread computes on a stream of its own, and
-`received` is the only place where tensors of serving enter learning.
+The engine only adds to a bounded queue. An exception in the loop is counted and logged, and the loop recovers from it;
+serving is unaffected. On a CUDA device the thread computes on its own stream, and `received` is the only place where
+tensors of serving enter learning.
 """
 
 import logging
@@ -37,14 +37,14 @@ class Loop(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether a piece is under way elsewhere: only commands come before its end."""
+        """Whether a piece of an update is computed in another process; until it ends, the thread runs only commands."""
         ...
 
     def observe(self, feedback: QueryFeedback) -> object:
         """Observe one finished query."""
 
     def work(self) -> bool:
-        """Do the next piece of an update; begin one if it is due. # -> whether there was a piece that may compute"""
+        """Do the next piece of an update, and begin an update if one is due. Returns whether a piece was done."""
 
     def abandon(self) -> None:
         """Undo the update under way, if any."""
@@ -53,14 +53,14 @@ class Loop(Protocol):
         """Restore a consistent state after an exception in any call."""
 
     def save(self, *, training: bool) -> None:
-        """Store the state; `training`: the training copy too."""
+        """Store the state; `training`: also the training copy."""
 
 
 class Inbox:
-    """Queries and commands that wait for the thread: first commands, then queries."""
+    """Queue of commands and finished queries for the learning thread. Commands come first."""
 
     def __init__(self, max_queries: int) -> None:
-        self.num_dropped = 0  # queries that found no room
+        self.num_dropped = 0  # queries dropped because the queue was full
         self.queries: deque[QueryFeedback] = deque()
         self.stopping = False
         self._max_queries = max_queries
@@ -68,7 +68,7 @@ class Inbox:
         self._ready = threading.Condition()
 
     def put_query(self, feedback: QueryFeedback) -> None:
-        """Add a query; of too many the oldest is dropped."""
+        """Add a query; if the queue is full, the oldest is dropped."""
         with self._ready:
             if len(self.queries) >= self._max_queries:
                 self.queries.popleft()
@@ -77,7 +77,7 @@ class Inbox:
             self._ready.notify()
 
     def put_command(self, command: Callable[[], Result]) -> "Future[Result]":
-        """Add a command. # -> its result, cancelled if the thread ends first"""
+        """Add a command. Returns the Future of its result, which is cancelled if the thread ends first."""
         answer: Future[Result] = Future()
         with self._ready:
             self._commands.append((answer, command))
@@ -87,7 +87,8 @@ class Inbox:
         return answer
 
     def take(self, timeout_seconds: float, *, queries: bool = True) -> QueryFeedback | _Command | None:
-        """Pop the next command, or with `queries` the next query; None: timeout, or the thread is stopping."""
+        """Remove and return the next command or, with `queries`, the next query. Returns None after a timeout, or if
+        the thread is stopping."""
         waiting = (self._commands, self.queries) if queries else (self._commands,)
         with self._ready:
             if not (any(waiting) or self.stopping):
@@ -117,17 +118,17 @@ class Worker:
         niceness: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """`niceness`: added to the thread's, where the system allows it; `device`: where the loop computes, on a stream
-        of low priority."""
+        """`max_waiting`: size of the queue of queries; `niceness`: added to the thread's niceness, on Linux; `device`:
+        device of the loop, which computes there on a stream of low priority."""
         self.failures: Counter[Stage] = Counter()
         self.num_restarts = 0
         self.loop = loop  # may be replaced before `start`
-        self.on_death: Callable[[], None] = lambda: None  # called by the thread that starts another one
+        self.on_death: Callable[[], None] = lambda: None  # called by the thread that replaces a dead one
         self.trains = True  # False: queries are observed, and no update is computed; set from any thread
         self.inbox = Inbox(max_waiting)
         self.niceness = niceness
         self._device = device or torch.device("cpu")
-        self._pause_seconds = _POLL_SECONDS  # before the next look; 0: a piece of an update may be due
+        self._pause_seconds = _POLL_SECONDS  # longest wait for a command or query; 0: a piece of an update may be due
         self._busy = False
         self._thread: threading.Thread | None = None
         self._reviving = threading.Lock()
@@ -149,7 +150,7 @@ class Worker:
         self._thread.start()
 
     def offer(self, feedback: QueryFeedback) -> None:
-        """Hand over a finished query; of too many the oldest is dropped. Called by the engine thread."""
+        """Queue a finished query; if the queue is full, the oldest is dropped. Called by the engine thread."""
         self.inbox.put_query(feedback)
         self._revive()
 
@@ -161,7 +162,7 @@ class Worker:
         return answer
 
     def stop(self, timeout_seconds: float = 5.0) -> bool:
-        """End the thread after the piece under way. # -> whether it ended in time"""
+        """End the thread after the piece under way. Returns whether it ended in time."""
         self.inbox.stop()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
@@ -181,7 +182,7 @@ class Worker:
     def _run(self) -> None:
         lower_priority(self.niceness)
         with low_priority_stream(self._device):
-            if self._busy:  # the thread before this one died in the middle of something
+            if self._busy:  # the previous thread died while it ran a command, a query or a piece
                 self._guard("recover", lambda: self.loop.recover("thread_died"))
             while not self.inbox.stopping:
                 self._turn()
@@ -220,7 +221,7 @@ class Worker:
             action()
         except Exception as error:
             self.failures[stage] += 1
-            logger.exception("learning failed in stage %s", stage)
+            logger.exception("learning failed in stage %s; serving is not affected", stage)
             return error
         return None
 
@@ -234,12 +235,12 @@ def _carry_out(answer: Future[Any], command: Callable[[], object]) -> None:
         answer.set_exception(error)
         raise
     except BaseException:  # an exception that ends this thread must not end the caller's
-        answer.set_exception(RuntimeError("the adaptation thread died over this command"))
+        answer.set_exception(RuntimeError("the adaptation thread died while it ran this command"))
         raise
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the calling thread's niceness by so much. Only Linux keeps a niceness per thread."""
+    """Add to the calling thread's niceness. Does nothing except on Linux, which keeps a niceness per thread."""
     if niceness and sys.platform == "linux":
         thread = threading.get_native_id()
         wanted = os.getpriority(os.PRIO_PROCESS, thread) + niceness
@@ -252,7 +253,8 @@ LOW_PRIORITY = 0
 
 @contextmanager
 def low_priority_stream(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of low priority, after all that was enqueued so far; no change on a CPU."""
+    """Context manager that computes on a CUDA stream of low priority, after all work enqueued so far; no effect on a
+    CPU."""
     if device.type != "cuda":
         yield
         return
@@ -263,7 +265,7 @@ def low_priority_stream(device: torch.device) -> Iterator[None]:
 
 
 def received(feedback: QueryFeedback, device: torch.device) -> QueryFeedback:
-    """Copy a query to the training device, safe to read on the calling thread's stream."""
+    """Copy a query to the training device, so that it is safe to read on the calling thread's stream."""
     if feedback.ready is None:
         return feedback
     feedback.ready.synchronize()
