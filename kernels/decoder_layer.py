@@ -1,8 +1,8 @@
-"""A decoder layer as a short list of ops over flat rows: four products, attention, gate, rotary embedding, and norms
-where its family has them.
+"""A decoder layer as a short sequence of ops over flat rows: four products, attention, SwiGLU, rotary embedding, and
+norms where its model family has them.
 
-A family with Llama's products, feed-forward and rotary embedding is added by an entry of `FUSED_FAMILIES`, for targets
-and for drafters.
+To support another family with Llama's products, feed-forward and rotary embedding, add an entry to `FUSED_FAMILIES`; it
+serves targets and drafters.
 
 Legend: rows = tokens of one forward, hidden = the model's width, dim = head_dim.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Norms(NamedTuple, Generic[T]):
-    """One value per place of a decoder layer that can have a norm; None: no norm there."""
+    """One value for each position of a decoder layer that can have a norm; None where it has no norm."""
 
     attention_input: T
     attention_output: T  # applied before the output is added to the hidden states; so is `mlp_output`
@@ -35,11 +35,11 @@ PRE_NORM = Norms[str | None]("input_layernorm", None, "post_attention_layernorm"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's decoder layer differs from Llama's."""
+    """Differences of a model family's decoder layer from Llama's."""
 
     norms: Norms[str | None] = PRE_NORM  # module names in transformers
     query_key_norms: Literal["head", "projection"] | None = (
-        None  # span of a norm of queries or keys; None: no such norms
+        None  # what a norm of queries or keys spans: each head, or the whole projection; None without such norms
     )
     query_key_value_bias: bool = False  # True: q, k and v have biases whatever `attention_bias` says
 
@@ -53,36 +53,36 @@ FUSED_FAMILIES = {
         Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), query_key_norms="projection"
     ),
 }
-"""Families by their `model_type` in transformers: their layers run as this list of ops."""
+"""Model families whose layers can run as these ops, by their `model_type` in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Positions, slots and attention of a forward's rows, for all layers."""
+    """Rotary embedding, slots and attention of a forward's rows, shared by all layers."""
 
-    cos: Tensor  # [rows, dim]; this and sin: rotary embedding of the rows' positions
-    sin: Tensor
-    slots: Tensor  # [rows] int64, where keys and values go
+    cos: Tensor  # [rows, dim], rotary embedding of the rows' positions
+    sin: Tensor  # [rows, dim]
+    slots: Tensor  # [rows] int64, KV slots to write
     attention: Attention
 
 
 class RotaryTable:
-    """Precomputed rotary embedding of all positions."""
+    """Lookup table of the rotary embedding of all positions."""
 
     def __init__(self, embed: Callable[[Tensor], tuple[Tensor, Tensor]], max_positions: int, device: torch.device):
-        """`embed` computes cos and sin of positions. # [positions] int64 -> both [positions, dim]"""
+        """`embed` computes cos and sin of positions: [positions] int64 -> two tensors [positions, dim]."""
         # Tree nodes have positions beyond the longest sequence.
         self._table = torch.stack(embed(torch.arange(max_positions + MAX_DEPTH, device=device)))  # [2, positions, dim]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cos and sin. # positions [rows] int64 -> both [rows, dim]"""
+        """Look up cos and sin of positions. # positions [rows] int64 -> both [rows, dim]"""
         cos, sin = self._table.index_select(1, positions)
         return cos, sin
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Planned weights of one decoder layer, run by the ops of their device."""
+    """One decoder layer: its planned weights, and the ops of their device that run it."""
 
     ops: Ops
     query_heads: int
@@ -107,8 +107,8 @@ class DecoderLayer:
         scale: float,
         window: int | None,
     ) -> "DecoderLayer":
-        """Build a layer of a family from weights under the names of transformers. Raises ValueError where some are
-        missing or unknown."""
+        """Build a layer of a family from weights named as in transformers. Raises ValueError if weights are missing, or
+        if there are others that the family does not have."""
         left = dict(weights)
 
         def joined(part: str, *names: str) -> Product:
@@ -140,39 +140,39 @@ class DecoderLayer:
                 down=joined("mlp", "down"),
             )
         except KeyError as error:
-            raise ValueError(f"no weight is called {error.args[0]}") from error
+            raise ValueError(f"weight {error.args[0]} is missing") from error
         if left:
-            raise ValueError(f"there are weights that layers of its family do not have: {', '.join(sorted(left))}")
+            raise ValueError(f"layers of this family have no such weights: {', '.join(sorted(left))}")
         return layer
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layer on hidden + delta: `hidden` becomes that plus the attention output, in place; returns the
-        output of the feed-forward, which is still to be added. # hidden, delta [rows, hidden]; pool [2, slots,
-        kv_heads, dim] -> like delta"""
+        """Run the layer on hidden + delta. Adds `delta` and the attention output to `hidden` in place, and returns the
+        feed-forward output, which the next layer adds as its `delta`.
+        # hidden, delta [rows, hidden]; pool [2, slots, kv_heads, dim] -> like delta"""
         return self.rest(self.store(hidden, delta, places, pool), hidden, places, pool)
 
     def rest(self, query: Tensor, hidden: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the second part of the layer, after `store`: attention, whose output is added to `hidden`, and
-        feed-forward, whose output is returned. # query [rows, query heads, dim] -> like hidden"""
+        """Run the second part of the layer, after `store`: adds the attention output to `hidden` in place, and returns
+        the feed-forward output. # query [rows, query heads, dim] -> like hidden"""
         attended = places.attention.attend(query, pool, scale=self.scale, window=self.window)
         delta = self.add_norm(self.output(attended.flatten(1)), None, self.norms.attention_output)
         x = self.add_norm(hidden, delta, self.norms.mlp_input)
         return self.add_norm(self.down(self.ops.silu_mul(self.gate_up(x))), None, self.norms.mlp_output)
 
     def store(self, hidden: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the first part of the layer: norm hidden + delta and store their keys and values in the pool.
+        """Run the first part of the layer: norm hidden + delta, project it, and store keys and values in the pool.
         # hidden, delta [rows, hidden] -> queries [rows, query heads, dim]"""
         return self.keep(self.add_norm(hidden, delta, self.norms.attention_input), places, pool)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        """Add `delta` to `hidden` in place and return the norm of the sum; without a norm, `hidden` itself.
+        """Add `delta` to `hidden` in place, and return the norm of the sum, or `hidden` itself if `norm` is None.
         # hidden, delta [rows, hidden], norm [hidden] -> like hidden"""
         if norm is not None:
             return self.ops.add_rms_norm(hidden, delta, norm, self.epsilon)
         return hidden if delta is None else hidden.add_(delta)
 
     def keep(self, x: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Store keys and values of normed hidden states in the pool.
+        """Project normed hidden states, and store their keys and values in the pool.
         # x [rows, hidden] -> queries [rows, query heads, dim]"""
         joined = self.query_key_value(x)
         return self.ops.rotary_store(

@@ -1,6 +1,6 @@
-"""KV entries of a drafter with a pool of its own: which entries each sequence has computed, and which positions wait.
-Legend: rows = rows of the tables, one per sequence and a last one for padding, batch = some of them, entries = pool
-entries per position, count = positions, size = entries of a block."""
+"""Bookkeeping of a drafter's own KV pool: which entries each sequence has computed, and which positions are pending.
+Legend: rows = rows of the tables, one per sequence and a last one for padding; batch = the rows of one call; entries =
+pool entries per position; count = positions; size = entries of a block."""
 
 from typing import NamedTuple
 
@@ -11,19 +11,20 @@ from kernels.tree_attention import NULL_SLOT
 
 
 class EntryTables(NamedTuple):
-    """Tables of computed entries and waiting positions, one row per sequence; changed in place."""
+    """Tables of computed entries and waiting positions, one row per sequence. The ops change them in place."""
 
-    places: Tensor  # [rows, positions + 1, entries] int64, in the pool; the last column takes padding
-    known: Tensor  # [rows] int64, positions in `places`
+    places: Tensor  # [rows, positions + 1, entries] int64, pool indices; the last column takes padding
+    known: Tensor  # [rows] int64, number of positions in `places`
     ends: Tensor  # [rows] int64, one past the newest position
     waiting: Tensor  # [rows] int64, how many of the newest positions are still to be computed
-    features: Tensor  # [rows, room + 1, width], of waiting positions; the last column takes padding
-    tokens: Tensor  # [rows, room + 1] int64, the token after each of them
-    held: Tensor  # [slots] bool, whether the slot's entries were computed
+    features: Tensor  # [rows, room + 1, width], the target's features of waiting positions; last column for padding
+    tokens: Tensor  # [rows, room + 1] int64, the token after each waiting position
+    held: Tensor  # [slots] bool, whether the entries of a slot are computed
 
 
 class Waiting(NamedTuple):
-    """Positions to compute, right-aligned: the last column is the newest, the anchor of the next block."""
+    """Positions whose entries a forward computes, right-aligned: the last column is the newest position, the anchor of
+    the next block."""
 
     features: Tensor  # [batch, count, width]
     tokens: Tensor  # [batch, count] int64, the token after each position
@@ -32,14 +33,13 @@ class Waiting(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Rows of a forward: for each sequence its waiting entries, then a block at the newest position.
-    The last three [batch, rows of a sequence] int64."""
+    """Placement of a forward's rows: for each sequence its waiting entries, then a block at the newest position."""
 
-    end: Tensor  # [batch] int64, index in its sequence of entries of the last one before the block
-    live: Tensor  # [batch, size] int64, where keys and values of the block go
-    at: Tensor  # index in the sequence's entries; padding rows see any entries
-    positions: Tensor  # absolute position that an entry predicts
-    slots: Tensor  # slots that keys and values are written to
+    end: Tensor  # [batch] int64, index of the last entry before the block, among the sequence's entries
+    live: Tensor  # [batch, size] int64, pool indices that the block's keys and values are written to
+    at: Tensor  # [batch, rows of a sequence] int64, index among the sequence's entries; arbitrary for padding
+    positions: Tensor  # [batch, rows of a sequence] int64, absolute position that the entry predicts
+    slots: Tensor  # [batch, rows of a sequence] int64, pool indices that keys and values are written to
 
 
 def add_entries(
@@ -51,10 +51,11 @@ def add_entries(
     features: Tensor | None,
     tokens: Tensor | None,
 ) -> None:
-    """Append committed positions starts..starts + counts - 1, whose slots hold no computed entries yet. With features
-    and tokens, the positions wait to be computed; there must be room for them.
-    # rows, starts, counts [batch] int64; slots, tokens [batch, count] int64, padded with any; features [batch, count,
-    width]"""
+    """Append the committed positions starts to starts + counts - 1, and mark their slots as not computed. With features
+    and tokens, the positions become waiting ones; there must be room for them. A row whose `ends` differs from its
+    start is emptied first.
+    # rows, starts, counts [batch] int64; slots, tokens [batch, count] int64 with arbitrary padding; features [batch,
+    count, width]"""
     offsets = torch.arange(slots.shape[1], device=rows.device)
     exists = offsets < counts[:, None]
     follows = tables.ends[rows] == starts  # otherwise the positions before are unknown
@@ -74,7 +75,7 @@ def add_entries(
 
 
 def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
-    """Remove the waiting positions of these rows, at most `most` each, and mark their slots as computed.
+    """Remove and return the waiting positions of these rows, at most `most` of each, and mark their slots as computed.
     # rows [batch] int64 -> [batch, most]"""
     counts, lines = tables.waiting[rows], rows[:, None]
     column = torch.arange(most, device=rows.device) - (most - counts[:, None])  # [batch, most], negative for padding
@@ -91,8 +92,8 @@ def take_entries(tables: EntryTables, rows: Tensor, most: int) -> Waiting:
 def place_entries(
     tables: EntryTables, rows: Tensor, positions: Tensor, slots: Tensor, scratch: Tensor, size: int
 ) -> Placed:
-    """Indices, positions and slots of the waiting entries and of a block of `size` entries at the newest position (0:
-    no block). The first entries of the block stay in the pool, the others go to `scratch`.
+    """Compute indices, positions and slots of the waiting entries, and of a block of `size` entries at the newest
+    position (no block if `size` is 0). The block's first entries are kept in the pool, the others go to `scratch`.
     # rows [batch] int64; positions, slots [batch, count] as in `Waiting`; scratch [batch, others] int64"""
     entries, count = tables.places.shape[2], slots.shape[1]
     before = (count - 1 if size else count) * entries
@@ -113,5 +114,5 @@ def place_entries(
 
 
 def places_of(slots: Tensor, entries: int) -> Tensor:
-    """Pool indices of the entries of slots. # [...] -> [..., entries] int64"""
+    """Compute the pool indices of the entries that belong to slots. # slots [...] -> [..., entries] int64"""
     return slots[..., None] * entries + torch.arange(entries, device=slots.device)

@@ -1,8 +1,8 @@
-"""How a step reaches a device: functions of tensors run as CUDA graphs over static buffers in a few padded shapes, or
-eagerly, and numbers are sent from the host in pinned memory.
+"""Runs functions of tensors as CUDA graphs over static buffers in a few padded shapes, or eagerly if no captured shape
+fits; sends numbers from the host through pinned memory.
 
-Without a CUDA device a capture is the computation itself, called again on the same buffers, so that tests without one
-cover padding and copying."""
+Without a CUDA device, a capture calls the computation again on the same buffers, so that tests on a CPU cover padding
+and copying."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,27 +17,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 HIGH_PRIORITY = -1
-"""Priority of the stream that serving uses; training uses 0."""
+"""Priority of the CUDA stream that serving uses; training uses 0."""
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a computation on tensors that stay allocated repeatable; runs it at least once."""
+"""Runs a computation at least once, and returns a function that repeats it on the same tensors."""
 
 _FITS = 256
-"""Number of input sizes whose shape is cached: decoding has a few, prompts any number."""
+"""Number of input sizes for which the fitting shape is cached."""
 Sizes = tuple[tuple[int, ...], ...]
 Out = TypeVar("Out")
 
 
 def rerun(compute: Callable[[], None]) -> Callable[[], None]:
-    """The capture without a CUDA device: repeats a computation by calling it."""
+    """Capture for devices without CUDA graphs: repeats a computation by calling it again."""
     compute()
     return compute
 
 
 class CudaGraphs:
-    """Repeats computations as CUDA graphs, which share one memory pool, for no two run at once, and one stream, to
-    which memory and libraries' workspaces belong. Kernels keep its priority."""
+    """Captures computations as CUDA graphs. All graphs share one memory pool, since no two run at once, and one stream,
+    whose priority the captured kernels keep."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,7 +45,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record a computation as a graph; the result replays it."""
+        """Record a computation as a graph, and return the function that replays it."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -63,7 +63,7 @@ class CudaGraphs:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Switch garbage collection off: a graph that is freed while another is captured spoils the capture."""
+    """Disable garbage collection inside the block: freeing a graph while another is captured breaks the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,15 +74,18 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def capture_for(device: torch.device) -> Capture:
-    """The capture function of a device: CUDA graphs, or `rerun` on a CPU."""
+    """Return the capture function of a device: CUDA graphs, or `rerun` on a CPU."""
     return CudaGraphs(device).capture if device.type == "cuda" else rerun
 
 
 class GraphRunner(Generic[Out]):
-    """One function of `inputs`, which are copied into static buffers, and of `given` values that are in static buffers
-    already, as other runners' results are; both nested tuples of tensors and ints. A captured shape fits a call if none
-    of its sizes and ints is smaller and the given tensors have the addresses that were captured. A call that no shape
-    fits runs eagerly. Results of a capture are padded, and overwritten by the next call."""
+    """Runs one function as a captured graph of the smallest shape that fits, or eagerly if none fits.
+
+    `inputs` are copied to static buffers; `given` values are in static buffers already, such as another runner's
+    results. Both are nested tuples of tensors and ints. A captured shape fits a call if none of its sizes and ints is
+    smaller, and if the given tensors have the captured addresses. Results of a captured run are padded, and the next
+    call overwrites them.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class GraphRunner(Generic[Out]):
 
     @property
     def results(self) -> list[Out]:
-        """The result buffers of each shape, in the order of the shapes."""
+        """Result buffers of each captured shape, in the order of the shapes."""
         return [captured.results for captured in self._captured]
 
     def __call__(self, inputs: tuple[Any, ...], given: tuple[Any, ...] = ()) -> Out:
@@ -122,7 +125,7 @@ class GraphRunner(Generic[Out]):
 
 
 class _Captured(Generic[Out]):
-    """The function in one shape."""
+    """The function, captured in one shape."""
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class _Captured(Generic[Out]):
         return _at_most(sizes, self._sizes) and _at_most(given, self._given_sizes)
 
     def stands(self, given: Sequence[Tensor | int]) -> bool:
-        """Whether these are the tensors that were captured, or leading parts of them."""
+        """Whether the given tensors start at the captured addresses."""
         pairs = zip(given, self._given, strict=True)
         return all(
             value is place or not isinstance(value, Tensor) or value.data_ptr() == place.data_ptr()
@@ -157,7 +160,7 @@ class _Captured(Generic[Out]):
 
 
 class _Fit(Generic[Out]):
-    """Inputs of certain sizes in a captured shape: the views they are copied to, and the padding after them."""
+    """How inputs of certain sizes fill a captured shape: the views they are copied to, and the padding after them."""
 
     def __init__(self, captured: _Captured[Out], sizes: Sizes) -> None:
         self.captured = captured
@@ -180,19 +183,21 @@ class _Fit(Generic[Out]):
 
 
 def _smallest(captured: Sequence[_Captured[Out]], sizes: Sizes, given: Sizes) -> _Fit[Out] | None:
-    """The smallest shape that fits, if there is one."""
+    """Find the smallest shape that fits these sizes; None if there is none."""
     holding = next((shape for shape in reversed(captured) if shape.holds(sizes, given)), None)
     return None if holding is None else _Fit(holding, sizes)
 
 
 class _Buffers:
-    """Static buffers shared by all shapes: each shape uses the leading part of the largest, which must come first."""
+    """Static buffers shared by all shapes: each shape uses the leading part of the largest shape's buffers. The largest
+    shape must come first."""
 
     def __init__(self) -> None:
         self._largest: list[Any] = []
 
     def of(self, values: Any, besides: Sequence[Tensor | int] = ()) -> Any:
-        """Buffers for values like these; values in `besides` are buffers already and stay."""
+        """Return buffers for values like these; values in `besides` are buffers already, and are returned as they
+        are."""
         leaves, structure = pytree.tree_flatten(values)
         self._largest = self._largest or [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in leaves]
         places = [
@@ -205,7 +210,8 @@ class _Buffers:
 
 
 def _copy(places: Sequence[Any], values: Sequence[Any]) -> None:
-    """Copy values to their buffers, contiguous ones of one type by a single launch, flattened as it needs them."""
+    """Copy values to their buffers. Contiguous values of one type are copied by a single launch, which needs them
+    flattened."""
     alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in zip(places, values, strict=True):
         if not isinstance(place, Tensor) or place is value or not place.numel():
@@ -223,24 +229,24 @@ def _copy(places: Sequence[Any], values: Sequence[Any]) -> None:
 def by_batch(
     function: Callable[..., Out], capture: Capture | None, most: int, *paddings: tuple[Any, ...]
 ) -> GraphRunner[Out]:
-    """A runner of a function whose tensors have one row per sequence, captured for batches up to `most`; each padding
-    has `most` rows."""
+    """Build a runner of a function whose tensors have one row per sequence, captured for batches up to `most`. Each of
+    the `paddings` is a tuple of padded inputs with `most` rows."""
     shapes = ((leading(padding, batch), ()) for batch in batches_up_to(most) for padding in paddings)
     return GraphRunner(function, capture, shapes)
 
 
 def leading(values: Any, count: int) -> Any:
-    """The first `count` rows of all tensors in nested tuples."""
+    """Return nested tuples in which each tensor is cut to its first `count` rows."""
     return pytree.tree_map_only(Tensor, lambda value: value[:count], values)
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Batch sizes that are captured, the largest first."""
+    """List the batch sizes to capture for batches up to `most`, the largest first."""
     return [most, *(batch for batch in reversed(BATCHES) if batch < most)]
 
 
 def _leaves(values: Any) -> list[Any]:
-    """Values of nested tuples and lists, in order. torch's own function takes several times as long."""
+    """Flatten nested tuples and lists, in order. `pytree.tree_flatten` takes several times as long."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, (tuple, list)):
@@ -266,20 +272,19 @@ Numbers = Sequence[int] | Sequence[float] | npt.NDArray[np.int64] | npt.NDArray[
 
 
 def send(device: torch.device, *columns: Numbers) -> tuple[Tensor, ...]:
-    """All columns as int64 in one asynchronous transfer from pinned memory, which torch keeps until the device has read
-    it.
-    # -> [length] each"""
+    """Send columns of numbers to a device as int64 tensors, in one asynchronous transfer from pinned memory; torch
+    keeps the memory until the device has read it. # -> [length] each"""
     together = _sent(device, np.concatenate([np.asarray(column, dtype=np.int64) for column in columns]))
     return together.split_with_sizes([len(column) for column in columns])
 
 
 def send_lines(device: torch.device, *columns: Sequence[int]) -> tuple[Tensor, ...]:
-    """`send` for lists of equal length. # -> [length] each"""
+    """Send lists of equal length, as `send` does. # -> [length] each"""
     return _sent(device, np.array(columns, dtype=np.int64)).unbind()
 
 
 def send_floats(device: torch.device, values: Numbers) -> Tensor:
-    """`send` for one column, as float32. # -> [length]"""
+    """Send one column of numbers as float32, as `send` does. # -> [length]"""
     return _sent(device, np.asarray(values, dtype=np.float32))
 
 

@@ -1,5 +1,5 @@
-"""Trees that an n-gram memory and a network propose together, and what the memory learns of their outcome: the ops of a
-memory (`kernels/memory.py`). Each has a plain-Python reference here: an op grows a tree as its values say."""
+"""Ops of an n-gram memory (`kernels/memory.py`): count tokens of a text, grow a draft tree from the memory's counts and
+a network's proposals together, and learn from its outcome. These are the references, in plain Python."""
 
 from collections.abc import Iterator, Sequence
 from math import sqrt
@@ -28,8 +28,8 @@ from kernels.trees import ROOT, DraftTree
 
 
 def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
-    """Count each token in a part after the tokens before it, beginning after the row's last tokens; where the part is
-    TEXT, the tokens are appended to them. # tokens [count] int64"""
+    """Count tokens in one of the row's parts, each after its context; the first one follows the row's tail. If the part
+    is TEXT, the tail is moved to the end of `tokens`. # tokens [count] int64"""
     reader = RowReader(memory, row)
     context = reader.tail()
     for token in tokens.tolist():
@@ -40,9 +40,10 @@ def add_text(memory: Memory, row: int, part: int, tokens: Tensor) -> None:
 
 
 def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max_nodes: int, least: float) -> DraftTree:
-    """For each row the nodes likeliest to be accepted, best first, of all that its parts and the network propose and
-    that survive with a probability of at least `least`. The network's proposals, or the tree grown without any, are
-    kept for `learn_committed`. # rows [batch] int64, network [batch, nodes] -> [batch, max_nodes]"""
+    """Grow each row's tree: the `max_nodes` nodes of highest survival, best first, among all that the row's parts and
+    the network propose with a survival of at least `least`. Stores the network's proposals or, without a network, the
+    grown tree in the memory, for `learn_committed`. # rows [batch] int64, network [batch, nodes] -> [batch, max_nodes]
+    """
     lines = []
     for line, row in enumerate(rows.tolist()):
         kept = memory.network if network is not None else memory.alone
@@ -59,11 +60,11 @@ def grow_joint_tree(memory: Memory, rows: Tensor, network: DraftTree | None, max
 def learn_committed(
     memory: Memory, rows: Tensor, tokens: Tensor, counts: Tensor, verified: DraftTree, choices: Tensor, rate: float
 ) -> Tensor:
-    """Count committed tokens in each row's text and, where the row stores, in its scope's past answers, and train the
-    scope's weights with the candidates that came true or did not; count the target's choices after rejected nodes in
-    the text. Returns how many accepted tokens (all but the last of each row) the trees without the network had, the
-    number of accepted tokens, of committed tokens, of tokens counted in past answers, and, for each order, of tokens
-    that these had counted already, after a context of that length and no longer one.
+    """Learn from committed tokens: count them in each row's text and, if the row stores answers, in its scope's past
+    answers; train the scope's weights on the candidates at each position; count the target's choices after rejected
+    nodes in the text. Returns these sums over the batch: accepted tokens (all but the last of each row) that the trees
+    grown without a network contained; accepted tokens; committed tokens; tokens counted in past answers; and for each
+    order, tokens that past answers had counted before, with that order as the longest context.
     # rows, counts [batch] int64; tokens [batch, depth + 1] int64; choices [batch, nodes + 1] int64, after the root and
     after each verified node -> [4 + len(ORDERS)] int64"""
     given = list(zip(*(values.tolist() for values in (rows, tokens, counts)), strict=True))
@@ -81,8 +82,9 @@ def learn_committed(
 
 
 def _grow(reader: RowReader, most: int, least: float) -> list[GrownNode]:
-    """Grow best first: expand the likeliest node that is not expanded yet. The `most` likeliest nodes are kept: a
-    better one replaces the least likely, which has no child among them, for a child is less likely than its parent."""
+    """Grow a tree best first: expand the likeliest node that is not expanded yet, and keep the `most` likeliest nodes.
+    A better node replaces the least likely one, which has no child in the tree: a child is less likely than its
+    parent."""
     nodes: list[GrownNode] = []
     expanded = set[int]()
     number, parent = ROOT, GrownNode(NO_TOKEN, ROOT, 0, 1.0, reader.tail(), ROOT)
@@ -121,7 +123,8 @@ def _insert(nodes: list[GrownNode], expanded: set[int], node: GrownNode, most: i
 
 
 def _learn_row(reader: RowReader, tokens: list[int], rate: float, known: list[int]) -> int:
-    """`learn_committed` of one row; adds to `known`."""
+    """Learn one row's committed tokens, as in `learn_committed`; adds to `known`, and returns how many of the accepted
+    tokens the tree without a network contained."""
     context, proposed = reader.tail(), ROOT if reader.network else None
     stores = bool(reader.memory.stores[reader.row])
     for depth, token in enumerate(tokens, 1):
@@ -157,7 +160,7 @@ def _count_rejected(reader: RowReader, tail: tuple[int, ...], nodes: list[GrownN
 
 
 def _num_matching(nodes: list[GrownNode], tokens: list[int]) -> int:
-    """Number of leading tokens that the nodes have as a path from the root."""
+    """Count the leading tokens that form a path of nodes from the root."""
     parent = ROOT
     for depth, token in enumerate(tokens):
         found = [n for n, node in enumerate(nodes) if node.parent == parent and node.token == token]

@@ -1,13 +1,13 @@
-"""The ops of a decoder layer but attention: products, norms, the gate and the rotary embedding.
+"""The ops of a decoder layer except attention: products, norms, SwiGLU and rotary embedding.
 
     y = x W^T + b
 
-Rows of a product do not depend on the batch: a row has the same bits alone and among any others. Libraries pick their
-algorithm, and with it the order of a row's sum, by the number of rows; then a token that is verified in a tree can
-differ from one that is decoded alone. The device kernel sums every row in the order of its columns. The idea, elsewhere
-called batch invariance, is described in "Defeating Nondeterminism in LLM Inference" (He et al., 2025).
+The kernels are batch invariant: a row of a product has the same bits alone and in any batch. Libraries choose their
+algorithm, and with it the order of a row's sum, by the number of rows, so that a token verified in a tree could differ
+from one decoded alone; the kernels sum every row in the order of its columns (see "Defeating Nondeterminism in LLM
+Inference", He et al., 2025).
 
-With weights in blocks of 4, 6 or 8 bits, as GGUF files have them,
+With weights in blocks of 4, 6 or 8 bits, as in GGUF files,
 
     w_oi = scale_oB (code_oi - zero) + minimum_oB,   x_i ~ a_B p_i
     y_o = b_o + sum_B scale_oB a_B (sum_{i in B} (code_oi - zero) p_i) + minimum_oB a_B (sum_{i in B} p_i)
@@ -16,7 +16,7 @@ B is a block of 32 columns, or half of one, a_B = max |x_i| / 127 over 32 column
 activations are quantised row by row as llama.cpp does. The sums within a block are whole numbers and exact, and blocks
 are added up in the order of their columns.
 
-The other ops round as transformers does; `round` in their formulas is to the type of the input.
+The other ops round as transformers does; `round` in their formulas rounds to the type of the input.
 
 Legend: in, out = widths of a product, blocks = ceil(in / 32), size = columns that share a scale; rows = positions of
 one forward, hidden = the model's width, dim = head_dim.
@@ -36,7 +36,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class QuantisedWeight(ABC):
-    """A weight matrix [out, in] stored as quantised blocks."""
+    """A weight matrix [out, in] stored as quantised blocks, in the layout of one implementation."""
 
     shape: tuple[int, int]
     dtype: torch.dtype  # type of activations and of looked-up rows
@@ -44,7 +44,7 @@ class QuantisedWeight(ABC):
     @classmethod
     @abstractmethod
     def joined(cls, weights: Sequence[Self]) -> Self:
-        """Concatenate weights [out, in] of any block formats along `out`."""
+        """Concatenate weights [out, in] along `out`; their block formats may differ."""
 
     @property
     @abstractmethod
@@ -53,14 +53,14 @@ class QuantisedWeight(ABC):
 
     @abstractmethod
     def lookup(self, outputs: Tensor) -> Tensor:
-        """Dequantised rows. # outputs [...] int64 -> [..., in]"""
+        """Dequantise rows of the weight. # outputs [...] int64, row indices -> [..., in]"""
 
     @abstractmethod
     def plan(self, bias: Tensor | None) -> Product:
         """Plan the product with this weight, plus the bias [out]."""
 
     def dense(self) -> Tensor:
-        """The whole weight, dequantised. # -> [out, in]"""
+        """Dequantise the whole weight. # -> [out, in]"""
         return self.lookup(torch.arange(self.shape[0]))
 
 
@@ -78,7 +78,8 @@ def look_up(outputs: Tensor, weight: Weight) -> Tensor:
 
 
 def even_sample(weight: Weight, count: int) -> Tensor:
-    """Every n-th element in row-major order, with the largest n that gives at least `count`, or all. # -> [elements]"""
+    """Take every n-th element in row-major order, with the largest n that gives at least `count` elements, or all
+    elements if there are fewer. # -> [elements]"""
     if isinstance(weight, Tensor):
         return weight.detach().reshape(-1)[:: max(1, weight.numel() // count)]
     rows, columns = weight.shape
@@ -87,7 +88,7 @@ def even_sample(weight: Weight, count: int) -> Tensor:
 
 
 def join(weights: Sequence[Weight]) -> Weight:
-    """Concatenate weights [out, in] along `out`; the result is a tensor if any of them is."""
+    """Concatenate weights [out, in] along `out`. Unless all are quantised, the result is a dense tensor."""
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if len(quantised) == len(weights):
         return type(quantised[0]).joined(quantised)
@@ -95,24 +96,24 @@ def join(weights: Sequence[Weight]) -> Weight:
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """Plan the product y = x W^T + b. # weight [out, in], bias [out] or none"""
+    """Plan the product y = x W^T + b. # weight [out, in], bias [out] or None"""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)
     return partial(functional.linear, weight=weight, bias=bias)
 
 
 COLUMNS = 32
-"""Columns of a block."""
+"""Columns of a quantised block."""
 
 _MOST = 127
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 class BlockFormat(NamedTuple):
-    """Block format of a quantised weight."""
+    """Format of a quantised weight's blocks: width of its codes, and how codes become weights."""
 
     bits: int  # bits of a code: 4, 6 or 8
-    zero: int  # the code of weight 0 in formats without minima
+    zero: int  # code of weight 0 in formats without minima
     has_minima: bool = False
     size: int = COLUMNS  # columns that share a scale; 16 only with 6 bits and no minima
 
@@ -121,21 +122,21 @@ EIGHT_BITS = BlockFormat(8, 128)
 
 
 class QuantisedBlocks(NamedTuple):
-    """Quantised blocks of some rows of a weight."""
+    """Quantised blocks of some rows of a weight: codes, scales and minima."""
 
     codes: Tensor  # [rows, blocks, 32] uint8
     scales: Tensor  # [rows, blocks, 32 / size] float16
     minima: Tensor | None = None  # like scales
 
     def weights(self, form: BlockFormat) -> Tensor:
-        """scale (code - zero) + minimum. # -> [rows, blocks, 32 / size, size] float32"""
+        """Dequantise: scale (code - zero) + minimum. # -> [rows, blocks, 32 / size, size] float32"""
         codes: Tensor = (self.codes.float() - form.zero).unflatten(2, (-1, form.size))
         steps = codes * self.scales.float()[..., None]
         return steps if self.minima is None else steps + self.minima.float()[..., None]
 
 
 class UnpackedWeight(QuantisedWeight):
-    """Reference of a quantised weight: one byte per code."""
+    """Reference implementation of a quantised weight, with one byte per code."""
 
     def __init__(self, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], columns: int, dtype: torch.dtype) -> None:
         self._parts, self.dtype = parts, dtype
@@ -160,7 +161,7 @@ class UnpackedWeight(QuantisedWeight):
 def keep_blocks(
     form: BlockFormat, shape: tuple[int, int], dtype: torch.dtype, pieces: Iterable[QuantisedBlocks]
 ) -> QuantisedWeight:
-    """Concatenate row chunks into one quantised weight; chunk sizes but the last are multiples of 32.
+    """Build a quantised weight from consecutive chunks of its rows; all chunks but the last have a multiple of 32 rows.
     # shape [out, in]"""
     codes, scales, minima = zip(*pieces, strict=True)
     blocks = QuantisedBlocks(torch.cat(codes), torch.cat(scales), torch.cat(minima) if form.has_minima else None)
@@ -168,7 +169,7 @@ def keep_blocks(
 
 
 def in_8_bits(weight: Tensor) -> QuantisedBlocks:
-    """Quantise to whole numbers from -127 to 127 with a scale per 32 columns, format `EIGHT_BITS`.
+    """Quantise a weight to integers from -127 to 127 with one scale per 32 columns, in the format `EIGHT_BITS`.
     # weight [out, in]"""
     blocks = _blocks(weight.float())
     scales = (blocks.abs().amax(-1, keepdim=True) / _MOST).clamp(max=_LARGEST_SCALE).half()
@@ -177,7 +178,7 @@ def in_8_bits(weight: Tensor) -> QuantisedBlocks:
 
 
 def _product(x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bias: Tensor | None) -> Tensor:
-    """# x [..., in] -> [..., out]"""
+    """Quantise x and multiply it by a quantised weight. # x [..., in] -> [..., out]"""
     most = (activations := _blocks(x.float())).abs().amax(-1, keepdim=True)  # [..., blocks, 1]
     inverse = torch.where(most > 0, torch.full_like(most, _MOST) / most, 0.0)
     whole = (activations.double() * inverse.double()).round().float()  # the product is exact before it is rounded
@@ -186,7 +187,8 @@ def _product(x: Tensor, parts: Sequence[tuple[BlockFormat, QuantisedBlocks]], bi
 
 
 def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: QuantisedBlocks) -> Tensor:
-    """# whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out]"""
+    """Multiply quantised activations by one part of a weight.
+    # whole [..., blocks, 32], scales [..., blocks, 1] -> [..., out]"""
     whole = whole.unflatten(-1, (-1, form.size))  # [..., blocks, scales, size]
     codes = (weight.codes.float() - form.zero).unflatten(2, (-1, form.size))
     dots = torch.einsum("...bsi,obsi->...obs", whole, codes)  # whole numbers below 2^24: exact
@@ -197,14 +199,14 @@ def _part_of_product(whole: Tensor, scales: Tensor, form: BlockFormat, weight: Q
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """# [..., columns] -> [..., blocks, 32], the last one filled up with zeros"""
+    """Split columns into blocks, zero-padding the last one. # [..., columns] -> [..., blocks, 32]"""
     whole: Tensor = functional.pad(x, (0, -x.shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
     return whole
 
 
 RunLayers = Callable[[Tensor, Tensor | None, Any], Tensor]
-"""Runs layers on (hidden [rows, hidden], changed in place; delta, which the first layer adds to it; `RowPlaces`) and
-returns the output of the last feed-forward, which is still to be added to hidden."""
+"""Runs layers on (hidden [rows, hidden], changed in place; delta, which the first layer adds to hidden, or None;
+`RowPlaces`), and returns the last feed-forward's output, which the caller adds to hidden."""
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -216,8 +218,8 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: 
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """y = round(silu(gate)) * up, silu(g) = g / (1 + exp(-g)): SwiGLU on the joined product of both projections.
-    # joined [..., 2 * width], the gate first -> [..., width]"""
+    """y = round(silu(gate)) * up, silu(g) = g / (1 + exp(-g)): SwiGLU on the concatenated gate and up projections.
+    # joined [..., 2 * width], gate first -> [..., width]"""
     gate, up = joined.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -232,9 +234,9 @@ def rotary_store(
     head_norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> Tensor:
-    """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the joined product of queries, keys and
-    values, norm queries and keys where there are weights for it, rotate both, store keys and values in the pool. A norm
-    of width dim is of each head, a wider one is of a row's heads together.
+    """y = round(x * cos) + round([-x_2; x_1] * sin), x = [x_1; x_2]: split the fused projection into queries, keys and
+    values, norm queries and keys if `head_norms` is given, rotate both, and store keys and values in the pool. A norm
+    weight of width dim norms each head; a wider one norms all heads of a row together.
     # joined [rows, (query heads + 2 kv_heads) * dim]; cos, sin [rows, dim]; slots [rows] int64; pool [2, slots,
     kv_heads, dim]; head_norms of queries and of keys, both [dim], or [query heads * dim] and [kv_heads * dim]
     -> queries [rows, query heads, dim]"""
@@ -249,14 +251,13 @@ def rotary_store(
 
 
 def spans_projection(head_norms: tuple[Tensor, Tensor] | None, dim: int) -> bool:
-    """Whether query and key norms span all heads of a row, not each head. # head_norms [width] both, as `rotary_store`
-    takes them"""
+    """Whether query and key norms span all heads of a row together. # head_norms as in `rotary_store`, [width] each"""
     return head_norms is not None and len(head_norms[0]) > dim
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """Plan a run of `DecoderLayer`s in order, each on its layer of the pool. # pools [2, slots, kv_heads, dim]
-    each"""
+    """Plan a function that runs `DecoderLayer`s in order, each with its own KV pool.
+    # pools [2, slots, kv_heads, dim] each"""
 
     def run(hidden: Tensor, delta: Tensor | None, places: Any) -> Tensor:
         for layer, pool in zip(layers, pools, strict=True):
@@ -268,6 +269,7 @@ def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding, halves against halves. # x [..., heads, dim], cos and sin [..., dim] -> like x"""
+    """Apply the rotary embedding to x = [x_1; x_2], rotating the pairs of its halves.
+    # x [..., heads, dim], cos and sin [..., dim] -> like x"""
     first, second = x.chunk(2, dim=-1)
     return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]

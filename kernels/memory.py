@@ -1,26 +1,27 @@
-"""An n-gram memory: counts of which tokens followed which contexts, and the candidates for the next token that these
-counts and a network's proposals give together, with one learnt probability. `kernels/joint_tree.py` has the ops.
+"""An n-gram memory: counts of the tokens that followed contexts, and the candidates for the next token, which come from
+these counts and from a network's proposals and have one learnt probability each. `kernels/joint_tree.py` has the ops.
 
-A context of 1, 2, 4 or 8 tokens selects by its hash a bucket of eight entries. An entry holds 28 more bits of the hash,
-a successor and its count. A new successor replaces the entry of the lowest count, and the other counts of its bucket
-decay then, so that frequent and recent successors stay; a bucket is one cache line.
+The hash of a context of 1, 2, 4 or 8 tokens selects a bucket of eight entries (one cache line). An entry holds 28 more
+bits of the hash, a successor token and its count. A new successor replaces the entry of lowest count, and the bucket's
+other counts decay, so that frequent and recent successors stay.
 
 A sequence reads up to three parts: its own text (the prompt and its answer so far), the answer that its client
-predicts, and past answers of its scope. What the target chose after a node that it rejected counts in the text, too, at
-a quarter of a sighting: it is what the target emits after such a context (as in Lookahead decoding, Fu et al., 2024).
-The probability of a candidate given that its parent is accepted is
+predicts, and past answers of its scope. The target's choice after a rejected node is counted in the text, too, with a
+quarter of the weight of an occurrence: the target would emit it after such a context (as in Lookahead decoding, Fu et
+al., 2024). The probability that a candidate is accepted, given that its parent is, is
 
     p = 1 / (1 + exp(-sum_g w[feature_g])),
 
-over one feature of each group: per part, the length of the longest context after which it has counted the token and the
-token's share of the counts there; whether longer contexts have counts; and the total count; then, jointly, the
-network's claim and the strength of the parts; and, at temperatures above 0, the candidate's sampling noise at its
-position, which is known beforehand and which a network's claim includes. Where the network proposes no children of a
-node, its claims are those for nodes of the same depth. Weights are learnt online by AdaGrad (Duchi et al., 2011) from
-candidates whose parent came true, per scope.
+over one feature of each group. For each part: the length of the longest context after which the token was counted, with
+the token's share of the counts there; whether longer contexts have counts; the total count. Jointly: the probability
+that the network claims, with the token's shares in the parts. At temperatures above 0: the sampling noise of the token
+at its position, which is known beforehand (the network's claim includes it for the tokens that it proposes). If the
+network proposes no children of a node, its nodes of the same depth stand in. Weights are learnt online, per scope, by
+AdaGrad (Duchi et al., 2011) from candidates whose parent was accepted.
 
-Legend: batch = some rows; rows = sequences of the engine's table; scopes = groups of sequences that share past answers;
-weight sets: whether the network proposes children of the parent, and 2 more where the temperature is above 0."""
+Legend: batch = the rows of one call; rows = sequences of the engine's table; scopes = groups of sequences that share
+past answers. There are four weight sets: with or without network proposals for the parent's children, at temperature 0
+or above."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,25 +36,25 @@ from kernels.sample import hash_bits, row_keys
 from kernels.trees import ROOT, DraftTree
 
 ORDERS = (1, 2, 4, 8)
-"""Lengths of contexts: trees are as good with these four as with all lengths up to 8."""
+"""Lengths of the counted contexts; trees are as good with these four as with all lengths up to 8."""
 
 CONTEXT = max(ORDERS)
 WAYS = 8
-"""Entries of a bucket."""
+"""Number of entries in a bucket."""
 
 BUCKET_BYTES = 8 * WAYS
-"""Bytes of a bucket: one cache line."""
+"""Size of a bucket in bytes: one cache line."""
 
 PARTS = TEXT, PREDICTION, PAST = 0, 1, 2
 NO_TOKEN = -1
-"""The token before the first one of a sequence."""
+"""Stands for a token before the first one of a sequence."""
 
 WEIGHT_SETS = 4
 
 TOKEN_BITS, COUNT_BITS, TAG_BITS = 20, 16, 28
-BUCKET_SHIFT, TAG_SHIFT = 40, 12  # first bits of the bucket and of the tag in a hash
+BUCKET_SHIFT, TAG_SHIFT = 40, 12  # positions in a hash of the lowest bits of the bucket index and of the tag
 MOST_COUNT = (1 << COUNT_BITS) - 1
-SIGHTING = 16  # one occurrence in units of 1/16, so that counts can fade by an eighth
+SIGHTING = 16  # weight of one occurrence, in units of 1/16: counts can decay by an eighth
 AFTER_REJECTED = SIGHTING // 4
 _WORD = (1 << 64) - 1
 
@@ -61,42 +62,42 @@ SHARE_EDGES = (0.15, 0.34, 0.6, 0.9, 0.99)  # bounds of a token's share of the c
 TOTAL_EDGES = (1.5, 2.5, 4.5, 9.5, 30.0)  # bounds of the sum of counts after a context
 STRENGTH_EDGES = (0.34, 0.9)  # bounds of a share in the joint group
 LEAST_ODDS = -10  # lower bound of log2 of a claim's odds
-CLAIM_CLASSES = 18  # classes: nothing proposed at this depth, not this token, or log2 of the odds up to 5
+CLAIM_CLASSES = 18  # nothing proposed at this depth, only other tokens proposed, or log2 of the claim's odds, up to 5
 STRENGTHS = len(STRENGTH_EDGES) + 2
 SHARES, TOTALS, LENGTHS = len(SHARE_EDGES) + 1, len(TOTAL_EDGES) + 1, len(ORDERS) + 1
 OF_SHARE, OF_KNOWN, OF_TOTAL = len(ORDERS) * SHARES + 1, LENGTHS**2, TOTALS + 1
 OF_PART = OF_SHARE + OF_KNOWN + OF_TOTAL
 OF_CLAIM = CLAIM_CLASSES * STRENGTHS**2
-NOISES = 13  # classes: no noise, or leading zeros of the noise's hash, which are seldom more
+NOISES = 13  # classes of sampling noise: none, or the number of leading zeros of its hash, which is seldom larger
 
 FEATURES = len(PARTS) * OF_PART + OF_CLAIM + NOISES
-"""Weights of a set."""
+"""Number of weights in a set."""
 
-CHANCE_LIMITS = (0.005, 0.98)  # bounds of a probability: survival falls along a path, and a long one does not underflow
+CHANCE_LIMITS = (0.005, 0.98)  # bounds of a probability: survival must fall along a path, but not underflow
 MAX_DEPTH = 64
 
 
 class Memory(NamedTuple):
-    """All counts and weights, in tensors whose addresses never change."""
+    """All counts and weights of a memory, and the state of its rows, in tensors whose addresses never change."""
 
-    entries: Tensor  # [buckets, WAYS] int64: tag, successor and count; a count of 0 is an empty entry
+    entries: Tensor  # [buckets, WAYS] int64: tag, successor and count; an entry with count 0 is empty
     weights: Tensor  # [scopes, WEIGHT_SETS, FEATURES] float32
     squares: Tensor  # like weights: sums of squared gradients
     parts: Tensor  # [rows, PARTS, 2] int64, first bucket and number of buckets (a power of two, or 0 for none)
     scopes: Tensor  # [rows] int64
     warm: Tensor  # [rows] bool, whether the temperature is above 0
-    stores: Tensor  # [rows] bool, whether answers are counted in PAST, and train weights
+    stores: Tensor  # [rows] bool, whether the row's answer is counted in PAST and trains weights
     tails: Tensor  # [rows, CONTEXT] int64, last tokens of the sequence, the newest first
-    predicted: Tensor  # [rows] int64, committed tokens that the client's prediction had
-    seeds: Tensor  # [rows] int64, of the sampling noise
+    predicted: Tensor  # [rows] int64, number of committed tokens that the client's prediction contained in context
+    seeds: Tensor  # [rows] int64, seeds of the sampling noise
     roots: Tensor  # [rows] int64, absolute position of the last token
-    alone: DraftTree  # [rows, nodes], last trees grown without a network
-    network: DraftTree  # [rows, nodes], last proposals of the network, if there were any
-    factors: Tensor  # [len(ORDERS) + CONTEXT] int64, odd numbers of the hash
+    alone: DraftTree  # [rows, nodes], trees last grown without a network
+    network: DraftTree  # [rows, nodes], last proposals of the network, if any
+    factors: Tensor  # [len(ORDERS) + CONTEXT] int64, odd factors of the context hash
 
     @staticmethod
     def empty(rows: int, buckets: int, scopes: int, nodes: int, device: torch.device | str = "cpu") -> "Memory":
-        """A memory for trees of up to `nodes` nodes, in which no row has a part yet and all weights are 0."""
+        """Build an empty memory for trees of up to `nodes` nodes: no row has a part yet, and all weights are 0."""
         weights = torch.zeros(scopes, WEIGHT_SETS, FEATURES, device=device)
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         return Memory(
@@ -119,25 +120,25 @@ class Memory(NamedTuple):
 
 @dataclass(slots=True)
 class Sighting:
-    """Count of a token in one part, after the longest context that has any count."""
+    """Occurrences of a token in one part, after the longest context that it was counted after."""
 
-    order: int = -1
-    count: float = 0.0
-    total: float = 0.0  # sum over all successors of the context
+    order: int = -1  # index in ORDERS of that context's length; -1 if the token was not counted
+    count: float = 0.0  # occurrences of the token after the context
+    total: float = 0.0  # occurrences of all successors of the context
 
     @property
     def share(self) -> float:
-        """Share of the token among all successors."""
+        """Share of the token among all successors of the context; 0 without any."""
         return self.count / self.total if self.total else 0.0
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A candidate for the next token."""
+    """A candidate for the next token, with its occurrences in each part and the network's claim."""
 
     token: int
-    node: int = -1  # node of the network's tree
-    claim: float = 0.0  # the network's chance, given the parent
+    node: int = -1  # its node in the network's tree; -1 if the network does not propose it as a child of the parent
+    claim: float = 0.0  # the network's conditional probability of the token, given its parent
     seen: tuple[Sighting, ...] = field(default_factory=lambda: tuple(Sighting() for _ in PARTS))
 
 
@@ -150,11 +151,11 @@ class GrownNode:
     depth: int
     survival: float
     context: tuple[int, ...] = ()
-    proposed: int | None = None  # its node in the network's tree; ROOT: the root, None: not in that tree
+    proposed: int | None = None  # its node in the network's tree, ROOT for the root; None if it is not in that tree
 
 
 class RowReader:
-    """One row's view of the memory."""
+    """Reads and updates the memory for one row: its parts, its scope's weights, and the network's proposals."""
 
     def __init__(self, memory: Memory, row: int) -> None:
         self.memory, self.row = memory, row
@@ -164,11 +165,12 @@ class RowReader:
         self.network = nodes_of(memory.network, row)
 
     def tail(self) -> tuple[int, ...]:
-        """The last tokens of the sequence, the newest first."""
+        """Return the last tokens of the sequence, the newest first."""
         return tuple(self.memory.tails[self.row].tolist())
 
     def places(self, context: tuple[int, ...], part: int) -> list[tuple[int, int]]:
-        """Bucket and tag of the context of each order for which the sequence is long enough."""
+        """Return bucket and tag of the context of each order; the list ends at the first order that is longer than the
+        sequence, and is empty if the row has no such part."""
         (first, buckets), found, hashed = self._parts[part], [], 0
         for order, (length, before) in enumerate(zip(ORDERS, (0, *ORDERS), strict=False)):
             for age in range(before, length):
@@ -180,7 +182,8 @@ class RowReader:
         return found
 
     def add(self, context: tuple[int, ...], part: int, token: int, sighting: int = SIGHTING) -> None:
-        """Count a sighting of the token after the context of each order."""
+        """Count an occurrence of the token after the context of each order; `sighting` is its weight in units of
+        1/16."""
         for bucket, tag in self.places(context, part):
             entries = [entry & _WORD for entry in self.memory.entries[bucket].tolist()]
             name = tag << (64 - TAG_BITS) | token << COUNT_BITS
@@ -197,7 +200,8 @@ class RowReader:
     def candidates(
         self, context: tuple[int, ...], proposed: int | None, depth: int
     ) -> list[tuple[Candidate, list[int]]]:
-        """Candidates for the next token at a depth, with the features of each."""
+        """Collect the candidates for the next token at a depth, with the features of each. `proposed` is the parent's
+        node in the network's tree, or None."""
         found: dict[int, Candidate] = {}
         known = [self._see(context, part, found) for part in PARTS]
         knows, claims = self.knows(proposed), False
@@ -212,17 +216,18 @@ class RowReader:
         return [(one, _features(one, known, noise, claims=claims)) for one, noise in drawn]
 
     def knows(self, proposed: int | None) -> bool:
-        """Whether the network proposes children of that node."""
+        """Whether the network proposes children of its node `proposed`."""
         return proposed is not None and any(node.parent == proposed for node in self.network)
 
     def weights(self, *, knows: bool) -> tuple[Tensor, Tensor]:
-        """Weights and squared gradients of a set. # both [FEATURES]"""
+        """Return views of the row's weights and of their sums of squared gradients. `knows`: whether the network
+        proposes children of the parent. # both [FEATURES]"""
         scope, kind = int(self.memory.scopes[self.row]), 2 * int(self.memory.warm[self.row]) + knows
         return self.memory.weights[scope, kind], self.memory.squares[scope, kind]
 
     def _noise(self, tokens: list[int], depth: int) -> list[int]:
-        """Class of each token's sampling noise at that depth, by leading zeros of its hash, each of which adds log 2 to
-        the noise (`kernels.sample`); 0 at temperature 0."""
+        """Compute the class of each token's sampling noise at that depth, by the leading zeros of its hash, each of
+        which adds log 2 to the noise (`kernels.sample`). The class is 0 at temperature 0."""
         if not self._draws:
             return [0] * len(tokens)
         row = slice(self.row, self.row + 1)
@@ -232,7 +237,8 @@ class RowReader:
         return [1 if own >= 3 << 30 else min(34 - own.bit_length(), NOISES - 1) for own in hashes]
 
     def _see(self, context: tuple[int, ...], part: int, found: dict[int, Candidate]) -> int:
-        """Add the tokens that the part has counted after the context; returns the longest order with any, or -1."""
+        """Add the tokens that the part has counted after the context to `found`; returns the longest order that has
+        counts, or -1."""
         longest = -1
         for order, (bucket, tag) in reversed(list(enumerate(self.places(context, part)))):
             entries = [entry & _WORD for entry in self.memory.entries[bucket].tolist()]
@@ -248,7 +254,8 @@ class RowReader:
 
 
 def _features(one: Candidate, known: Sequence[int], noise: int, *, claims: bool) -> list[int]:
-    """Index of a candidate's weight in each group; `claims`: whether the network proposes any token at its position."""
+    """Compute the index of a candidate's weight in each group. `known`: longest order with counts in each part;
+    `claims`: whether the network proposes any token at this position."""
     features, base = [], 0
     for part, seen in zip(PARTS, one.seen, strict=True):
         shared = seen.order * SHARES + _num_below(seen.share, SHARE_EDGES)
@@ -271,18 +278,18 @@ def _strength_class(seen: Sighting) -> int:
 
 
 def _hash_factors() -> Tensor:
-    """Random odd numbers: one for each order, and one for each token of a context by its age."""
+    """Draw the odd factors of the context hash: one for each order, and one for each age of a token in a context."""
     generator = torch.Generator().manual_seed(2)
     return torch.randint(-(2**62), 2**62, (len(ORDERS) + CONTEXT,), generator=generator) | 1
 
 
 def then(context: tuple[int, ...], token: int) -> tuple[int, ...]:
-    """Shift the context by one token."""
+    """Return the context after one more token."""
     return token, *context[:-1]
 
 
 def _num_below(value: float, edges: Sequence[float]) -> int:
-    """Number of edges below a value."""
+    """Count the edges below a value."""
     return sum(value > edge for edge in edges)
 
 
@@ -291,14 +298,14 @@ def _signed(word: int) -> int:
 
 
 def nodes_of(tree: DraftTree, line: int) -> list[GrownNode]:
-    """Read the nodes of one tree of a batch."""
+    """Read the nodes of tree `line` of a batch."""
     count = int(tree.num_nodes[line])
     columns = (values[line, :count].tolist() for values in tree[:4])
     return [GrownNode(*values) for values in zip(*columns, strict=True)]
 
 
 def write_nodes(tree: DraftTree, line: int, nodes: list[GrownNode]) -> None:
-    """Write one tree of a batch."""
+    """Write nodes as tree `line` of a batch."""
     tree.num_nodes[line] = len(nodes)
     for place, node in enumerate(nodes):
         for values, value in zip(tree[:4], (node.token, node.parent, node.depth, node.survival), strict=True):

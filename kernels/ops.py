@@ -1,7 +1,7 @@
-"""The one place where ops are bound to implementations: Triton kernels on CUDA devices, kernels compiled for the
-processor on CPUs, plain torch where there are none.
+"""The one place where ops are bound to implementations: Triton kernels on CUDA devices, compiled kernels on CPUs, and
+plain torch where there is no kernel.
 
-An object that computes on a device takes the device's table once; no step compares names of implementations. Ops that
+An object that computes on a device gets that device's table once; no step compares names of implementations. Ops that
 are not in the table (noise for a drafter's candidates) are plain torch on every device.
 """
 
@@ -40,7 +40,8 @@ __all__ = ["OPS", "REFERENCE", "Ops", "gumbel_noise_of", "implementation", "kern
 
 
 class Ops:
-    """One implementation of each op: the reference, which defines the op, or a kernel of the same signature."""
+    """Table of ops: one implementation of each, which is the reference that defines the op, or a kernel with the same
+    signature."""
 
     plan_linear = staticmethod(plan_linear)
     keep_blocks = staticmethod(keep_blocks)
@@ -73,11 +74,11 @@ class Ops:
     prune_trees = staticmethod(prune_trees)
 
     def __init__(self, **others: Callable[..., Any]) -> None:
-        """`others` replace references of the same names."""
+        """`others`: kernels that replace the references of the same names."""
         vars(self).update(others)
 
     def in_8_bits(self) -> "Ops":
-        """The same ops, whose linear layers quantise their weights to 8 bits."""
+        """Return the same ops, except that `plan_linear` quantises dense weights to 8 bits."""
         return Ops(**{**vars(self), "plan_linear": self._plan_in_8_bits})
 
     def _plan_in_8_bits(self, weight: Weight, bias: Tensor | None) -> Product:
@@ -87,7 +88,7 @@ class Ops:
         return self.plan_linear(weight, bias)
 
 
-_ROWS = 4096  # rows of a matrix that are float32 at once while it is quantised
+_ROWS = 4096  # rows of a weight that are held as float32 at a time while it is quantised
 
 _MODULES = {
     "cpu": ("entries", "layers", "steps", "tree_attention", "trees"),
@@ -99,12 +100,12 @@ OPS = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmetho
 
 
 def on(device: torch.device) -> Ops:
-    """The ops for tensors on this device."""
+    """Return the ops for tensors on this device."""
     return _table(device.type)
 
 
 def kernel_set(device: torch.device) -> str:
-    """Name of the kernels that `on(device)` uses: triton, a build for the processor, or torch."""
+    """Name of the kernels that `on(device)` uses: "triton", a compiled build such as "avx2", or "torch"."""
     return "triton" if device.type == "cuda" else library.variant() or "torch"
 
 
@@ -116,11 +117,11 @@ def _table(device_type: str) -> Ops:
 
 
 def implementation(kind: str) -> Ops:
-    """Ops table of one kind of kernels, "triton" or "cpu"; an op without a kernel there is its reference."""
+    """Build the table of one kind of kernels, "triton" or "cpu"; an op without such a kernel is its reference."""
     return Ops(**{op: kernel for op in OPS if (kernel := kernel_of(op, kind)) is not None})
 
 
 def kernel_of(op: str, kind: str) -> Callable[..., Any] | None:
-    """The kernel of an op: the function of its name in a module of that kind; None where there is none."""
+    """Find the kernel of an op: the function of its name in a module of that kind. Returns None if there is none."""
     modules = (import_module(f"kernels.{kind}.{module}") for module in _MODULES[kind])
     return next((getattr(module, op) for module in modules if hasattr(module, op)), None)

@@ -1,4 +1,4 @@
-"""One forward's rows: extends (prompt chunks and roots) and draft trees of all scheduled sequences, flattened.
+"""Layout of one forward's rows: extends (prompt chunks and roots) and draft trees of all sequences, flattened.
 
 All extend rows come first, sequence by sequence and by position; then all tree nodes, parents before children.
 """
@@ -18,18 +18,19 @@ from kernels.tree_attention import AttentionRows
 from kernels.trees import ROOT, DraftTree
 
 Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Tokens, positions, sequence, node, slots [rows], positions of roots [lines], tokens, parents, depths [lines, nodes]
--> tokens, positions [rows], those of nodes from their trees; slots [lines, nodes] and ancestor matrix of the nodes."""
+"""Fills in what depends on the trees: (tokens, positions, sequence, node, slots, each [rows]; positions of roots
+[lines]; trees' tokens, parents, depths [lines, nodes]) -> tokens and positions [rows] with the nodes' values, slots of
+the nodes [lines, nodes], and their ancestor matrix [lines, nodes, nodes]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendRows:
-    """Tokens of one sequence that are certain to be committed by this step."""
+    """Tokens of one sequence that this step certainly commits: a prompt chunk, or the root."""
 
     table_row: int
     start: int  # absolute position of the first token
     tokens: Sequence[int]
-    completes: bool  # True if the last token is the sequence's newest: the step chooses the next one
+    completes: bool  # whether the last token is the sequence's newest, so that the step chooses the next token
 
     @property
     def num_rows(self) -> int:
@@ -39,17 +40,17 @@ class ExtendRows:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of one forward, and which of their logits choose a token."""
+    """Rows of one forward, and which of their logits choose a token."""
 
     tokens: Tensor  # [rows] int64
     attention: AttentionRows
-    slots: Tensor  # [rows] int64, where each row's keys and values go
+    slots: Tensor  # [rows] int64, slots that keys and values are written to
     num_extend_rows: int
-    logit_rows: Tensor  # [logits] int64, whose next token is chosen: each completing extend's last row, then all nodes
-    logit_sequence: Tensor  # [logits] int64, which of the completing sequences
-    logit_places: Tensor  # [logits] int64, index among its sequence's choices: 0 after the root, 1 + i after node i
-    completing: Tensor  # [completing sequences] int64, their lines among all sequences of the forward
-    num_nodes: Tensor  # [completing sequences] int64, rows of nodes, padding included
+    logit_rows: Tensor  # [logits] int64, rows that choose a token: each completing extend's last row, then all nodes
+    logit_sequence: Tensor  # [logits] int64, index among the completing sequences
+    logit_places: Tensor  # [logits] int64, tree index of the choice: 0 after the root, 1 + i after node i
+    completing: Tensor  # [completing sequences] int64, index among all sequences of the forward
+    num_nodes: Tensor  # [completing sequences] int64, number of node rows, padding included
 
     @property
     def num_rows(self) -> int:
@@ -65,13 +66,10 @@ def lay_out_rows(
     table: Tensor,
     place: Place,
 ) -> ForwardRows:
-    """Lay out extends and trees into rows, and write the slots of extend rows into the table, in place: they cannot be
-    rejected. Tree i belongs to extend i. `nodes` is the number of node rows per line, at least as many as its tree has:
-    padding rows have the root's position, and no row sees them.
-    # slots [rows] int64, one per extend token and row of a node; table [table rows, max positions] int64
-
-    `place` computes on the device the parts that depend on the trees' values.
-    """
+    """Lay out extends and trees into rows, and write the slots of extend rows, which cannot be rejected, into the table
+    in place. Tree i belongs to extend i. `nodes`: number of node rows of each tree, at least its number of nodes;
+    padding rows have the root's position, and no row sees them. `place` computes on the device what depends on the
+    trees' values. # slots [rows] int64, one per extend token and node row; table [table rows, max positions] int64"""
     lengths = np.array([extend.num_rows for extend in extends])
     starts, table_rows = (np.array(values) for values in zip(*((e.start, e.table_row) for e in extends), strict=True))
     tokens_read = np.fromiter(chain.from_iterable(extend.tokens for extend in extends), np.int64)
@@ -111,6 +109,7 @@ def lay_out_rows(
 
 
 def _numbered(counts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Line of each item, and its index in the line, for lines of these lengths. # counts [lines] -> [items], [items]"""
+    """Return for each item its line and its index in the line, for lines of these lengths.
+    # counts [lines] -> [items], [items]"""
     lines = np.repeat(np.arange(len(counts)), counts)
     return lines, np.arange(len(lines)) - (counts.cumsum() - counts)[lines]

@@ -1,15 +1,17 @@
-"""Choosing tokens: the likeliest one, or an exact sample by Gumbel noise of what filters keep.
+"""Chooses each row's token: the likeliest one, or an exact sample, by Gumbel noise, of the tokens that filters keep.
 
     token = argmax_v ( (z[v] - max z) / T + g(seed, position, v) ),   argmax_v z[v] at T = 0
 
 Adding Gumbel noise to scaled logits and taking the argmax samples from their softmax (the Gumbel-max trick). The noise
 is a pure function of (seed, position, token id): every draft path that reaches a position meets the same noise there,
-whatever else is in the batch. With the maximum at 0 no temperature, however small, makes two scores infinite.
+whatever else is in the batch. Since the maximum is subtracted first, no temperature, however small, makes two scores
+infinite.
 
 Filters keep tokens that are at least min_p times as likely as the likeliest, of these the top k, and of these the
 nucleus; for others z[v] = -inf. Equal scores rank by id, lower first, and masses are summed as integers: what a row
-keeps depends on no other row, on no order of summation and on no threshold that a rounding could move. Legend: rows =
-logits that choose a token, vocab = token ids. A score is a logit up to a constant of its row."""
+keeps depends on no other row, on no order of summation and on no threshold that a rounding could move. A score is a
+logit, scaled by the temperature, up to a constant of its row. Legend: rows = logits that choose a token, vocab = token
+ids."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 OFF = float("-inf")
-"""`log_min_p` of no filter; also the score of a dropped token."""
+"""Value of `log_min_p` without a filter, and score of a dropped token."""
 
 _NOISE_AT_ONCE = 1 << 18  # 1 MiB: what stays in a core's second-level cache through all passes
 UNIT = 2.0**44  # mass of a token of score 0; a vocabulary of 2^18 such tokens still fits 63 bits
@@ -31,27 +33,27 @@ Noise = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChosenTokens(NamedTuple):
-    """The token of each row."""
+    """The chosen token of each row, and the rows without a valid choice."""
 
-    tokens: Tensor  # [rows] int64
-    bad_rows: Tensor  # [rows] int64, 1: no finite score to choose by (NaN, overflow, every token forbidden); token is 0
+    tokens: Tensor  # [rows] int64, 0 for a bad row
+    bad_rows: Tensor  # [rows] int64, 1 if the best score is not finite (NaN, overflow, every token forbidden), else 0
 
 
 class Filters(NamedTuple):
-    """How each row is filtered; rows of temperature 0 are not."""
+    """Parameters of each row's filters; rows of temperature 0 are not filtered."""
 
-    log_min_p: Tensor  # [rows] float32, logarithm of the least odds against the likeliest token, -inf = off
+    log_min_p: Tensor  # [rows] float32, log of the least probability relative to the likeliest token, -inf = off
     top_k: Tensor  # [rows] int64, at most vocab, 0 = off
     top_p: Tensor  # [rows] float64, 1 = off
 
     def of(self, rows: Tensor) -> "Filters":
-        """The filters of some rows. # rows [picked] int64 or [rows] bool"""
+        """Select the filters of some rows. # rows [picked] int64 or [rows] bool"""
         return Filters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
-    """`gumbel_noise_of` for rows whose `row_keys` are given. # keys [rows, 2], tokens [picked] int32 -> [rows,
-    picked]"""
+    """Compute the Gumbel noise of tokens, as `gumbel_noise_of`, from the `row_keys` of rows.
+    # keys [rows, 2], tokens [picked] int32 -> [rows, picked]"""
     noise = torch.empty(keys.shape[0], tokens.shape[0], dtype=torch.float32, device=keys.device)
     rows_at_once = max(1, _NOISE_AT_ONCE // max(1, tokens.shape[0]))
     for start in range(0, len(keys), rows_at_once):
@@ -69,8 +71,8 @@ def sample(
     *,
     noise: Noise = noise_of_tokens,
 ) -> ChosenTokens:
-    """The token of each row: a function of its own logits, seed, position, temperature and filters; of equals the
-    lowest id.
+    """Sample the token of each row, which depends only on the row's logits, seed, position, temperature and filters.
+    Ties go to the lowest id.
     # logits [rows, vocab], any float type; seeds, positions [rows] int64; temperatures [rows] float32, 0 = likeliest"""
     scores, warm = logits.to(torch.float32, copy=True), temperatures > 0
     if warm.all():
@@ -81,8 +83,8 @@ def sample(
 
 
 def choose_likeliest(scores: Tensor) -> ChosenTokens:
-    """The token of highest score in each row, of equals the lowest id. # scores [rows, vocab], any float type ->
-    [rows]"""
+    """Choose the token of highest score in each row; ties go to the lowest id.
+    # scores [rows, vocab], any float type -> [rows]"""
     best = scores.max(dim=-1)  # NaN if the row has one
     bad_rows = ~best.values.isfinite()
     return ChosenTokens(best.indices.masked_fill(bad_rows, 0), bad_rows.long())
@@ -91,7 +93,7 @@ def choose_likeliest(scores: Tensor) -> ChosenTokens:
 def _drawn(
     noise_of: Noise, scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None
 ) -> Tensor:
-    """The scores, scaled, filtered and with noise, in place. # [rows, vocab] float32"""
+    """Scale and filter scores and add noise, in place. # scores [rows, vocab] float32"""
     scores.sub_(scores.amax(-1, keepdim=True)).div_(temperatures[:, None])
     noise = _noise_of_rows(noise_of, seeds, positions, scores.shape[1])
     if filters is not None:
@@ -103,7 +105,7 @@ def _drawn(
 
 
 def _noise_of_rows(noise_of: Noise, seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise of each row, computed once for all that share a key. # -> [rows, vocab]"""
+    """Compute each row's noise, once for all rows that share a key. # -> [rows, vocab]"""
     keys, tokens = row_keys(seeds, positions), token_ids(vocab, seeds.device)
     if len(keys) == 1:
         return noise_of(keys, tokens)
@@ -138,7 +140,7 @@ def narrow_to_nucleus(scores: Tensor, noise: Tensor, top_p: Tensor) -> None:
 
 
 def likeliest(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k likeliest tokens of each row, likeliest first. # [rows, vocab] float32 -> [rows, k] int64"""
+    """Find the ids of each row's k likeliest tokens, likeliest first. # [rows, vocab] float32 -> [rows, k] int64"""
     ids = torch.empty(scores.shape[0], k, dtype=torch.int64, device=scores.device)
     for part in _parts(*scores.shape):
         ids[part] = (scores.shape[1] - 1) - (_rank_keys(scores[part]).topk(k).values & 0xFFFFFFFF)
@@ -146,21 +148,21 @@ def likeliest(scores: Tensor, k: int) -> Tensor:
 
 
 def _narrowed(scores: Tensor, noise: Tensor, top_p: Tensor) -> Tensor:
-    """The scores without tokens that were found to rank below the nucleus. # scores, noise [rows, vocab]; top_p
-    [rows]"""
+    """Drop tokens that are found to rank below the nucleus, see `narrow_to_nucleus`.
+    # scores, noise [rows, vocab]; top_p [rows] -> like scores"""
     mass = scores.exp().mul_(UNIT).to(torch.int64)
     limit = mass.sum(-1) * top_p
     while True:
         above = _ranked_above(scores, (scores + noise).argmax(-1, keepdim=True))
         # the likeliest token stays even at top_p = 0
         outside = above.any(-1) & ((mass * above).sum(-1) >= limit)
-        if not outside.any():  # the host looks once per round
+        if not outside.any():  # one transfer to the host per round
             return scores
         scores.masked_fill_(~above & outside[:, None], OFF)
 
 
 def _ranked_above(scores: Tensor, token: Tensor) -> Tensor:
-    """Which tokens rank above the row's token: a higher score, or the same and a lower id.
+    """Mark the tokens that rank above the row's token: a higher score, or the same score and a lower id.
     # scores [rows, vocab]; token [rows, 1] int64 -> [rows, vocab] bool"""
     score = scores.gather(1, token)
     ids = torch.arange(scores.shape[1], device=scores.device)
@@ -168,7 +170,7 @@ def _ranked_above(scores: Tensor, token: Tensor) -> Tensor:
 
 
 def _rank_keys(scores: Tensor) -> Tensor:
-    """Integers that order tokens by (score, lower id first) and hold vocab - 1 - id in their low half.
+    """Compute integers that order tokens by score, ties by lower id, and hold vocab - 1 - id in their low half.
     # [rows, vocab] float32 -> [rows, vocab] int64"""
     bits = scores.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # IEEE order as integer order
@@ -202,8 +204,8 @@ def hash_bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The key of a row's noise: the position-th output of a SplitMix64 stream that starts at the mixed seed, as two
-    32-bit halves. # seeds, positions [rows] int64 -> [rows, 2] int32"""
+    """Compute the key of each row's noise: the position-th output of a SplitMix64 stream that starts at the mixed seed,
+    as two 32-bit halves. # seeds, positions [rows] int64 -> [rows, 2] int32"""
     golden = _signed64(0x9E3779B97F4A7C15)
     keys = _mix64(_mix64(seeds + golden) + (positions + 1) * golden)
     return keys.view(torch.int32).view(-1, 2)
@@ -246,7 +248,7 @@ def _fill(noise: Tensor, bits: Tensor) -> None:
 
 @lru_cache(maxsize=8)
 def token_ids(vocab: int, device: torch.device) -> Tensor:
-    """All ids of the vocabulary, cached. # -> [vocab] int32"""
+    """Return all token ids of a vocabulary, cached. # -> [vocab] int32"""
     return torch.arange(vocab, dtype=torch.int32, device=device)
 
 

@@ -1,5 +1,5 @@
-"""What a verified step makes permanent: the acceptance walk, and the slots of accepted nodes. Reads no value back to
-the host.
+"""Turns a verified step into committed tokens and slots: the acceptance walk down each tree, and the slots of accepted
+nodes. Reads no value back to the host.
 
 Legend: batch = sequences that choose a token in the step, lines = all sequences of the step, nodes = padded node count,
 depth = longest path that can be accepted, logits = rows that choose a token. A *tree index* is 0 for the root and 1 + i
@@ -16,22 +16,22 @@ from kernels.tree_attention import MAX_DEPTH, NULL_SLOT
 
 
 class Accepted(NamedTuple):
-    """The path on which the target agrees, and the target's own token after it."""
+    """The accepted path of each tree, and the target's own token after it."""
 
     path: Tensor  # [batch, depth] int64, node indices from the root down, -1 padded
-    num_accepted: Tensor  # [batch] int64
-    bonus: Tensor  # [batch] int64
+    num_accepted: Tensor  # [batch] int64, nodes on the path
+    bonus: Tensor  # [batch] int64, the target's token after the path
 
 
 def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Accepted:
-    """Walk each tree from its root as long as a child has the target's token; of equal siblings the first counts.
+    """Walk each tree from its root as long as a child has the target's token; of equal siblings, take the first.
     # tokens, parents [batch, nodes] int64, parents -1 below the root; num_nodes [batch] int64; target_tokens [batch,
     # nodes + 1] int64, the target's choice after the root and after each node"""
     nodes = tokens.shape[1]
     jump = _next_index(tokens, parents, num_nodes, target_tokens)
     depth = min(nodes, MAX_DEPTH)
     path = pad(jump[:, :1], (1, 0))  # the root and the node after it
-    while path.shape[1] <= depth:  # doubled: each new one is as many steps after an old one
+    while path.shape[1] <= depth:  # pointer doubling: a path of n nodes is continued by n more
         jump = jump.gather(1, jump)
         path = torch.cat([path, jump.gather(1, path)], 1)
     path = path[:, : 1 + depth]
@@ -43,8 +43,8 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Te
 
 
 def _next_index(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_tokens: Tensor) -> Tensor:
-    """The first child with the target's token for each tree index; without one nodes + 1, the end, which follows
-    itself. # -> [batch, nodes + 2] int64"""
+    """Find for each tree index the first child with the target's token, or nodes + 1 (the end, which follows itself) if
+    there is none. # -> [batch, nodes + 2] int64"""
     batch, nodes = tokens.shape
     end = nodes + 1
     slots = torch.arange(1, end, device=tokens.device)
@@ -55,7 +55,7 @@ def _next_index(tokens: Tensor, parents: Tensor, num_nodes: Tensor, target_token
 
 
 class CommittedSlots(NamedTuple):
-    """Which slots were kept and which are free."""
+    """Slots of the accepted nodes, and slots to free."""
 
     path: Tensor  # [batch, depth] int64, slots of the accepted nodes, NULL_SLOT padded
     freed: Tensor  # [batch * nodes] int64, slots of rejected nodes, sequence by sequence, NULL_SLOT padded
@@ -70,21 +70,21 @@ def commit_slots(
     extend_end: Tensor,
     slot_table: Tensor,
 ) -> CommittedSlots:
-    """Write the slots of accepted nodes into the table after `extend_end`, in place; list the slots of rejected nodes.
+    """Write the slots of accepted nodes into the table after `extend_end`, in place, and list those of rejected nodes.
     # path [batch, depth] int64, -1 padded; num_accepted, num_nodes, lines (rows of the table), extend_end [batch]
     int64; node_slots [batch, nodes] int64; slot_table [table rows, max positions] int64"""
     on_path = path >= 0
     path_slots = node_slots.gather(1, path.clamp(min=0)) * on_path
     ahead = torch.arange(1, path.shape[1] + 1, device=path.device)
     line, root = lines[:, None].expand_as(path), extend_end[:, None]
-    # padding writes the root's slot again, so that the host need not know the count
+    # padding rewrites the root's slot, so that the host need not know the count
     slots = torch.where(on_path, path_slots, slot_table[lines[:, None], root])
     slot_table[line, torch.where(on_path, root + ahead, root)] = slots
     return CommittedSlots(path_slots, _rejected(path, num_nodes, node_slots))
 
 
 def _rejected(path: Tensor, num_nodes: Tensor, node_slots: Tensor) -> Tensor:
-    """Slots of the nodes that are not on the path, NULL_SLOT padded. # -> [batch * nodes]"""
+    """List the slots of the nodes that are not on the path, NULL_SLOT padded. # -> [batch * nodes]"""
     batch, nodes = node_slots.shape
     kept = node_slots.new_zeros(batch, nodes + 1, dtype=torch.bool)
     kept.scatter_(1, torch.where(path >= 0, path, nodes), True)
@@ -96,22 +96,22 @@ def _rejected(path: Tensor, num_nodes: Tensor, node_slots: Tensor) -> Tensor:
 
 
 class Verified(NamedTuple):
-    """The target's choices in a step, by completing sequence (batch), and what becomes permanent of the step."""
+    """Outcome of a step by completing sequence (batch): the target's choices, committed tokens, and slots."""
 
     path: Tensor  # [batch, depth] int64, accepted node indices from the root down, -1 padded
     num_accepted: Tensor  # [batch] int64, nodes on the path
     bonus: Tensor  # [batch] int64, the target's own token after the path
-    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node; of
-    # padding undefined
+    target_tokens: Tensor  # [batch, nodes + 1] int64, the target's choice after the root and after each node;
+    # undefined for padding
     tokens: Tensor  # [batch, depth + 1] int64: accepted tokens, then the bonus token, then -1
-    emitted: Tensor  # [batch, 1 + sizes + depth + 1] int64, what the host reads: whether a row of the path had no
-    # finite score to choose by, then `sizes`, then `tokens`
-    counts: Tensor  # [batch] int64: valid entries of `tokens`
-    path_logits: Tensor  # [batch, depth + 1] int64, rows of the logits that chose them; undefined after the bonus
-    path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes, then the root's row again
-    slots: Tensor  # [batch, depth + 1] int64, of those rows
-    table_rows: Tensor  # [batch] int64
-    roots: Tensor  # [batch] int64, absolute positions
+    emitted: Tensor  # [batch, 1 + sizes + depth + 1] int64, read by the host: whether a row of the path had no finite
+    # logit to choose by, then `sizes`, then `tokens`
+    counts: Tensor  # [batch] int64, number of valid entries of `tokens`
+    path_logits: Tensor  # [batch, depth + 1] int64, logits that chose `tokens`; undefined after the bonus token
+    path_rows: Tensor  # [batch, depth + 1] int64, rows of root and accepted nodes, then the root's row as padding
+    slots: Tensor  # [batch, depth + 1] int64, slots of `path_rows`
+    table_rows: Tensor  # [batch] int64, rows of the slot table
+    roots: Tensor  # [batch] int64, absolute positions of the roots
     freed: Tensor  # [batch * nodes] int64, slots of rejected nodes, NULL_SLOT padded
 
 
@@ -129,14 +129,16 @@ def settle(
     commit_slots: Callable[..., CommittedSlots] = commit_slots,
 ) -> Verified:
     """Walk down each tree as far as the target agrees, and write the slots of accepted nodes into the table, in place.
+    All tensors are int64.
 
-    table [table rows, max positions] int64; all others int64 too
-    choice: tokens [logits], and whether there was no finite score to choose each by [logits]
-    logits: their rows, their sequences in the batch, and their tree indices, nodes + 1 for padding; each [logits]
+    table [table rows, max positions]: the slot table
+    choice: chosen tokens [logits], and whether each lacked a finite logit to choose by [logits]
+    logits: rows, sequences in the batch, and tree indices (nodes + 1 for padding); each [logits]
     completing: lines [batch] of the sequences, and numbers of node rows [batch], padding included
     lines: rows of the table [lines], positions of roots [lines], slots of nodes [lines, nodes]
-    slots [rows]; trees: tokens, parents [lines, nodes], numbers of nodes [lines], parents before children
-    sizes [sequences, sizes]: more numbers for the host, of the first sequences of the batch; of the others it reads 0
+    slots [rows]: slot of each row
+    trees: tokens, parents [lines, nodes] with parents before children, and numbers of nodes [lines]
+    sizes [sequences, sizes]: numbers to pass to the host in `emitted`, for the first sequences; 0 for the others
     """
     (chosen, bad), (logit_rows, logit_sequence, logit_places) = choice, logits
     of, num_nodes = completing
@@ -174,7 +176,7 @@ def settle(
 
 
 def _emitted(tokens: Tensor, path: Tensor, num_accepted: Tensor, bonus: Tensor) -> Tensor:
-    """Accepted tokens, then the bonus token, then -1. # tokens [batch, nodes] -> [batch, depth + 1] int64"""
+    """List accepted tokens, then the bonus token, then -1. # tokens [batch, nodes] -> [batch, depth + 1] int64"""
     if not tokens.shape[1]:
         return bonus[:, None]
     accepted = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)

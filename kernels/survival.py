@@ -1,5 +1,5 @@
-"""How likely draft nodes are to be accepted: hit rates counted from verified nodes, survival corrected by them, and the
-trees of most expected tokens per second.
+"""Estimates how likely draft nodes are to be accepted, and prunes trees by it: hit rates counted from verified nodes,
+survival corrected by these rates, and the trees with the most expected tokens per second.
 
 *Survival* of a node is the estimated probability that it is on the accepted path; *conditional* is its survival given
 that its parent is accepted. Legend: batch, nodes as in kernels/trees.py; buckets = classes of evidence, each of which
@@ -16,35 +16,36 @@ from torch.nn.functional import pad
 from kernels.trees import DraftTree, Fates, accumulated, falling, fates, select_nodes
 
 Walk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Fates]
-"""An implementation of `fates`."""
+"""Signature of `fates`."""
 
-CEILING = 0.98  # below 1: survival must fall strictly along a path
-DEPTHS = 8  # deeper nodes count as if they had this depth
+CEILING = 0.98  # largest conditional; below 1, because survival must fall strictly along a path
+DEPTHS = 8  # number of depth classes; deeper nodes belong to the last one
 CLAIMS = 9
-"""Bins of the claimed conditional: eighths, and certainty, which a grammar or a replayed prefix gives."""
+"""Bins of the claimed conditional: eight of equal width, and one for certainty (by a grammar or a replayed prefix)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitCounts:
-    """Counted labels by bucket, [buckets] float32 each; changed in place, for captured graphs read their addresses."""
+    """Hit rates by bucket and the counts they follow from; tensors are [buckets] float32. The ops change them in place,
+    because captured graphs read their addresses."""
 
     prior_true: Tensor
     prior_expected: Tensor
     came_true: Tensor
     expected: Tensor
     rates: Tensor  # clamped (prior + came true) / (prior + expected)
-    decay: float  # factor on all older labels at each count
-    low: float
+    decay: float  # factor on all older counts whenever labels are added
+    low: float  # bounds of the rates
     high: float
 
     def estimate(self) -> None:
-        """Set `rates` from the counts."""
+        """Update `rates` from the counts."""
         hits = (self.prior_true + self.came_true).div_(self.prior_expected + self.expected)
         torch.clamp(hits, self.low, self.high, out=self.rates)
 
 
 def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: Tensor) -> None:
-    """Add labels to their buckets, and set the rates anew; where there is no label, both values are 0.
+    """Add outcomes and their expected values to their buckets, and update the rates; both values are 0 for no label.
     # buckets [...] int64; came_true, expected [...] bool or float32"""
     flat = buckets.flatten()
     counts.came_true.mul_(counts.decay).index_add_(0, flat, came_true.float().flatten())
@@ -53,7 +54,7 @@ def count_hits(counts: HitCounts, buckets: Tensor, came_true: Tensor, expected: 
 
 
 class Proposed(NamedTuple):
-    """The newest tree of each row of the engine's table, until its outcome is known; all [rows, nodes]."""
+    """The newest tree of each row of the engine's table, kept until its outcome is known; all tensors [rows, nodes]."""
 
     tokens: Tensor  # int64
     parents: Tensor  # int64
@@ -65,7 +66,7 @@ class Proposed(NamedTuple):
 def keep_proposed(
     log: Proposed, rows: Tensor, tree: DraftTree, chosen: Tensor, predicted: Tensor, buckets: Tensor
 ) -> None:
-    """Store the trees of these rows, whose nodes were `chosen` among all predicted ones.
+    """Store the trees of these rows; `chosen` are the indices of their nodes among all predicted nodes.
     # rows [batch]; chosen [batch, nodes of the tree] int64; predicted [batch, all nodes] float32; buckets [all nodes]
     """
     values = tree.tokens, tree.parents, tree.depths, predicted.gather(1, chosen), buckets[chosen]
@@ -84,8 +85,8 @@ def judge_proposed(
     *,
     walk: Walk = fates,
 ) -> Tensor:
-    """Count which stored nodes of these rows were accepted, each with its predicted probability, and clear the rows.
-    Returns how many accepted nodes are in buckets from `next_block` on, and how many tokens were committed.
+    """Count the outcome of these rows' stored nodes against their predicted probabilities, and clear the rows. Returns
+    the number of accepted nodes in buckets from `next_block` on, and the number of committed tokens.
     # rows, lengths [batch]; tokens [batch, longest] int64, committed after the root -> [2] int64"""
     proposed = Proposed(*(table.index_select(0, rows) for table in log))
     tried, true = walk(proposed.tokens, proposed.parents, proposed.depths, tokens, lengths)
@@ -107,10 +108,10 @@ def count_claims(
     *,
     walk: Walk = fates,
 ) -> None:
-    """Count the outcome of verified nodes: in `counts` which tried claims came true, and in `bins`, by survival, the
-    number of nodes, the sum of their survival and the number accepted, after multiplying the bins by `bin_decay`.
+    """Count the outcome of verified nodes. In `counts`: which tried claims came true. In `bins`, by survival, after
+    multiplying them by `bin_decay`: the number of nodes, the sum of their survival, and the number accepted.
     # bins [3, bins] float32; claimed [batch, nodes] float32; buckets [batch, nodes] int64; committed [batch, longest],
-    # num_known [batch] as the last two arguments of `fates`"""
+    num_known [batch]: the last two arguments of `fates`"""
     tried, accepted = walk(trees.tokens, trees.parents, trees.depths, committed, num_known)
     count_hits(counts, buckets, accepted, claimed * tried)
     place = (trees.survival * bins.shape[1]).long().clamp(0, bins.shape[1] - 1).flatten()
@@ -119,16 +120,16 @@ def count_claims(
 
 
 class Corrected(NamedTuple):
-    """Corrected survival and the claims it comes from; all [batch, nodes]."""
+    """Corrected survival of candidates, and the claims that it follows from; all tensors [batch, nodes]."""
 
     survival: Tensor  # float32
-    conditional: Tensor  # float32, as claimed
-    buckets: Tensor  # int64, by depth and claim
+    conditional: Tensor  # float32, as claimed, before the correction
+    buckets: Tensor  # int64, bucket of depth and claim
 
 
 def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> Corrected:
-    """survival_i = product over the path to i of min(CEILING, conditional * rates[bucket of depth and claim]).
-    Nodes of survival 0, and those deeper than `deepest`, get 0; survival falls along every path.
+    """Correct survival: survival_i = product over the path to i of min(CEILING, conditional * rates[bucket of depth and
+    claim]). Nodes of survival 0 and nodes deeper than `deepest` get 0; survival falls along every path.
     # deepest [batch] int64; rates [DEPTHS * CLAIMS] -> [batch, nodes]"""
     claimed = candidates.survival * (candidates.depths <= deepest[:, None])
     above = pad(claimed, (1, 0), value=1.0).gather(1, candidates.parents + 1)
@@ -141,12 +142,12 @@ def correct_survival(candidates: DraftTree, deepest: Tensor, rates: Tensor) -> C
 
 
 SIZES = 3
-"""Number of sizes per tree in `Pruned`."""
+"""Number of values per tree in `Pruned.sizes`."""
 
 
 class Pruned(NamedTuple):
-    """The trees of a step, with the claims and buckets by which their outcome is counted; values of padding are
-    undefined."""
+    """The trees of a step, with the claims and buckets by which `count_claims` counts their outcome; values of padding
+    are undefined."""
 
     trees: DraftTree  # [batch, width]
     claimed: Tensor  # [batch, width] float32, `Corrected.conditional` of their nodes
@@ -166,13 +167,15 @@ def prune_trees(
     *,
     correct: Callable[[DraftTree, Tensor, Tensor], Corrected] = correct_survival,
 ) -> Pruned:
-    """Prune candidates to the trees with the most expected tokens per second, at most `width` nodes each: survival is
-    corrected by `correct_survival`, and each sequence gets as many nodes as `allocate_nodes` says. With `widths`, where
-    rows are laid out before, `allocate_width` says how many nodes are wanted, and as many are kept as fit.
+    """Prune candidates to the trees with the most expected tokens per second, of at most `width` nodes each. Corrects
+    survival by `correct_survival`; `allocate_nodes` decides how many nodes each sequence gets. With `widths` (rows are
+    laid out before the trees are known), `allocate_width` decides how many nodes are wanted, and trees keep all that
+    fit.
 
     candidates [batch, nodes]; deepest [batch] and rates as in `correct_survival`; max_nodes [batch] int64, most nodes
-    of each tree, below 0 for a padding row; seconds [choices] float32, of the steps to choose among, empty where each
-    sequence gets its `max_nodes`; weights [batch] float32, the value of one token of each sequence -> [batch, width].
+    of each tree, below 0 for a padding row; seconds [choices] float32, duration of each step to choose from, or empty
+    to give each sequence its `max_nodes`; weights [batch] float32, value of one token of each sequence
+    -> [batch, width].
     """
     survival, claimed, buckets = correct(candidates, deepest, rates)
     num_alive = (survival > 0).sum(1)
@@ -191,11 +194,12 @@ def prune_trees(
 
 
 def allocate_nodes(candidates: DraftTree, max_nodes: Tensor, seconds: Tensor, weights: Tensor) -> Tensor:
-    """Nodes per sequence for the most expected tokens per second: the n that maximises
-    (sum of weights + the n largest values survival * weight) / seconds[n]. # -> [batch] int64
+    """Allocate nodes to sequences for the most expected tokens per second: the n that maximises
+    (sum of weights + sum of the n largest survival * weight) / seconds[n]. # -> [batch] int64
 
-    max_nodes [batch] int64, at most so many of each, below 0 for a padding row; seconds [batch * nodes + 1] float32, of
-    a step with 0, 1, ... nodes, infinite for more than fit; weights [batch] float32, the value of one token of each.
+    max_nodes [batch] int64, most nodes of each sequence, below 0 for a padding row; seconds [batch * nodes + 1]
+    float32, duration of a step with 0, 1, ... nodes, infinite for more than fit; weights [batch] float32, value of one
+    token of each sequence.
     """
     values, owners = survival_order(candidates, max_nodes, weights)
     is_sequence = max_nodes >= 0
@@ -208,9 +212,9 @@ def allocate_nodes(candidates: DraftTree, max_nodes: Tensor, seconds: Tensor, we
 
 
 def survival_order(candidates: DraftTree, max_nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """All sequences' candidates sorted together by survival * weight, highest first, at most max_nodes[b] of sequence
-    b. # max_nodes, weights [batch] -> values [batch * nodes] float32, owner sequence [batch * nodes] int64; 0 and -1
-    beyond the last"""
+    """Sort all sequences' candidates together by survival * weight, highest first, at most max_nodes[b] of sequence b.
+    # max_nodes, weights [batch] -> values [batch * nodes] float32, 0 padded; owner sequence [batch * nodes] int64, -1
+    padded"""
     nodes = candidates.tokens.shape[1]
     survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
     ranks = torch.arange(nodes, device=survival.device)
@@ -222,8 +226,8 @@ def survival_order(candidates: DraftTree, max_nodes: Tensor, weights: Tensor) ->
 
 
 def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
-    """Reorder so that each sequence's best node comes before all second ones: a sequence that is a little less certain
-    than all others still gets a tree. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
+    """Reorder nodes so that each sequence's best node comes before all others: a sequence that is slightly less certain
+    than the rest still gets a tree. # owners [nodes] int64, -1 padded at the end -> [nodes]"""
     places = torch.arange(owners.shape[0], device=owners.device)
     lines = torch.where(owners < 0, batch, owners)
     first = places.new_full((batch + 1,), owners.shape[0]).scatter_reduce_(0, lines, places, "amin")
@@ -234,11 +238,11 @@ def _best_of_each_first(owners: Tensor, batch: int) -> Tensor:
 def allocate_width(
     candidates: DraftTree, max_nodes: Tensor, seconds: Tensor, weights: Tensor, widths: Tensor
 ) -> Tensor:
-    """Nodes per sequence if all trees get rows for the same number of nodes: the width with the most expected tokens
-    per second. # -> [batch] int64
+    """Allocate nodes to sequences if all trees get the same number of rows: each gets up to the width with the most
+    expected tokens per second. # -> [batch] int64
 
-    widths [choices] int64, nodes per tree that rows may be laid out for; seconds [choices] float32, of a step of that
-    width, infinite for more than fit; max_nodes, weights [batch] as in `allocate_nodes`.
+    widths [choices] int64, numbers of rows per tree to choose from; seconds [choices] float32, duration of a step of
+    that width, infinite for more than fit; max_nodes, weights [batch] as in `allocate_nodes`.
     """
     survival = falling(candidates).values * weights[:, None]  # [batch, nodes]
     ranks = torch.arange(candidates.width, device=widths.device)

@@ -2,11 +2,11 @@
 
     out_i = sum_j p_ij v_j,   p_ij = softmax_j(q_i . k_j * scale)   over j in {committed prefix of i} + {its tree path}
 
-The kernels sum over a row's keys in the order of their positions, in a grouping that depends on nothing else, so that
-plain decoding, tree verification and any prompt chunking give equal bits. The reference leaves sums to the library,
-which groups them by the shapes of a step: its results agree with theirs up to rounding.
+The kernels sum over a row's keys in the order of their positions, grouped by position alone, so that plain decoding,
+tree verification and any prompt chunking give equal bits. The reference leaves sums to torch, whose grouping depends on
+the shapes of a step: it agrees with the kernels up to rounding.
 
-Legend: rows = tokens of the forward, nodes = of the widest tree, keys = what rows of one sequence may see.
+Legend: rows = tokens of the forward, nodes = number of nodes of the widest tree, keys = keys of one sequence.
 """
 
 import math
@@ -24,7 +24,7 @@ MAX_NODES = 256
 """Largest number of tree nodes of one sequence in a step."""
 
 LOG2_E = math.log2(math.e)
-"""Kernels keep scores in powers of two, exp(x) = exp2(x log2 e)."""
+"""Factor by which kernels scale scores, because they compute exp(x) as exp2(x log2 e)."""
 
 NULL_SLOT = 0
 """The slot that padding reads: never written, always zero."""
@@ -32,9 +32,9 @@ NULL_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """The rows of a forward, as attention needs them. A sequence's *extend* rows (a prompt chunk, or just the root)
-    are certain to be committed and already in the slot table; its node rows are a tree below the last extend row,
-    parents before children."""
+    """Description of a forward's rows from which attention is planned. A sequence's *extend* rows (a prompt chunk, or
+    only the root) are certain to be committed, and their slots are in the slot table; its node rows are a tree below
+    the last extend row, parents before children."""
 
     sequence: Tensor  # [rows] int64, index into the per-sequence tensors below
     positions: Tensor  # [rows] int64, absolute
@@ -47,30 +47,31 @@ class AttentionRows:
 
 
 class Attention(Protocol):
-    """One forward's attention, laid out for all layers."""
+    """The attention of one forward, planned once and run in each layer."""
 
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """out = softmax(q k^T * scale) v of all rows in one layer; `softcap` bounds scores to +-softcap by tanh (Gemma
-        2). # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
-        values with this forward's rows written -> [rows, query heads, head_dim] in the query's type, from sums in
-        float32; finite even for a row that sees no key, as padding may"""
+        """Compute out = softmax(q k^T * scale) v of all rows in one layer. `window`: number of last positions that a
+        row sees; `softcap` bounds scores to +-softcap by tanh (Gemma 2).
+        # query [rows, query heads, head_dim] in any layout; pool [2, slots, heads, head_dim], the layer's keys and
+        values, including those of this forward's rows -> [rows, query heads, head_dim] in the query's type, summed in
+        float32; finite even for a padding row that sees no key"""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceKeys:
-    """The keys of one sequence, and which of its rows see them."""
+    """Keys of one sequence, and which of the sequence's rows see them."""
 
     rows: Tensor  # [own rows] int64
-    slots: Tensor  # [keys] int64, by position, tree nodes last
+    slots: Tensor  # [keys] int64, committed keys by position, then tree nodes
     visible: Tensor  # [own rows, keys] bool
     distance: Tensor  # [own rows, keys] int64, positions from the key to the row
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttention:
-    """The reference: a masked softmax for each sequence of a forward."""
+    """Reference of `Attention`: a masked softmax for each sequence of a forward."""
 
     sequences: tuple[SequenceKeys, ...]
 
@@ -93,8 +94,8 @@ class ReferenceAttention:
 
 
 def plan_attention(rows: AttentionRows, slot_table: Tensor, *, query_heads: int, kv_heads: int) -> Attention:
-    """Lay out one forward for all layers. `slot_table` is [table rows, max positions] int64 and already has the slots
-    of extend rows; kernels choose tile sizes by the numbers of heads."""
+    """Plan the attention of one forward, for all layers. Kernels choose tile sizes by the numbers of heads.
+    # slot_table [table rows, max positions] int64, which already contains the slots of extend rows"""
     sequences = rows.sequence.unique().tolist()  # planned transfer: kernels compute on devices
     return ReferenceAttention(tuple(_keys_of(sequence, rows, slot_table) for sequence in sequences))
 

@@ -1,6 +1,6 @@
-"""Draft trees, and the ops that merge, cut and compare them with committed tokens.
-Legend: batch = sequences in the step, nodes = padded node count. The root (the last committed token, depth 0) is not a
-node: a node whose parent is -1 hangs below the root."""
+"""Draft trees, and the ops that merge and prune them and compare them with committed tokens.
+Legend: batch = sequences in the step, nodes = padded number of nodes. The root (the last committed token, depth 0) is
+not a node: a node whose parent is -1 is a child of the root."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,13 +17,13 @@ ROOT = -1
 
 
 class DraftTree(NamedTuple):
-    """Nodes to verify, parents before children. Also a drafter's *candidates*: a tree from which the budget keeps the
-    likeliest nodes."""
+    """A batch of draft trees to verify, parents before children; also a drafter's *candidates*, from which the budget
+    keeps the likeliest nodes."""
 
     tokens: Tensor  # [batch, nodes] int64, 0 padded
     parents: Tensor  # [batch, nodes] int64, parents[i] < i, ROOT below the root
-    depths: Tensor  # [batch, nodes] int64, 1 below the root, 0 padded
-    survival: Tensor  # [batch, nodes] float32, estimated probability to be on the accepted path, 0 padded
+    depths: Tensor  # [batch, nodes] int64, 1 for children of the root, 0 padded
+    survival: Tensor  # [batch, nodes] float32, estimated probability of being on the accepted path, 0 padded
     num_nodes: Tensor  # [batch] int64
 
     @property
@@ -37,11 +37,11 @@ class DraftTree(NamedTuple):
         return self.tokens.shape[1]
 
     def take(self, lines: Tensor) -> "DraftTree":
-        """The trees of some sequences. # lines [picked] int64"""
+        """Select the trees of some sequences. # lines [picked] int64"""
         return DraftTree(*(value[lines] for value in self))
 
     def first(self, batch: int, width: int | None = None) -> "DraftTree":
-        """Views of the first `batch` trees, and of their first `width` nodes."""
+        """Return views of the first `batch` trees, cut to their first `width` nodes."""
         if batch == self.batch and width in (None, self.width):
             return self
         tokens, parents, depths, survival = (value[:batch, :width] for value in self[:4])
@@ -53,12 +53,12 @@ class DraftTree(NamedTuple):
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]
 
     def to(self, device: torch.device) -> "DraftTree":
-        """The same trees on another device."""
+        """Copy the trees to a device."""
         return DraftTree(*(value.to(device) for value in self))
 
     @staticmethod
     def of(tokens: Tensor, parents: Tensor) -> "DraftTree":
-        """Trees without padding whose nodes have survival 1. # tokens, parents [batch, nodes] int64"""
+        """Build trees without padding whose nodes have survival 1. # tokens, parents [batch, nodes] int64"""
         depths = torch.ones_like(parents)
         for _ in range(min(parents.shape[1], MAX_DEPTH)):
             depths = torch.where(parents < 0, 1, depths.gather(1, parents.clamp(min=0)) + 1)
@@ -67,33 +67,33 @@ class DraftTree(NamedTuple):
 
     @staticmethod
     def concatenated(trees: Sequence["DraftTree"]) -> "DraftTree":
-        """One batch of several batches of equal width."""
+        """Concatenate batches of trees of equal width."""
         return DraftTree(*(torch.cat(values) for values in zip(*trees, strict=True)))
 
     @staticmethod
     def padding(batch: int, width: int, device: torch.device | str = "cpu") -> "DraftTree":
-        """Trees of 0 nodes, padded to `width`. # [batch, width]"""
+        """Build trees of 0 nodes, padded to `width`. # [batch, width]"""
         nodes = torch.zeros(batch, width, dtype=torch.int64, device=device)
         return DraftTree(nodes, nodes + ROOT, nodes.clone(), nodes.float(), nodes.new_zeros(batch))
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "DraftTree":
-        """Trees of 0 nodes and width 0: verifying them is plain decoding."""
+        """Build trees of 0 nodes and width 0: verifying them is plain decoding. # [batch, 0]"""
         none = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         return DraftTree(none, none, none, none.float(), torch.zeros(batch, dtype=torch.int64, device=device))
 
 
 class Fates(NamedTuple):
-    """Outcome of proposed nodes once tokens are committed; both [batch, nodes] bool."""
+    """Outcome of proposed nodes once tokens are committed; both tensors [batch, nodes] bool."""
 
-    tried: Tensor  # the parent came true and a token after it is committed: only such nodes count as evidence
-    came_true: Tensor  # the path to the node is committed
+    tried: Tensor  # the path to the parent is committed, and a token after it: only such nodes count as evidence
+    came_true: Tensor  # the path to the node, itself included, is committed
 
 
 def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, counts: Tensor) -> Fates:
-    """Which nodes the committed tokens tried, and which of them they contain. # tokens, parents, depths [batch, nodes]
-    int64 in any order, depth 0 = padding; committed [batch, longest] int64, tokens after the root; counts [batch]
-    int64, how many of them there are -> [batch, nodes]"""
+    """Determine which nodes the committed tokens decided (`tried`), and which of them they contain (`came_true`).
+    # tokens, parents, depths [batch, nodes] int64 in any order, depth 0 = padding; committed [batch, longest] int64,
+    tokens after the root; counts [batch] int64, number of valid tokens in `committed` -> [batch, nodes]"""
     places = (depths - 1).clamp(0, committed.shape[1] - 1)
     known = (depths > 0) & (depths <= counts[:, None])
     equal = known & (tokens == committed.gather(1, places))
@@ -103,10 +103,10 @@ def fates(tokens: Tensor, parents: Tensor, depths: Tensor, committed: Tensor, co
 
 
 def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """The likeliest nodes of a raw tree, each path once, by falling survival, and their indices in the raw tree,
-    undefined for padding. Raw: parents before children, survival 0 = absent, `num_nodes` not read. Of equal paths the
-    likeliest stays and gets the others' children, so that survival still falls along every path.
-    # -> tree, [batch, nodes] int64"""
+    """Keep the likeliest nodes of raw trees, each path once, sorted by falling survival; also returns their indices in
+    the raw trees, undefined for padding. In a raw tree parents precede children, nodes of survival 0 are absent, and
+    `num_nodes` is ignored. Of equal paths the likeliest one stays and gets the others' children, so that survival still
+    falls along every path. # -> tree, [batch, nodes] int64"""
     hashes = path_hashes(raw.tokens, raw.parents, raw.depths)
     order = raw.survival.sort(dim=1, descending=True, stable=True).indices  # likeliest first
     representative = _first_with_equal_hash(hashes, order)
@@ -117,7 +117,8 @@ def merge_trees(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
 
 
 def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """`merge_trees` of a raw tree in which no path occurs twice. # -> tree, [batch, nodes] int64"""
+    """Keep the likeliest nodes, as `merge_trees` does, of raw trees in which no path occurs twice.
+    # -> tree, [batch, nodes] int64"""
     best = raw.survival.sort(dim=1, descending=True, stable=True)
     survival, chosen = best.values[:, :max_nodes], best.indices[:, :max_nodes]
     exists = survival > 0
@@ -132,9 +133,10 @@ def likeliest_nodes(raw: DraftTree, max_nodes: int) -> tuple[DraftTree, Tensor]:
 
 
 def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[DraftTree, Tensor]:
-    """The tree of each sequence's likeliest nodes, sorted by depth, then survival, and their candidate indices,
-    undefined for padding. Survival never rises along a path, so any prefix of the sorted nodes is a valid tree.
-    # num_keep [batch], at most `width`, to which the result is padded -> tree, [batch, width] int64"""
+    """Keep each sequence's likeliest nodes, sorted by depth, then by survival; also returns their indices among the
+    candidates, undefined for padding. Survival never rises along a path, so the likeliest nodes always form a tree.
+    # num_keep [batch], number of nodes to keep, at most `width`, to which the result is padded -> tree, [batch, width]
+    int64"""
     width = min(width, candidates.width)
     if width == 0:
         tree = DraftTree.empty(candidates.batch, candidates.tokens.device)
@@ -156,7 +158,7 @@ def select_nodes(candidates: DraftTree, num_keep: Tensor, width: int) -> tuple[D
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """True at (b, i, j) where node j is on the path from the root to node i, i itself included.
+    """Compute the ancestor matrix: true at (b, i, j) if node j is on the path from the root to node i, i included.
     # parents [batch, nodes] -> [batch, nodes, nodes] bool"""
     batch, nodes = parents.shape
     if nodes == 0:
@@ -172,13 +174,13 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 
 
 def falling(candidates: DraftTree) -> torch.return_types.sort:
-    """Survival sorted from the likeliest on, with node indices; -1 for padding. # both [batch, nodes]"""
+    """Sort survival, highest first, with node indices; the survival of padding is -1. # -> both [batch, nodes]"""
     return candidates.survival.masked_fill(~candidates.valid, -1.0).sort(dim=1, descending=True, stable=True)
 
 
 def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`combine` over the path from the root's child to each node. # values [batch, nodes + 1], the last column the
-    neutral element; parents [batch, nodes] -> like parents"""
+    """Reduce values by `combine` over the path from the root's child to each node.
+    # values [batch, nodes + 1], with the neutral element in the last column; parents [batch, nodes] -> like parents"""
     nodes = parents.shape[1]
     jump = pad(torch.where(parents < 0, nodes, parents), (0, 1), value=nodes)  # the root is its own parent
     for _ in range(_doublings(nodes)):
@@ -187,25 +189,25 @@ def accumulated(values: Tensor, parents: Tensor, combine: Callable[[Tensor, Tens
 
 
 def _doublings(nodes: int) -> int:
-    """Number of pointer doublings that reach the root from any of so many nodes."""
+    """Compute how many pointer doublings reach the root from any node of a tree of `nodes` nodes."""
     return max(0, min(nodes, MAX_DEPTH) - 1).bit_length()
 
 
 def path_hashes(tokens: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
-    """sum over the path of (token + 1) * odd random number of the depth, modulo 2^64. Different paths collide with
-    probability 2^-64, and would only draft a wrong token. # -> [batch, nodes] int64"""
+    """Hash each node's path: sum of (token + 1) * odd random factor of the depth, modulo 2^64. Different paths collide
+    with probability 2^-64; a collision would only draft a wrong token. # -> [batch, nodes] int64"""
     return accumulated(pad((tokens + 1) * _factors(tokens.device)[depths], (0, 1)), parents, torch.add)
 
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """The odd random number of each depth. # -> [MAX_DEPTH + 1] int64"""
+    """Draw the odd random factor of each depth. # -> [MAX_DEPTH + 1] int64"""
     generator = torch.Generator().manual_seed(2)
     return (torch.randint(-(2**62), 2**62, (MAX_DEPTH + 1,), generator=generator) | 1).to(device)
 
 
 def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
-    """For each node the first node in `order` with the same path. # both [batch, nodes] -> [batch, nodes] int64"""
+    """Find for each node the first node in `order` with the same path. # both [batch, nodes] -> [batch, nodes] int64"""
     ordered = hashes.gather(1, order)
     grouped = ordered.sort(dim=1, stable=True)  # equal hashes adjacent, likeliest first
     begins = pad(grouped.values[:, 1:] != grouped.values[:, :-1], (1, 0), value=True)
@@ -217,7 +219,7 @@ def _first_with_equal_hash(hashes: Tensor, order: Tensor) -> Tensor:
 
 
 def _renumbered(parents: Tensor, chosen: Tensor) -> Tensor:
-    """Parents of the chosen nodes in the new numbers. # parents [batch, nodes], chosen [batch, width] -> like chosen"""
+    """Renumber the parents of the chosen nodes. # parents [batch, nodes], chosen [batch, width] -> like chosen"""
     places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
     numbers = parents.new_full((parents.shape[0], parents.shape[1] + 1), ROOT)  # old + 1 -> new
     numbers.scatter_(1, chosen + 1, places)

@@ -1,6 +1,7 @@
 """The service on Ray Serve: the replicas are one deployment, the ingress is another.
 
-Ray places, scales, replaces and routes; the ingress resumes streams as in front of plain processes.
+Ray places, scales and replaces replicas and routes requests to them; the ingress resumes streams as it does in front of
+plain server processes.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from service.logging import configure_logging
 from service.serve import application
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_MIN_REPLICAS = 2  # a single one would keep interrupted streams waiting until another has loaded
+_MIN_REPLICAS = 2  # with a single one, interrupted streams would wait until its replacement has loaded
 _MAX_TRIES = 3
 _MAX_STREAMS = 10_000  # open streams per ingress
 _INGRESS_DRAIN_SECONDS = 600.0
@@ -43,14 +44,15 @@ _CLOSE_SECONDS = 5
 def app(settings: dict[str, Any]) -> Any:
     """Build the Ray application for `serve run service.ray_serve:app NAME=VALUE` or the `args` of a configuration file.
 
-    `settings`: settings of `adaptree serve` by their flat names, and `config`, the path of a file with further ones.
+    `settings`: settings of `adaptree serve` by their flat names, and optionally `config`, the path of a settings file.
     Raises StartupError.
     """
     return deployed(settings, _MIN_REPLICAS)
 
 
 def deployed(settings: dict[str, Any], replicas: int) -> Any:
-    """An ingress in front of `replicas` replicas, and of up to twice as many under load. Raises StartupError."""
+    """Build an ingress in front of `replicas` replicas, which Ray scales to at most twice as many. Raises
+    StartupError."""
     config = load_config(settings).config
     replica = serve.deployment(
         name="Replica",
@@ -72,7 +74,8 @@ def deployed(settings: dict[str, Any], replicas: int) -> Any:
 
 
 class ServerReplica:
-    """One server, which only its own node can reach: requests come through Ray."""
+    """Deployment of one server process. The server listens on this node's loopback address only, and gets its requests
+    through Ray."""
 
     async def __init__(self, settings: Mapping[str, object]) -> None:  # type: ignore[misc]  # Ray awaits it
         config = load_config(settings).config
@@ -80,7 +83,7 @@ class ServerReplica:
         app, self._runtime = application(config)
         listening = listen(_HOST, 0)
         http = server_config(app, _HOST, 0, shutdown_seconds=_CLOSE_SECONDS)
-        http.forwarded_allow_ips = _HOST  # independent of FORWARDED_ALLOW_IPS: this process forwards
+        http.forwarded_allow_ips = _HOST  # not FORWARDED_ALLOW_IPS: this process itself forwards the requests
         self._server = uvicorn.Server(http)
         async with _alone_on_this_node(config.state_dir):
             self._serving = asyncio.create_task(self._server.serve([listening]))
@@ -89,7 +92,7 @@ class ServerReplica:
         self._replicas = HttpReplicas([url_of(self._server)], stall_seconds=STALL_SECONDS)
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield status and headers, then the body in pieces."""
+        """Forward a request to the server; yields its status and headers, then its body in chunks."""
         answer = await self._replicas.send(request, set())
         assert answer is not None, "there is one replica"
         try:
@@ -105,14 +108,14 @@ class ServerReplica:
             raise RuntimeError("the engine has stopped")
 
     async def __del__(self) -> None:
-        """Stop the server; Ray calls this when running requests have ended, or after drain_seconds."""
+        """Stop the server. Ray calls this when the running requests have ended, or after `drain_seconds`."""
         self._server.should_exit = True
         await self._serving
         await self._replicas.close()
 
 
 class Ingress:
-    """The deployment that clients connect to."""
+    """Deployment that clients connect to: the ingress's ASGI application in front of the replicas."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = HandleReplicas(replicas)
@@ -122,14 +125,14 @@ class Ingress:
 
 
 class HandleReplicas:
-    """Replicas of a Ray deployment; Ray's router chooses one by the prompt's beginning."""
+    """The replicas of a Ray deployment; Ray's router chooses one by the prompt's beginning."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(stream=True)
 
     async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        """Send through Ray's router; as in `Replicas`. `tried` holds session ids: another id most likely leads to
-        another replica."""
+        """Send through Ray's router; see `Replicas.send`. `tried` holds session ids instead of replicas, since another
+        id most likely leads to another replica. Raises Broken."""
         names = (f"{request.affinity}-{attempt}" for attempt in range(_MAX_TRIES))
         affinity = next((name for name in names if name not in tried), None)
         if affinity is None:
@@ -175,7 +178,7 @@ def _buffered(whole: WholeAnswer) -> ReplicaAnswer:
 
 @asynccontextmanager
 async def _alone_on_this_node(folder: Path) -> AsyncIterator[None]:
-    """Load one replica of a node at a time: the first one fetches and converts the model for all."""
+    """Let only one replica of this node load at a time: the first one fetches and converts the model for all."""
     folder.mkdir(parents=True, exist_ok=True)
     with os.fdopen(await anyio.to_thread.run_sync(partial(lock, folder / "loading", waits=True))):
         yield

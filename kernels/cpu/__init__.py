@@ -1,1 +1,1 @@
-"""Kernels compiled for this processor: the ops of `kernels`, under the same names, from C++ without a framework."""
+"""CPU kernels: the ops of `kernels` under the same names, implemented in C++ and called through ctypes."""

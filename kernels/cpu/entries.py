@@ -50,7 +50,7 @@ def place_entries(
 
 @remembered
 def _structure_of(tables: EntryTables) -> CStruct:
-    """`Entries` of entries.cpp."""
+    """Build the C structure `Entries` of entries.cpp."""
     features = tables.features
     sizes = *tables.places.shape[1:], features.shape[1], features.shape[2] * features.itemsize
     return CStruct(*tables, *sizes)

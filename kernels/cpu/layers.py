@@ -1,5 +1,5 @@
-"""Compiled ops of `kernels.layers`. Weights are packed once, in tiles of outputs that a product reads front to back.
-One call runs all layers of a model whose products are packed."""
+"""Compiled ops of `kernels.layers`. Weights are packed once, into tiles of outputs that a product reads front to back.
+If all products of a model are packed, one native call runs all its layers."""
 
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p, cast
@@ -23,7 +23,7 @@ _OUTPUTS = 32  # outputs of the largest tile in any build; smaller tiles divide 
 
 
 class PackedLinear:
-    """A product with one layer's packed weights."""
+    """A product with a packed weight, called through its C function."""
 
     def __init__(
         self,
@@ -35,8 +35,9 @@ class PackedLinear:
         missing: int = 0,
         kept: object = None,
     ) -> None:
-        """`kernel`: the C function; `sizes`: columns in and out, of which the last `missing` inputs are zeros that the
-        layer does not have; `kept`: what `weights` points to. # weights: packed, or a structure as bytes; bias [out]"""
+        """`kernel`: name of the C function; `sizes`: input and output columns of the packed weight, of which the last
+        `missing` input columns are padding; `kept`: objects that `weights` points to, kept alive.
+        # weights: packed weight, or a C structure as bytes; bias [out]"""
         self._call, self.missing = function(kernel, dtype), missing
         self.columns, self.out = sizes
         padding = 0, -self.out % _OUTPUTS
@@ -46,11 +47,11 @@ class PackedLinear:
 
     @property
     def structure(self) -> CStruct:
-        """`Product` of decoder_layers.cpp."""
+        """This product as the C structure `Product` of decoder_layers.cpp."""
         return CStruct(cast(self._call, c_void_p).value, *self._addresses, self.columns, self.out)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x W^T + b. # [..., in] -> [..., out]"""
+        """Compute x W^T + b. # [..., in] -> [..., out]"""
         x = functional.pad(x, (0, self.missing)) if self.missing else x.contiguous()
         columns, out = self.columns, self.out
         y = x.new_empty(*x.shape[:-1], out)
@@ -59,10 +60,10 @@ class PackedLinear:
 
 
 def plan_linear(weight: Weight, bias: Tensor | None) -> Product:
-    """Same as the reference op; a row has the bits that it has alone. # weight [out, in], bias [out]"""
+    """Same as the reference op, but batch invariant. # weight [out, in], bias [out]"""
     if isinstance(weight, QuantisedWeight):
         return weight.plan(bias)
-    missing = weight.shape[1] % 2  # columns are taken in pairs
+    missing = weight.shape[1] % 2  # the kernel reads columns in pairs
     whole = functional.pad(weight.detach(), (0, missing)).contiguous()
     out, columns = whole.shape
     packed = whole.new_empty(-(-out // _OUTPUTS) * _OUTPUTS * columns)
@@ -79,7 +80,7 @@ class _Part(NamedTuple):
 
 
 class PackedWeight(QuantisedWeight):
-    """Codes packed in as many bits as they have."""
+    """A quantised weight in the kernels' layout: tiles of packed 4, 6 or 8-bit codes."""
 
     def __init__(self, parts: Sequence[_Part], columns: int, dtype: torch.dtype) -> None:
         self.dtype, self._parts = dtype, parts
@@ -124,12 +125,12 @@ def keep_blocks(
 
 
 def _as_tensor(structure: bytes) -> Tensor:
-    """A copy that has an address. # -> [bytes] uint8"""
+    """Copy a structure to a tensor, which has an address. # -> [bytes] uint8"""
     return torch.frombuffer(bytearray(structure), dtype=torch.uint8)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Same as the reference op; `hidden` without gaps. # [rows, hidden] -> [rows, hidden]"""
+    """Same as the reference op; `hidden` must be contiguous. # [rows, hidden] -> [rows, hidden]"""
     assert hidden.is_contiguous(), "it is changed in place"
     y, width = torch.empty_like(hidden), hidden.shape[-1]
     call("add_rms_norm", hidden, delta, weight, epsilon, y, hidden.numel() // width, width, dtype=hidden.dtype)
@@ -164,21 +165,21 @@ def rotary_store(
 
 
 class CompiledLayers:
-    """Layers whose products are all packed."""
+    """Decoder layers whose products are all packed, run by one native call."""
 
     def __init__(self, layers: "Sequence[DecoderLayer]", pools: Sequence[Tensor]) -> None:
         self._pools = pools
         self._structures = [_structure_of(layer, pool) for layer, pool in zip(layers, pools, strict=True)]
         self._joined = b"".join(self._structures)
-        # Intermediate results of a row: the normed input, and then either queries, their attention and the joined
-        # product that queries come from, or the gate's output and the joined product that the gate takes.
+        # Intermediate results of a row: the normed input, then either queries, attention output and fused QKV product,
+        # or SwiGLU output and fused gate-up product.
         self._scratch = max(
             output.out + max(2 * output.columns + query_key_value.out, down.columns + gate_up.out)
             for query_key_value, output, gate_up, down in map(_packed, layers)
         )
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, places: "RowPlaces") -> Tensor:
-        """Run all layers as `plan_layers` of the reference says. # [rows, hidden] -> [rows, hidden]"""
+        """Run all layers; see `RunLayers`. # [rows, hidden] -> [rows, hidden]"""
         attention = places.attention
         assert isinstance(attention, CompiledAttention), "attention was planned by other ops"
         assert hidden.is_contiguous(), "it is changed in place"
@@ -192,21 +193,21 @@ class CompiledLayers:
 
 
 def plan_layers(layers: Sequence[Any], pools: Sequence[Tensor]) -> RunLayers:
-    """Same as the reference op; layers with an odd number of columns run op by op. # pools [2, slots, kv_heads, dim]
-    each"""
+    """Same as the reference op, in one native call for all layers. If any product is not packed or has an odd number of
+    input columns, all layers run op by op. # pools [2, slots, kv_heads, dim] each"""
     if all(len(_packed(layer)) == 4 for layer in layers):
         return CompiledLayers(layers, pools)
     return op_by_op(layers, pools)
 
 
 def _packed(layer: "DecoderLayer") -> list[PackedLinear]:
-    """Its packed products without odd columns."""
+    """List the layer's packed products that have an even number of input columns."""
     products = layer.query_key_value, layer.output, layer.gate_up, layer.down
     return [one for one in products if isinstance(one, PackedLinear) and not one.missing]
 
 
 def _structure_of(layer: "DecoderLayer", pool: Tensor) -> CStruct:
-    """`DecoderLayer` of decoder_layers.cpp."""
+    """Build the C structure `DecoderLayer` of decoder_layers.cpp."""
     norms = *layer.norms, *(layer.head_norms or (None, None)), spans_projection(layer.head_norms, pool.shape[3])
     attention = layer_of(pool, layer.query_heads, layer.window)
     words = [word for product in _packed(layer) for word in product.structure.words]

@@ -1,6 +1,6 @@
-"""Finds the compiled kernels that this processor can run, calls them through their C interface, and sets their threads.
+"""Selects the build of the compiled kernels for this processor, calls its C functions, and sets their thread count.
 
-The C++ source is the only declaration of what a function takes: `EXPORT` (export.h) stores its signature with the
+Only the C++ source declares the functions' signatures: `EXPORT` (export.h) stores each signature with the function's
 address."""
 
 import ctypes
@@ -23,25 +23,26 @@ VARIANTS = {
     "neondot": ("dot", "neon"),
     "neon": ("neon",),
 }
-"""Builds of the same source, best first, and the processor features that each needs."""
+"""Builds of the same source, best first, with the processor features that each needs."""
 
 KERNELS = "CPU_KERNELS"
-"""The environment variable that selects a build, for comparisons."""
+"""Environment variable that selects a build, for comparisons."""
 
 _MAKERS = {"avx512bf16": "AMD"}
-"""The only maker on whose processors a build is best: others multiply pairs of bf16 at half the rate (decision 118)."""
+"""Vendor to which a build is restricted: other vendors' processors multiply bf16 pairs at half the rate (decision
+118)."""
 
 MOST_DIM = 256
 """Largest head dimension, as in vector.h."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
-"""Types of activations that there are kernels for, as they appear in the names of exports."""
+"""Suffix of an export's name for each supported activation type."""
 
 _C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
 class _Export(ctypes.Structure):
-    """`Export` of export.h."""
+    """The C structure `Export` of export.h: a function's address and signature."""
 
     _fields_ = (("address", ctypes.c_void_p), ("takes", ctypes.c_char_p))
 
@@ -65,7 +66,7 @@ def remembered(build: Callable[[Any], CStruct]) -> Callable[[Any], CStruct]:
     kept: dict[int, tuple[object, CStruct]] = {}
 
     def structure_of(value: object) -> CStruct:
-        found = kept.get(id(value))  # valid: what is kept stays alive
+        found = kept.get(id(value))  # ids are unique, because kept objects stay alive
         if found is None:
             if len(kept) == _MOST_REMEMBERED:
                 kept.clear()
@@ -81,13 +82,14 @@ _PASSED_AS_THEY_ARE = frozenset((int, bool, float, bytes, CStruct, type(None)))
 
 @cache
 def _layout(words: int, floats: int) -> struct.Struct:
-    return struct.Struct(f"{words}q{floats}f0q")  # filled up to whole words
+    return struct.Struct(f"{words}q{floats}f0q")  # padded to whole words
 
 
 @cache
 def variant() -> str | None:
-    """Name of the build to run: from the variable `KERNELS`, else the best for this processor, else None.
-    Raises ImportError when that build is older than its sources, or when the named one cannot run here."""
+    """Name of the build to run: the one that the variable `KERNELS` names, or else the best one for this processor.
+    Returns None if there is none. Raises ImportError if that build is older than its sources, or if the named build is
+    missing or cannot run here."""
     capabilities, named = torch.cpu.get_capabilities(), os.environ.get(KERNELS)
     for name, needs in VARIANTS.items():
         built = _path(name)
@@ -101,24 +103,24 @@ def variant() -> str | None:
 
 
 def call(name: str, *arguments: Tensor | int | float | bytes | None, dtype: torch.dtype | None = None) -> int:
-    """Call an exported C function, in its instance for tensors of `dtype` where it has several. Tensors and structures
-    are passed as addresses; the elements of a tensor must lie without gaps."""
+    """Call an exported C function, in its instance for `dtype` if it has several. Tensors and structures are passed as
+    addresses; tensors must be contiguous."""
     values = [value if type(value) in _PASSED_AS_THEY_ARE else value.data_ptr() for value in arguments]  # type: ignore[union-attr]  # only tensors are left
     result: int = function(name, dtype)(*values)
     return result
 
 
 def use_threads(number: int) -> None:
-    """Let the calling thread compute with so many threads, itself included; every other thread computes alone.
+    """Let the calling thread compute with `number` threads, itself included; every other thread computes alone.
 
-    Compiled kernels have a team of their own (team.h), beside which torch computes with one thread: two teams would
-    wait for each other's processors (decision 0141). Without compiled kernels torch has the threads."""
+    Compiled kernels have their own thread pool (team.h), and torch then uses one thread: two pools would wait for each
+    other's processors (decision 0141). Without compiled kernels, torch uses the threads."""
     if variant() is not None:
         call("use_threads", number)
         torch.set_num_threads(1)
         return
     torch.set_num_threads(number)
-    # torch takes the last number that any thread has set for threads that have not computed yet.
+    # A thread that has not computed yet gets the number that any thread has set last: make that 1.
     others = threading.Thread(target=torch.set_num_threads, args=(1,))
     others.start()
     others.join()
@@ -130,13 +132,13 @@ def threads_in_use() -> int:
 
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:
-    """Make tensors contiguous. # [...] each"""
+    """Make each tensor contiguous. # [...] each"""
     return [tensor.contiguous() for tensor in tensors]
 
 
 @cache
 def function(name: str, dtype: torch.dtype | None = None) -> Any:
-    """The exported C function of that name, in its instance for tensors of that type."""
+    """Look up an exported C function, in its instance for `dtype` if it has several."""
     found = variant()
     assert found is not None, "no kernels are compiled for this processor"
     export = _Export.in_dll(_load(found), f"export_{name}" if dtype is None else f"export_{name}_{_NAMES[dtype]}")
@@ -145,7 +147,7 @@ def function(name: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def halves(pool: Tensor) -> tuple[int, int]:
-    """Addresses of a layer's keys and of its values. # pool [2, slots, kv_heads, head_dim] float32"""
+    """Return the addresses of a layer's keys and of its values. # pool [2, slots, kv_heads, head_dim] float32"""
     keys = pool.data_ptr()
     return keys, keys + pool.stride(0) * pool.itemsize
 
@@ -156,13 +158,13 @@ def _load(name: str) -> ctypes.CDLL:
 
 
 def _path(name: str) -> Path:
-    """The file of that build, which setup.py names so."""
+    """Path of a build's file, as setup.py names it."""
     return Path(__file__).with_name(f"{name}.so")
 
 
 def _check_fresh(built: Path) -> None:
-    """Raise ImportError where a source in the same folder (as in a checkout) is newer than the build."""
+    """Raise ImportError if a source in the same folder (as in a checkout) is newer than the build."""
     sources = (*built.parent.glob("*.cpp"), *built.parent.glob("*.h"))
     newer = [path.name for path in sources if path.stat().st_mtime > built.stat().st_mtime]
     if newer:
-        raise ImportError(f"{built.name} is older than {', '.join(sorted(newer))}: compile it anew by `make install`")
+        raise ImportError(f"{built.name} is older than {', '.join(sorted(newer))}: rebuild it by `make install`")

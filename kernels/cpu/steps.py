@@ -1,5 +1,5 @@
-"""Compiled ops around a step's forward, in their order: the rows (`kernels.rows`), the choice of tokens
-(`kernels.sample`), and what the choice makes permanent (`kernels.settle`)."""
+"""Compiled ops around a step's forward, in their order: layout of rows (`kernels.rows`), choice of tokens
+(`kernels.sample`), and commit (`kernels.settle`)."""
 
 from array import array
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def lay_out_rows(
     table: Tensor,
     place: Place,
 ) -> ForwardRows:
-    """Same as the reference op, without `place`. # slots [rows]; table [table rows, max positions]"""
+    """Same as the reference op; `place` is not used. # slots [rows]; table [table rows, max positions]"""
     assert table.is_contiguous(), "it is changed in place"
     lines, width, rows = len(extends), tree.width, slots.shape[0]
     sequences, read, completing = array("q"), array("q"), 0
@@ -52,14 +52,16 @@ def choose_likeliest(scores: Tensor) -> ChosenTokens:
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, filters: Filters | None = None
 ) -> ChosenTokens:
-    """Same as the reference op, given the same logarithm. # logits [rows, vocab] -> [rows]"""
+    """Same as the reference op, except that the noise's logarithm may differ in its last bit.
+    # logits [rows, vocab] -> [rows]"""
     if filters is None:
         return _choose(logits, row_keys(seeds, positions), temperatures)
     return reference.sample(logits, seeds, positions, temperatures, filters, noise=noise_of_tokens)
 
 
 def noise_of_tokens(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Same as the reference op, given the same logarithm. # keys [rows, 2], tokens [picked] -> [rows, picked]"""
+    """Same as the reference op, except that the logarithm may differ in its last bit.
+    # keys [rows, 2], tokens [picked] -> [rows, picked]"""
     noise = torch.empty(keys.shape[0], tokens.shape[0])
     call("gumbel_noise", keys, tokens, noise, *noise.shape)
     return noise

@@ -1,5 +1,5 @@
-"""Compiled op of `kernels.tree_attention`: a row's keys are a range of its sequence's slots, then the slots of its tree
-path."""
+"""Compiled op of `kernels.tree_attention`. A row's keys are a range of its sequence's slots, followed by the slots of
+its tree path."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +13,7 @@ from kernels.tree_attention import LOG2_E, Attention, AttentionRows
 
 @dataclass(frozen=True, slots=True)
 class CompiledAttention:
-    """The attention of one forward's rows, for all layers."""
+    """The attention of one forward, planned for the compiled kernels."""
 
     rows: CStruct  # `Rows` of ops.h
     groups: Tensor  # [groups, 3] int32: index of the first row in the order, number of rows, row of the slot table
@@ -21,14 +21,15 @@ class CompiledAttention:
 
     @property
     def groups_and_table(self) -> tuple[Tensor, int, Tensor, int]:
-        """As kernels take them: groups [groups, 3] and their number, slot table [table rows, max positions] and its
-        width."""
+        """Arguments of the C functions: groups [groups, 3], number of groups, slot table [table rows, max positions],
+        and width of the table."""
         return self.groups, self.groups.shape[0], self.slot_table, self.slot_table.shape[1]
 
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """As `Attention.attend`. # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] float32 -> query"""
+        """Compute `Attention.attend`.
+        # query [rows, query heads, dim]; pool [2, slots, kv_heads, dim] float32 -> like query"""
         query = query.contiguous()
         out, layer = torch.empty_like(query), _layer(*layer_of(pool, query.shape[1], window), scale, softcap)
         rows = self.rows, *self.groups_and_table
@@ -37,12 +38,13 @@ class CompiledAttention:
 
 
 def layer_of(pool: Tensor, query_heads: int, window: int | None) -> tuple[int, ...]:
-    """`Layer` of ops.h without its floats. # pool [2, slots, kv_heads, dim] float32"""
+    """Return the fields of the C structure `Layer` (ops.h) that precede its floats.
+    # pool [2, slots, kv_heads, dim] float32"""
     _, _, kv_heads, dim = pool.shape
     return *halves(pool), query_heads, kv_heads, dim, window or 0
 
 
-@lru_cache(maxsize=256)  # a forward's layers
+@lru_cache(maxsize=256)  # at least the layers of a forward
 def _layer(
     keys: int, values: int, query_heads: int, kv_heads: int, dim: int, window: int, scale: float, softcap: float | None
 ) -> CStruct:

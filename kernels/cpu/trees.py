@@ -11,12 +11,12 @@ from kernels.trees import DraftTree, Fates
 
 
 def trees_of(tree: DraftTree) -> CStruct:
-    """`Trees` of trees.h, to be read or, where the tree has no gaps, written."""
+    """Build the C structure `Trees` of trees.h. A function that writes through it needs a contiguous tree."""
     return CStruct(*contiguous(*tree), tree.width)
 
 
 def empty_tree(batch: int, width: int) -> DraftTree:
-    """Trees with uninitialised values, to be written by a kernel. # [batch, width]"""
+    """Allocate trees with uninitialised values, which a kernel fills in. # [batch, width]"""
     tokens, parents, depths = torch.empty(3, batch, width, dtype=torch.int64).unbind()
     return DraftTree(tokens, parents, depths, torch.empty(batch, width), torch.empty(batch, dtype=torch.int64))
 
@@ -55,7 +55,7 @@ def _cut(raw: DraftTree, max_nodes: int, *, merges: bool) -> tuple[DraftTree, Te
 
 
 def rank_features(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as the reference op; of equal scores the lower id ranks first.
+    """Same as the reference op; of equal logits the lower id ranks first.
     # [..., vocab] -> [..., NUM_FEATURES], [..., TOP]"""
     scores, (*shape, vocab) = scores.contiguous(), scores.shape
     features, ids = torch.empty(*shape, NUM_FEATURES), torch.empty(*shape, TOP, dtype=torch.int64)
@@ -156,14 +156,14 @@ def prune_trees(
 
 @remembered
 def _hits_of(counts: HitCounts) -> CStruct:
-    """`Hits` of hit_rates.cpp."""
+    """Build the C structure `Hits` of survival.cpp."""
     tables = counts.prior_true, counts.prior_expected, counts.came_true, counts.expected, counts.rates
     return CStruct(*tables, counts.rates.shape[0], floats=(counts.decay, counts.low, counts.high))
 
 
 @remembered
 def _log_of(log: Proposed) -> CStruct:
-    """`Proposed` of hit_rates.cpp."""
+    """Build the C structure `Proposed` of survival.cpp."""
     return CStruct(*log, log.tokens.shape[1])
 
 
@@ -195,6 +195,6 @@ def learn_committed(
 
 @remembered
 def _structure_of(memory: Memory) -> CStruct:
-    """`Memory` of memory.cpp."""
+    """Build the C structure `Memory` of memory.cpp."""
     *tables, alone, network, factors = memory
     return CStruct(*tables, *trees_of(alone).words, *trees_of(network).words, factors)

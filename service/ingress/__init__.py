@@ -1,1 +1,2 @@
-"""One address for several replicas: a request goes to one of them, and its stream survives the end of that one."""
+"""One address for several replicas: forwards each request to a replica, and resumes its stream on another if that one
+fails."""

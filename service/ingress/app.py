@@ -1,4 +1,4 @@
-"""The ingress as an application and as a process: the routes that it forwards, and how it sends the answers."""
+"""The ingress as an ASGI application and as a process: the routes that it forwards, and its responses to clients."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from service.ingress.replicas import ForwardedRequest, Headers, HttpReplicas, Re
 
 logger = logging.getLogger(__name__)
 
-# The routes that all replicas answer alike. The others belong to one process: its metrics, its page, its learning.
+# The routes that any replica can answer. Other routes concern a single process: its metrics, its page, its learning.
 _ROUTES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses"), ("POST",)),
     **dict.fromkeys(("/tokenize", "/detokenize"), ("POST",)),
@@ -38,12 +38,16 @@ _ROUTES: dict[str, tuple[str, ...]] = {
 def create_ingress(
     replicas: Replicas, *, stall_seconds: float = STALL_SECONDS, patience_seconds: float = PATIENCE_SECONDS
 ) -> FastAPI:
-    """The application in front of these replicas."""
+    """Build the ASGI application that forwards requests to these replicas.
+
+    `stall_seconds`: silence of a stream after which its replica counts as lost; `patience_seconds`: how long a POST
+    request waits for a replica.
+    """
 
     async def forward(request: Request) -> Response:
         body = await request.body()
         read = partial(ForwardedRequest.of, request, body, request.state.request_id)
-        # A few packed bytes may unpack to millions, and reading those would delay every running stream.
+        # A small compressed body may unpack to millions of bytes; parsing them here would delay every running stream.
         is_small = len(body) < LARGE_BODY_BYTES and "content-encoding" not in request.headers
         forwarded = read() if is_small else await asyncio.to_thread(read)
         forwarding = Forwarding(
@@ -90,7 +94,7 @@ async def _answer(forwarding: Forwarding, request: Request) -> Response:
 
 
 class _ResumedStream(EventStream):
-    """A stream that another replica resumes where one breaks off."""
+    """The response to a client whose stream continues on another replica when one fails."""
 
     def __init__(self, forwarding: Forwarding, headers: Headers) -> None:
         super().__init__(forwarding.frames(), nullcontext())
@@ -105,7 +109,7 @@ class _ResumedStream(EventStream):
 
 
 def serve(urls: Sequence[str], host: str, port: int) -> None:
-    """Run an ingress in front of server processes until it is interrupted. Raises StartupError."""
+    """Run an ingress in front of the servers at `urls` until it is interrupted. Raises StartupError."""
     uvloop.run(_serve(urls, host, port))
 
 

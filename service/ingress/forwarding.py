@@ -1,7 +1,7 @@
-"""Forward one request to replicas; where one breaks off, another one resumes the stream.
+"""Forwards one request to replicas; if a replica fails during a stream, another one resumes it.
 
-Of an answer only the id of the last event that was passed on is kept, and the tokens in the ids of all events: with
-these, another replica continues after that event and verifies the tokens before it (`service/api/resumption.py`).
+Only the id of the last forwarded event is kept, and the tokens from the ids of all events. With these, another replica
+continues after that event and verifies the tokens before it (`service/api/resumption.py`).
 """
 
 import asyncio
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 STALL_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 GOES_ON = b": goes on elsewhere\n"
-"""Comment in a stream at a change of replica; clients ignore it, benchmarks count it."""
+"""SSE comment sent when another replica takes over a stream; clients ignore it, benchmarks count it."""
 _RETRY_SECONDS = 0.2
 _MAX_BREAKS = 3
 _TEMPORARY = frozenset({"not_ready", "too_many_connections"})
 _FULL = "queue_full"
 _STOPPED = "engine_stopped"
-# Error codes of a replica for requests that another one may answer.
+# A replica's error codes for requests that another replica may still answer.
 _NOT_FOUND = frozenset({"response_not_found", "previous_response_not_found", "item_not_found"})
 _REFUSALS = _TEMPORARY | _NOT_FOUND | {_FULL, "other_system_fingerprint"}
 _RETRY_AFTER_SECONDS = 5
 _FRAME_END = b"\n\n"
-_MAX_TOKEN_BYTES = 32 * 1024  # half of a server's limit for headers; tokens beyond are generated again
+_MAX_TOKEN_BYTES = 32 * 1024  # half of a server's limit for headers; tokens beyond it are generated again
 _RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """A complete answer."""
+    """A complete HTTP answer, held in memory."""
 
     status: int
     headers: Headers
@@ -48,43 +48,44 @@ class WholeAnswer:
 
     @staticmethod
     def of(error: RequestError) -> "WholeAnswer":
-        """The answer that reports an error."""
+        """Build the answer that reports an error to the client."""
         response = error_response(error)
         return WholeAnswer(response.status_code, passed_on(response.raw_headers), bytes(response.body))
 
     @property
     def code(self) -> str | None:
-        """The error code; None: it is no error."""
+        """OpenAI error code of the answer; None if it is no error or has no code."""
         return None if self.status < 400 else _code_in(self.body)
 
 
 class Forwarding:
-    """One forwarded request; the owner calls `close`."""
+    """Sends one request to replicas until one answers, and resumes its stream on others. The owner calls `close`."""
 
     def __init__(
         self, replicas: Replicas, request: ForwardedRequest, *, stall_seconds: float, patience_seconds: float
     ) -> None:
-        """`stall_seconds`: how long a stream may be silent; `patience_seconds`: how long to look for a replica."""
+        """`stall_seconds`: silence of a stream after which its replica counts as lost; `patience_seconds`: how long to
+        retry while no replica takes the request."""
         self._replicas = replicas
         self._request = request
         self._stall_seconds = stall_seconds
         self._patience_seconds = patience_seconds
         self._answer: ReplicaAnswer | None = None
         self._latest: set[str] = set()  # the replica tried last
-        self._lost: set[str] = set()  # replicas that broke off, tried again only if there is no other
-        self._breaks = 0  # consecutive breaks without an event between them
-        self._num_events = 0  # events passed on to the client
-        self._last_id: bytes | None = None  # id of the last of these events, without tokens
-        self._tokens = b""  # the answer's tokens, encoded as in ids of events
+        self._lost: set[str] = set()  # replicas that failed on this request, tried again only if there is no other
+        self._breaks = 0  # failures since the last event that had an id
+        self._num_events = 0  # events forwarded to the client
+        self._last_id: bytes | None = None  # id of the last forwarded event that had one, without tokens
+        self._tokens = b""  # the answer's tokens, encoded as in event ids
 
     async def close(self) -> None:
-        """Close the present answer, if there is one."""
+        """Close the replica's answer that is being read, if any."""
         if self._answer is not None:
             answer, self._answer = self._answer, None
             await answer.close()
 
     async def begin(self) -> ReplicaAnswer | WholeAnswer:
-        """The complete answer, or the beginning of a stream."""
+        """Send the request; returns a complete answer, which may report an error, or a stream that `frames` reads."""
         while True:
             try:
                 found = await self._send(self._request, waits_for=_TEMPORARY)
@@ -97,7 +98,8 @@ class Forwarding:
                     return WholeAnswer.of(_gave_up(self._breaks))
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream that has begun, until its end."""
+        """Yield the events of the stream that `begin` returned, resuming it on other replicas. If that fails, the last
+        event reports the error."""
         while True:
             try:
                 async with aclosing(self._events()) as events:
@@ -121,10 +123,10 @@ class Forwarding:
         self._lost |= self._latest
 
     async def _resume(self) -> RequestError | None:
-        """Resume the stream on another replica. # -> the error if none does"""
+        """Resume the stream on another replica; returns None, or the error to report if no replica resumes it."""
         await self.close()
         if self._num_events and self._last_id is None:
-            return EngineFailure("The replica broke off, and this stream cannot be resumed.", code="replica_lost")
+            return EngineFailure("The replica failed, and this stream cannot be resumed.", code="replica_lost")
         request = self._request
         if self._last_id is not None:
             request = await asyncio.to_thread(request.resumed_after, self._last_id + self._tokens)
@@ -136,13 +138,14 @@ class Forwarding:
                 continue
             if isinstance(found, WholeAnswer):
                 return NotReady(
-                    f"The replica broke off, and no other resumes the stream: {_message_in(found)}", code="replica_lost"
+                    f"The replica failed, and no other resumes the stream: {_message_in(found)}", code="replica_lost"
                 )
             return None
         return _gave_up(self._breaks)
 
     async def _send(self, request: ForwardedRequest, waits_for: frozenset[str]) -> ReplicaAnswer | WholeAnswer:
-        """The answer of a replica, or the first refusal once all refuse. Raises Broken."""
+        """Send the request until a replica takes it. Returns the first refusal if all replicas refuse with codes that
+        are not in `waits_for`, or when the patience is over. Raises Broken."""
         deadline = time.monotonic() + self._patience_seconds
         while True:
             found = await self._try_replicas(request)
@@ -154,7 +157,8 @@ class Forwarding:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _try_replicas(self, request: ForwardedRequest) -> ReplicaAnswer | WholeAnswer | list[WholeAnswer]:
-        """The answer of the first replica that does not refuse, or all refusals. Raises Broken."""
+        """Try each replica once; returns the answer of the first one that does not refuse, or all refusals. Raises
+        Broken."""
         refusals: list[WholeAnswer] = []
         tried = set(self._lost)
         while True:
@@ -183,7 +187,7 @@ class Forwarding:
         return refusals
 
     async def _read(self, answer: ReplicaAnswer) -> WholeAnswer:
-        """The complete answer. Raises Broken."""
+        """Read an answer to its end and close it. Raises Broken."""
         try:
             return WholeAnswer(answer.status, answer.headers, b"".join([chunk async for chunk in answer.chunks]))
         finally:
@@ -218,7 +222,7 @@ class Forwarding:
             raise Broken("the answer ended within an event")
 
     def _pass(self, event: bytes) -> None:
-        """Record an event before it is passed on. Raises Broken if it reports that the replica gave up."""
+        """Record an event before it is forwarded. Raises Broken if it reports that the replica cannot continue."""
         event_id = next((line[4:] for line in event.split(b"\n") if line.startswith(b"id: ")), None)
         if event_id is not None:
             self._last_id, mark, tokens = event_id.partition(b"~")
@@ -238,7 +242,7 @@ class Forwarding:
 
 
 def _split(received: bytes) -> tuple[list[bytes], bytes]:
-    """Complete events and comments, and the rest."""
+    """Split received bytes into complete events and comments, and an incomplete rest."""
     complete: list[bytes] = []
     while True:
         received = received.lstrip(b"\n")
@@ -251,15 +255,15 @@ def _split(received: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _no_replica() -> NotReady:
-    return NotReady("No replica answers.", code="no_replica", retry_after_seconds=_RETRY_AFTER_SECONDS)
+    return NotReady("No replica could be reached.", code="no_replica", retry_after_seconds=_RETRY_AFTER_SECONDS)
 
 
 def _gave_up(breaks: int) -> EngineFailure:
-    return EngineFailure(f"{breaks} replicas in a row broke off on this request.", code="replica_lost")
+    return EngineFailure(f"{breaks} replicas in a row failed on this request.", code="replica_lost")
 
 
 def _error_in(body: bytes) -> dict[str, JsonValue]:
-    """OpenAI's error, from a body or an event."""
+    """Parse the OpenAI error object in a body or an event; empty if there is none."""
     try:
         parsed = parsed_json(body)
     except RequestError:

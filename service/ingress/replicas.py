@@ -1,4 +1,4 @@
-"""Requests to replicas, which are server processes, and their answers."""
+"""Sends requests to replicas (server processes), and chooses the replica for each by prompt affinity and load."""
 
 import asyncio
 import hashlib
@@ -24,40 +24,40 @@ LAST_EVENT_ID = b"last-event-id"
 _CONTENT_ENCODING = b"content-encoding"
 _RESUME_FROM = "resume_from"
 FORWARDED_FOR = b"x-forwarded-for"
-# Headers of a connection, and those that the other side sets itself.
+# Hop-by-hop headers, and headers that the receiving side sets itself.
 _CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade expect content-length date server".split()
 )
 _PROMPT_FIELDS = ("messages", "prompt", "input")
-_AFFINITY_CHARACTERS = 1024  # the beginning of a prompt, by which a replica is chosen
-_MAX_IMBALANCE = 4  # further requests that the replica with affinity may run, compared with the idlest one
+_AFFINITY_CHARACTERS = 1024  # length of the prompt's beginning that determines its replica
+_MAX_IMBALANCE = 4  # running requests that the replica with affinity may have beyond those of the least busy replica
 _CONNECT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0
 _PROBE_EVERY_SECONDS = 1.0
 
 
 class Unreachable(Exception):
-    """A replica did not accept a request."""
+    """A replica did not accept a request, so that another one can take it."""
 
 
 class Broken(Unreachable):
-    """A replica accepted a request and did not complete the answer."""
+    """A replica accepted a request, but did not complete its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A client's request as it is forwarded."""
+    """A client's request in the form that is sent to replicas."""
 
     method: str
     path: str  # path and query
     headers: Headers
     body: bytes
-    affinity: str  # digest of the prompt's beginning: a replica that has it in its prefix cache is faster
+    affinity: str  # digest of the prompt's beginning; equal beginnings go to the same replica and its prefix cache
 
     @staticmethod
     def of(request: Request, body: bytes, request_id: str) -> "ForwardedRequest":
-        """Forwarded form of an incoming request."""
+        """Build the forwarded form of an incoming request."""
         headers = [
             header for header in passed_on(request.headers.raw) if header[0] not in (FORWARDED_FOR, b"x-request-id")
         ]
@@ -70,7 +70,7 @@ class ForwardedRequest:
         return ForwardedRequest(request.method, target, tuple(headers), body, _digest(prompt or path))
 
     def resumed_after(self, event_id: bytes) -> "ForwardedRequest":
-        """The same request, resumed after an event that was passed on."""
+        """Build the request that continues this one's stream after the event with this id."""
         replaced, body, fields = {LAST_EVENT_ID}, self.body, _fields_in(self.headers, self.body)
         if fields.pop(_RESUME_FROM, None) is not None:  # the field takes precedence over the header
             replaced, body = {LAST_EVENT_ID, _CONTENT_ENCODING}, json.dumps(fields).encode()
@@ -80,7 +80,7 @@ class ForwardedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAnswer:
-    """A replica's answer as it arrives. `chunks` raises Broken; the receiver calls `close`."""
+    """A replica's answer while it arrives. Reading `chunks` raises Broken; the receiver calls `close`."""
 
     status: int
     headers: Headers
@@ -89,30 +89,31 @@ class ReplicaAnswer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the body is a stream of events."""
+        """Whether the body is a stream of server-sent events."""
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
 
 
 class Replicas(Protocol):
-    """Replicas of one model."""
+    """The replicas of one model that an ingress can send requests to."""
 
     async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        """Send a request to a replica that is not in `tried`, and add it there; None: there is no other. Raises
-        Unreachable."""
+        """Send a request to a replica that is not in `tried`, and add that replica to `tried`. Returns None if all have
+        been tried. Raises Unreachable, or Broken if the replica had accepted the request."""
 
     async def close(self) -> None:
         """Close all connections."""
 
 
 class HttpReplicas:
-    """Server processes at given addresses.
+    """Replicas at given HTTP addresses.
 
-    A prompt goes to the replica that its beginning is assigned to, unless that one is much busier than others. A
-    replica that did not answer is tried last until it answers a probe.
+    Prompts with the same beginning go to the same replica, unless it is much busier than another. A replica that did
+    not answer is tried last until it answers a probe.
     """
 
     def __init__(self, urls: Sequence[str], *, stall_seconds: float) -> None:
-        """`stall_seconds`: silence after which a replica is probed. Raises StartupError for a bad address."""
+        """`stall_seconds`: wait for response headers after which the replica is probed. Raises StartupError for a bad
+        address."""
         self._running = dict.fromkeys(map(_checked, urls), 0)
         self._stall_seconds = stall_seconds
         self._silent: set[str] = set()  # replicas that did not answer the last request
@@ -122,7 +123,7 @@ class HttpReplicas:
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
 
     async def send(self, request: ForwardedRequest, tried: set[str]) -> ReplicaAnswer | None:
-        """Send to the replica with affinity, or a less busy one; as in `Replicas`."""
+        """Send to the replica with affinity, or to a less busy one; see `Replicas.send`."""
         others = self._running.keys() - tried
         if not others:
             return None
@@ -130,7 +131,7 @@ class HttpReplicas:
 
         def rank(url: str) -> tuple[bool, int, str]:
             surplus = max(0, self._running[url] - least - _MAX_IMBALANCE)
-            # Hashed with each address, a prompt's beginning keeps its replica when others come and go.
+            # Rendezvous hashing: a prompt's beginning keeps its replica when others come and go.
             return url in self._silent, surplus, _digest(url + request.affinity)
 
         url = min(others, key=rank)
@@ -158,7 +159,8 @@ class HttpReplicas:
             self._running[url] -= 1
 
     async def _response(self, url: str, request: ForwardedRequest) -> httpx.Response:
-        """The response once its headers are here; an unstreamed one sends them with its body. Raises Unreachable."""
+        """Send a request and wait for the response headers, which an unstreamed answer sends with its body. Raises
+        Unreachable, or Broken if the replica had accepted the request."""
         built = self._client.build_request(
             request.method, url + request.path, headers=request.headers, content=request.body
         )
@@ -166,7 +168,7 @@ class HttpReplicas:
         try:
             while not (await asyncio.wait({sending}, timeout=self._stall_seconds))[0]:
                 if not await self._lives(url):
-                    raise Broken("it does not respond")
+                    raise Broken("no response, and its probe failed")
             return sending.result()
         except (httpx.TransportError, Broken) as error:
             self._silent.add(url)
@@ -178,11 +180,11 @@ class HttpReplicas:
 
     async def _closed(self, url: str, response: httpx.Response) -> None:
         if not response.is_closed:
-            self._probe(url)  # the stream was interrupted, or its client has left
+            self._probe(url)  # the stream was interrupted, or the client has disconnected
         await response.aclose()
 
     def _probe(self, url: str) -> None:
-        """Probe a replica until it answers, and mark it as silent until then."""
+        """Start probing a replica, and treat it as silent from the first failed probe until it answers one."""
 
         async def probe() -> None:
             while not await self._lives(url):
@@ -210,12 +212,12 @@ async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers that concern no single connection, with lower-case names."""
+    """Return the end-to-end headers, with lower-case names."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _CONNECTION_HEADERS)
 
 
 def _checked(url: str) -> str:
-    """The address of a server without a trailing slash. Raises StartupError."""
+    """Check the address of a server, and return it without a trailing slash. Raises StartupError."""
     try:
         parsed = httpx.URL(url)
         is_address = (
@@ -224,7 +226,7 @@ def _checked(url: str) -> str:
     except httpx.InvalidURL:
         is_address = False
     if not is_address:
-        raise StartupError(f"--replicas: {url!r} is not the address of a server; write it as http://HOST:PORT")
+        raise StartupError(f"--replicas: {url!r} is not a server address; give http://HOST:PORT")
     return url.rstrip("/")
 
 
@@ -233,7 +235,7 @@ def _digest(text: str) -> str:
 
 
 def _fields_in(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> dict[str, JsonValue]:
-    """The fields that a replica finds in a body; none: it will refuse the body."""
+    """Parse the JSON fields of a body; empty if the body is not a JSON object, which a replica will refuse."""
     try:
         if is_packed(NamedHeaders(raw=[*headers])):
             body = unpack(body, MAX_REQUEST_BYTES)

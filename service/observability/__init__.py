@@ -1,1 +1,1 @@
-"""Prometheus metrics, and the data of the live feed."""
+"""Prometheus metrics, the data of the live feed, and the guard that keeps failures of bookkeeping from requests."""

@@ -1,4 +1,4 @@
-"""Guard for bookkeeping: exceptions in metrics, learning and the like are counted and end no request."""
+"""Guard for bookkeeping: counts and logs exceptions of parts (metrics, learning, ...) that must not fail requests."""
 
 import logging
 import math
@@ -15,20 +15,21 @@ Part = Literal[
     "weights", "charge", "end_queries", "end_step", "learn", "recorder", "metrics", "observers",
     "adaptation", "sharing", "memory_file", "limits"
 ]  # fmt: skip
-"""Parts that a server can do without. After a step: charge its time to queries, pass finished ones to learning, make
-its record, learn from it, record samples. Beside steps: write new weights, metrics, the live feed, the learning thread,
-exchange past answers with other replicas, keep them in a file. Counting tokens of keys is never switched off."""
+"""Bookkeeping parts, without which a server still generates. In the engine's step: `weights` serves new weights,
+`charge` charges the step's time to queries, `end_queries` passes finished queries to learning, `end_step` makes the
+step's record, `learn` learns from it, `recorder` records samples, `metrics` and `observers` (live feed) receive the
+record. In other threads: `adaptation` learns, `sharing` exchanges past answers, `memory_file` saves them. `limits`
+counts the tokens of API keys, and is never switched off."""
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 _MOST_IN_A_ROW = 3
-"""Exceptions of a part before it is switched off: one or two may come from what it was given, and the next input is
-another."""
-_LOG_SECONDS = 60.0  # least seconds between two tracebacks of a part
+"""Consecutive exceptions that switch a part off; one or two may be due to unusual inputs."""
+_LOG_SECONDS = 60.0  # shortest time between two logged tracebacks of a part
 
 
 class Guard:
-    """Runs parts of the server on which no text depends. An exception of a part is counted and logged, and the third
-    one in a row switches it off until a restart. Thread-safe."""
+    """Runs bookkeeping parts, on which no generated token depends. Exceptions are counted and logged; the third one in
+    a row switches the part off until a restart. Thread-safe."""
 
     def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
         self._now, self._clock = now, clock
@@ -40,13 +41,13 @@ class Guard:
 
     @property
     def errors(self) -> Mapping[str, int]:
-        """Exceptions since the start, by part."""
+        """Number of exceptions since the start, by part."""
         with self._lock:
             return {part: count for part, count in self._errors.items()}
 
     @property
     def switched_off(self) -> Mapping[str, float]:
-        """The parts that are off, and since when, in Unix seconds."""
+        """Unix time (seconds) at which each part that is off was switched off."""
         with self._lock:
             return {part: since for part, since in self._off.items()}
 
@@ -55,8 +56,8 @@ class Guard:
         return part in self._off
 
     def run(self, part: Part, call: Callable[[], Result], otherwise: Callable[[], Result], name: str = "") -> Result:
-        """Call a part; where it has several calls, `name` is this one, whose exceptions in a row are counted.
-        # -> its result, or `otherwise()` where the part raises or is off"""
+        """Return `call()`, or `otherwise()` if the part raises or is off. `name` distinguishes the calls of one part,
+        whose consecutive exceptions are counted separately."""
         if part in self._off:
             return otherwise()
         try:
@@ -74,7 +75,7 @@ class Guard:
         return result
 
     def count(self, part: Part, error: BaseException | None = None) -> None:
-        """Count and log a failure of a part, once a minute with its traceback."""
+        """Count a failure of a part, and log it with its traceback at most once a minute."""
         with self._lock:
             self._errors[part] += 1
             now = self._clock()
@@ -82,7 +83,7 @@ class Guard:
             if shows:
                 self._logged[part] = now
         if shows:
-            logger.error("%s failed; texts go on", part, exc_info=error)
+            logger.error("bookkeeping part %r failed; generation is not affected", part, exc_info=error)
 
     def switch_off(self, part: Part) -> None:
         """Switch a part off until a restart."""
@@ -90,4 +91,4 @@ class Guard:
             is_new = part not in self._off
             self._off.setdefault(part, self._now())
         if is_new:
-            logger.error("%s is switched off until a restart; texts go on", part)
+            logger.error("bookkeeping part %r is switched off until a restart; generation is not affected", part)

@@ -1,4 +1,4 @@
-"""Tables of the metrics of learning: of events as they happen, and of the status at each scrape."""
+"""Tables of the learning metrics: EVENTS is updated by each learning event, ADAPTATION by the status at each scrape."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from adaptation.records import (
 )
 from service.observability.metric_tables import Counter, Gauge, Table, histogram
 
-OTHER: Final = "other"  # label of reasons that are sentences, which the log has
+OTHER: Final = "other"  # label of reasons that are free text; the log holds the text
 
 
 def _words(literal: Any, *but: str) -> tuple[str, ...]:
-    """Values of a Literal, without some of them."""
+    """Values of a Literal type, except those in `but`."""
     return tuple(word for word in get_args(literal) if word not in but)
 
 
@@ -43,7 +43,7 @@ EVENT_REASONS: Final[Mapping[EventKind, tuple[str, ...]]] = {
 
 
 def label_of(kind: EventKind, reason: str) -> str:
-    """The label of an event's reason: the word before its details, if it is a known one."""
+    """Metric label of an event's reason: the word before the colon if EVENT_REASONS has it, else OTHER."""
     word = reason.partition(":")[0]
     return word if word in EVENT_REASONS[kind] else OTHER
 
@@ -55,7 +55,7 @@ _UPDATE_ENDS: Final[frozenset[EventKind]] = frozenset({"published", "refused", "
 
 
 def _finite(event: Event, names: Mapping[str, str]) -> dict[str, float]:
-    """The finite numbers of an event, by label; `names`: of the numbers, by label."""
+    """Finite numbers of an event by label; `names` maps each label to the number's name in the event."""
     found = {label: event.numbers.get(name, math.nan) for label, name in names.items()}
     return {label: value for label, value in found.items() if math.isfinite(value)}
 
@@ -87,7 +87,7 @@ EVENTS: Final[Table[Event]] = (
     ),
 )
 
-# The status, read at each scrape.
+# Metrics of the learning status, which is read at each scrape.
 
 ARMS: Final = ("head", "full")
 DECISIONS: Final = (
@@ -125,23 +125,23 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     ),
     Gauge(
         "adaptation_wanted_positions",
-        "Positions that the next solution needs; 0: none follows.",
+        "Positions needed for the next solution of the first drafter; 0 if no further one is planned.",
         lambda s: s.wanted_positions,
     ),
     Gauge("adaptation_paused", "1 while an operator has paused learning.", lambda s: s.paused),
     Gauge(
         "adaptation_balance_seconds",
-        "Serving time that learning may still take; NaN: not counted.",
+        "Serving time that learning may still take; absent if it is not counted.",
         lambda s: math.nan if s.balance_seconds is None else s.balance_seconds,
     ),
     Gauge("adaptation_validation_texts", "Texts in the validation set.", lambda s: s.validation_texts),
     Gauge(
         "adaptation_kl_to_anchor",
-        "KL divergence of the serving drafter from the deployed one; NaN: not measured yet.",
+        "KL divergence of the serving drafter from the deployed one; absent until it is measured.",
         lambda s: math.nan if s.kl_to_anchor is None else s.kl_to_anchor,
     ),
     Gauge("adaptation_arm_value{arm}", "Gain of throughput per signal.", lambda s: s.values, ARMS),
-    Gauge("adaptation_waiting_samples{arm}", "Training samples in a buffer.", lambda s: s.waiting, ARMS),
+    Gauge("adaptation_waiting_samples{arm}", "Training samples waiting in the buffer.", lambda s: s.waiting, ARMS),
     Counter("adaptation_queries", "Finished queries observed by the learner.", lambda s: s.queries_observed),
     Counter("adaptation_queries_dropped", "Finished queries dropped unobserved.", lambda s: s.queries_dropped),
     Counter("adaptation_samples_dropped", "Training samples dropped from a full buffer.", lambda s: s.samples_dropped),
@@ -152,7 +152,7 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
         EXCLUDED,
     ),
     Counter("adaptation_decisions{choice,reason}", "Decisions of the policy.", lambda s: s.decisions, DECISIONS),
-    Counter("adaptation_updates{arm}", "Updates computed to their end.", lambda s: s.updates, ARMS),
+    Counter("adaptation_updates{arm}", "Updates that were computed to the end.", lambda s: s.updates, ARMS),
     Counter("adaptation_publishes", "Updates published to serving.", lambda s: s.publishes),
     Counter("adaptation_refusals", "Updates refused by the gate.", lambda s: s.refusals),
     Counter("adaptation_discards", "Updates that could not be computed.", lambda s: s.discards),
@@ -163,12 +163,14 @@ ADAPTATION: Final[Table[AdaptationStatus]] = (
     Gauge("replica_connected", "1 while the store of the replicas answers.", lambda s: s.replicas.connected),
     Gauge(
         "replica_role{role}",
-        "1 for the role of this replica; alone: no other can be reached.",
+        "1 for the role of this replica; alone: no other replica can be reached.",
         lambda s: {s.replicas.role: 1.0},
         ROLES,
     ),
     Gauge("replica_epoch", "Epoch of the leader whose version is served.", lambda s: s.replicas.epoch),
     Counter("replica_connections_lost", "Lost connections to the store.", lambda s: s.replicas.connections_lost),
     Counter("replica_queries{fate}", "Queries sent to the leader, by fate.", lambda s: s.replicas.queries, QUERY_FATES),
-    Counter("replica_versions{fate}", "Versions for replicas, by fate.", lambda s: s.replicas.versions, VERSION_FATES),
+    Counter(
+        "replica_versions{fate}", "Drafter versions shared, by fate.", lambda s: s.replicas.versions, VERSION_FATES
+    ),
 )

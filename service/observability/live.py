@@ -1,5 +1,5 @@
-"""The live state of the server: the last second, and the last minutes. The threads of engine and learning append plain
-records without waiting; these are summed once per second for all readers."""
+"""Data of the live page: the state over the last second, and its history over the last minutes. Engine and learning
+threads append plain records without blocking; `tick` sums them once per second for all readers."""
 
 import time
 from collections import Counter, deque
@@ -13,10 +13,10 @@ from service.engine.stats import FinishStats, LoadStats, StepStats
 from service.observability.guard import Guard
 from service.observability.learning_tables import label_of
 
-KEPT_MOMENTS: Final = 300
+KEPT_MOMENTS: Final = 300  # intervals between ticks
 _KEPT_EVENTS: Final = 20
-_KEPT_SPANS: Final = 240  # spans that the time since the start is divided into
-_MAX_PENDING: Final = 65_536  # most records that wait to be summed; beyond, the oldest are dropped
+_KEPT_SPANS: Final = 240  # most spans that the time since the start is divided into
+_MAX_PENDING: Final = 65_536  # most records that wait for the next tick; beyond it, the oldest are dropped
 
 Record = TypeVar("Record")
 Json = dict[str, Any]
@@ -25,7 +25,8 @@ _CHARTED: Final = ("unix_seconds", "tokens_per_second", "tau", "budget", "accept
 
 
 class Live:
-    """Collects records from any thread without locks; only one reader calls `tick` and `past`."""
+    """Collects records from any thread without locks, and sums them for the live page. Only one thread calls `tick` and
+    `past`."""
 
     def __init__(self, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -57,7 +58,7 @@ class Live:
         self._finished.append(stats)
 
     def observe_event(self, event: Event) -> None:
-        """Record an event of learning. Its reason is the metrics' label, because sentences may name files."""
+        """Record a learning event. Its reason is reduced to the metric label, because free text may name files."""
         fields = {"kind": event.kind, "reason": label_of(event.kind, event.reason), "version": event.version}
         self._happened.append({"unix_seconds": self._now(), **fields, "numbers": dict(event.numbers)})
 
@@ -71,7 +72,7 @@ class Live:
         return not (self._steps or self._happened)
 
     def tick(self) -> Json:
-        """The moment since the last tick, usually a second, as the feed sends it."""
+        """Sum the records since the last tick (usually a second), and return the sums as the feed's JSON object."""
         now, last = self._clock(), self._ticked
         self._ticked, seconds = now, now - last
         steps, events = _taken(self._steps), _taken(self._happened)
@@ -80,17 +81,17 @@ class Live:
             sources.update(step.accepted_by_source)
             self._memory = step.memory
         moment: Json = {
-            "unix_seconds": self._now(),  # end of the moment
+            "unix_seconds": self._now(),  # end of the interval
             "seconds": seconds,
             "tokens_per_second": _rate(sum(step.emitted_tokens for step in steps), seconds),
             "prompt_tokens_per_second": _rate(sum(step.prompt_tokens for step in steps), seconds),
             "tau": _tau(steps),
             "against_plain": compared(steps),
-            "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean of the steps
+            "budget": sum(step.drafted_nodes for step in steps) / len(steps) if steps else None,  # mean per step
             "budget_reason": Counter(step.budget_reason for step in steps).most_common(1)[0][0] if steps else None,
-            "drafting": steps[-1].drafting if steps else None,  # None: no step, or a fixed budget
+            "drafting": steps[-1].drafting if steps else None,  # None without a step, or with a fixed budget
             "accepted_by_source": sources,
-            "memory": self._memory,  # after the last step; None: the drafter has no memory
+            "memory": self._memory,  # after the last step; None if the drafter has no memory
             "phase_seconds": {
                 "draft": sum(step.draft_seconds for step in steps),
                 "verify": sum(step.verify_seconds for step in steps),
@@ -100,9 +101,9 @@ class Live:
             "running": self._load.num_running,
             "waiting": self._load.num_waiting,
             "slots_used_share": _rate(self._load.slots_used, self._load.slots_total),
-            "learning": self._learning,  # the last status, without events; None: learning is off
+            "learning": self._learning,  # the last status, without events; None if learning is off
             "events": events,
-            "switched_off": self.guard.switched_off,  # parts of the bookkeeping, and since when
+            "switched_off": self.guard.switched_off,  # Unix seconds by bookkeeping part
         }
         point = {name: moment[name] for name in _CHARTED}
         learning = self._learning
@@ -114,7 +115,7 @@ class Live:
         return moment
 
     def past(self) -> Json:
-        """The data of charts over the last minutes and since start, oldest first."""
+        """Data of the charts, oldest first: points and events of the last minutes, and spans since the start."""
         return {
             **{name: list(kept) for name, kept in self._past.items()},
             "since_start": list(self._since_start.spans),
@@ -122,23 +123,24 @@ class Live:
 
 
 class Decoded(NamedTuple):
-    """Generated tokens, the seconds of their steps, and the seconds that plain decoding would have taken."""
+    """Tokens generated in a span, the seconds of their steps, and the seconds that plain decoding would have taken."""
 
     tokens: int
     seconds: float
     plain_seconds: float
-    version: int | None  # drafter version at the end; None: learning is off
+    version: int | None  # drafter version at the end; None if learning is off
 
 
 class SinceStart:
-    """Tokens generated since the start, in a bounded number of equally long spans."""
+    """History of decoding since the start, as a bounded number of spans; their length doubles when there are too
+    many."""
 
     def __init__(self) -> None:
         self.spans: list[Decoded] = []
         self._longest = 1.0  # length of a span in seconds
 
     def add(self, new: Decoded) -> None:
-        """Append the tokens generated since the last call."""
+        """Add what was decoded since the last call."""
         self._append(new)
         if len(self.spans) > _KEPT_SPANS:
             self._longest *= 2
@@ -155,7 +157,8 @@ class SinceStart:
 
 
 def compared(steps: Sequence[StepStats]) -> Json | None:
-    """Steps against plain decoding at the measured cost of its steps; None: that was not measured in any of them."""
+    """Compare steps with plain decoding at its measured cost: tokens, seconds, and seconds that plain decoding would
+    have taken. Returns None if no step has an estimate of the time it saved."""
     timed = [
         (step.emitted_tokens, step.seconds, step.saved_seconds) for step in steps if step.saved_seconds is not None
     ]
@@ -166,12 +169,12 @@ def compared(steps: Sequence[StepStats]) -> Json | None:
 
 
 def _taken(waiting: deque[Record]) -> list[Record]:
-    """Remove and return all present records; other threads may append more meanwhile."""
+    """Remove and return the records that are waiting now; other threads may append meanwhile."""
     return [waiting.popleft() for _ in range(len(waiting))]
 
 
 def _tau(steps: Sequence[StepStats]) -> float | None:
-    """Mean acceptance length; None: nothing was verified. Each gap after a sequence's first token is a verification."""
+    """Mean acceptance length; None if nothing was verified. Each inter-token gap of a sequence is one verify."""
     verifies = sum(len(step.itl_seconds) for step in steps)
     return 1 + sum(step.accepted_tokens for step in steps) / verifies if verifies else None
 

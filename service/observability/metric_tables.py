@@ -1,8 +1,8 @@
 """Tables of the exported metrics: names, help texts, labels, buckets, and how each value is read from a record. This
-module has the tables of serving, `learning_tables` the tables of learning; `metrics` collects both.
+module holds the serving tables, `learning_tables` the learning tables; `metrics` exports both.
 
-Names have no prefix, and counters no `_total`. Where vLLM has the same metric, name and unit are vLLM's. Label sets are
-written out, because they must be closed and the modules that produce their values need torch.
+Names have no prefix, and counters no `_total`. Where vLLM has the same metric, name and unit are vLLM's. Label values
+are listed here, because they must be known in advance and the modules that produce them import torch.
 """
 
 from bisect import bisect_left
@@ -21,8 +21,11 @@ Record = TypeVar("Record", contravariant=True)
 # No slots: calling a generic alias of a frozen class with slots fails on Python 3.11.
 @dataclass(frozen=True)
 class Row(Generic[Record]):
-    """A metric `name{label}` and the function that reads it from a record: one number, or numbers by key; None leaves
-    the metric unchanged. A key is the label's value, or two values joined by `:`; `keys` lists all of them."""
+    """A metric with the signature `name{label}`, and the function that reads it from a record.
+
+    `read` returns one number, numbers by key, or None, which leaves the metric unchanged. A key is the label's value,
+    or two labels' values joined by `:`; `keys` lists all of them.
+    """
 
     signature: str
     text: str
@@ -31,31 +34,31 @@ class Row(Generic[Record]):
 
     @property
     def name(self) -> str:
-        """The name without labels."""
+        """Name of the metric, without prefix and labels."""
         return self.signature.partition("{")[0]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the labels."""
+        """Names of the labels."""
         _, _, labels = self.signature.rstrip("}").partition("{")
         return tuple(labels.split(",")) if labels else ()
 
     def values(self, record: Record) -> Mapping[str, float]:
-        """The numbers of a record, by key."""
+        """Read a record's numbers by key; a metric without labels has the key ""; empty if there is nothing to set."""
         found = self.read(record)
         return found if isinstance(found, Mapping) else {} if found is None else {"": found}
 
 
 class Gauge(Row[Record]):
-    """A metric whose value is the last number."""
+    """A metric whose value is the last number that was read."""
 
 
 class Counter(Row[Record]):
-    """A metric whose value is the sum of all numbers."""
+    """A metric whose value is the sum of all numbers that were read."""
 
 
 class Histogram(Row[Record]):
-    """A histogram; its keys are the upper bounds of buckets, not cumulative, and `sum`."""
+    """A histogram. Its keys are the upper bounds of its buckets, whose counts are not cumulative, and `sum`."""
 
 
 Table = Sequence[Row[Record]]
@@ -64,7 +67,7 @@ Table = Sequence[Row[Record]]
 def histogram(
     name: str, text: str, buckets: Sequence[float], read: Callable[[Record], Iterable[float]]
 ) -> Histogram[Record]:
-    """A histogram with these bucket bounds; `read`: the observed values of a record."""
+    """Build a histogram with these bucket bounds; `read` returns the values to observe in a record."""
     bounds = (*(str(float(bound)) for bound in buckets), "+Inf")
 
     def counts(record: Record) -> Mapping[str, float]:
@@ -77,18 +80,18 @@ def histogram(
     return Histogram(name, text, counts, (*bounds, "sum"))
 
 
-# Serving.
+# Labels and buckets of the serving metrics.
 
 ACCEPTED_BY_SOURCE: Final = "accepted_tokens_by_source"
-"""Its keys are the names of the drafter's sources."""
+"""Metric whose label values (the drafter's sources) are known only once the drafter is loaded."""
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 PHASES: Final = ("draft", "verify", "other")
 SIZES: Final = ("1", "2", "4", "8", "16", "32", "64")
-"""Batch sizes: each stands for sizes up to twice as large, the last one for all larger ones."""
+"""Lower bounds of batch-size buckets; each bucket ends before the next bound, the last one is unbounded."""
 RANKS: Final = ("1", "2-4", "5-10")
-"""The classes of the rank head that have candidates; the fourth one has none."""
+"""Rank ranges of the rank head's classes that have candidates; its fourth class (beyond rank 10) has none."""
 CONTEXTS: Final = ("1", "2", "4", "8")
-"""Lengths of the contexts in the memory, in tokens."""
+"""Lengths in tokens of the contexts that the memory counts."""
 
 _LATENCY: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -97,23 +100,24 @@ _ERROR: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """The state of the server process at a scrape."""
+    """State of the server process at a scrape: readiness, requests, failures of bookkeeping."""
 
     ready: bool
     requests_in_flight: int  # requests accepted and not completed
     requests_refused: int  # total of requests refused because the queue was full
-    requests_limited: Mapping[str, float]  # totals by `limit:name of the key`
+    requests_limited: Mapping[str, float]  # totals by `LIMIT:NAME` of the limit and the API key
     loop_lag_seconds: float
     internal_errors: Mapping[str, float]  # totals by part
     switched_off: Mapping[str, float]  # Unix seconds of the switch-off, by part
 
 
 LIMITS: Final = ("requests", "tokens", "concurrency", "budget")
-"""The limits of a key."""
+"""The kinds of limits that an API key can have."""
 
 
 def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
-    """Metrics of the server process. API keys without a name are counted under an empty one."""
+    """Build the metrics of the server process; `key_names`: names of API keys. Keys without a name share the label
+    ""."""
     return (
         Gauge("ready", "1 if the server accepts requests.", lambda s: s.ready),
         Gauge("requests_in_flight", "Requests accepted and not finished.", lambda s: s.requests_in_flight),
@@ -123,26 +127,26 @@ def server_table(key_names: tuple[str, ...]) -> Table[ServerStatus]:
         ),
         Counter(
             "requests_limited{reason,key}",
-            "Requests refused by a limit of their key.",
+            "Requests refused by a limit of their API key.",
             lambda s: s.requests_limited,
             tuple(f"{limit}:{name}" for limit in LIMITS for name in ("", *key_names)),
         ),
         Counter(
             "internal_errors{part}",
-            "Exceptions in what only keeps books, by part; texts go on.",
+            "Exceptions in bookkeeping, by part; generation is not affected.",
             lambda s: s.internal_errors,
             PARTS,
         ),
         Gauge(
             "switched_off{part}",
-            "1 for a part that is off until a restart, after three exceptions in a row.",
+            "1 for a bookkeeping part that is off until a restart, after three exceptions in a row.",
             lambda s: dict.fromkeys(s.switched_off, 1.0),
             PARTS,
         ),
     )
 
 
-# LOAD, FINISH and `vllm_step_table` hold all metrics that vLLM has too.
+# LOAD, FINISH and `vllm_step_table` hold the metrics that are also exported under vLLM's names.
 
 LOAD: Final[Table[LoadStats]] = (
     Gauge("num_requests_running", "Sequences being generated.", lambda s: s.num_running),
@@ -174,7 +178,7 @@ FINISH: Final[Table[FinishStats]] = (
 
 
 def vllm_step_table(max_depth: int) -> Table[StepStats]:
-    """Metrics of a step that vLLM has too."""
+    """Build the step metrics that are also exported under vLLM's names; `max_depth`: deepest draft position."""
     return (
         Counter("prompt_tokens", "Prompt tokens prefilled.", lambda s: s.prompt_tokens),
         Counter("generation_tokens", "Tokens generated.", lambda s: s.emitted_tokens),
@@ -206,18 +210,18 @@ DRAFTING: Final[Table[DraftingOutlook]] = (
     ),
     Gauge(
         "drafting_gain_deviation_steps{sequences}",
-        "Standard deviation of that estimate.",
+        "Standard deviation of the estimated gain of drafting.",
         lambda d: {_size(d): d.gain_sd},
         SIZES,
     ),
     Gauge("drafting_balance_seconds", "Seconds drafting may lose before it is suspended.", lambda d: d.balance_seconds),
     Gauge("drafting_lost_seconds", "Seconds lost in steps with drafts, since the start.", lambda d: d.lost_seconds),
 )
-"""The cost budget's estimate of the gain of drafting; all stay at 0 with a fixed budget."""
+"""The cost budget's estimate of the gain of drafting; these metrics stay at 0 with a fixed budget."""
 
 
 def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
-    """The other metrics of a step: drafting, acceptance, and the budget with its reason."""
+    """Build the step metrics that only this server has: drafting, acceptance, and the budget with its reason."""
     return (
         Counter("engine_steps", "Engine steps.", lambda s: 1),
         Counter("preemptions", "Sequences preempted for want of slots.", lambda s: s.preemptions),
@@ -229,7 +233,7 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
         ),
         Counter(
             ACCEPTED_BY_SOURCE + "{source}",
-            "Draft tokens accepted, by their drafter.",
+            "Draft tokens accepted, by source of the draft.",
             lambda s: s.accepted_by_source,
             (),
         ),
@@ -240,9 +244,9 @@ def step_table(budget_reasons: tuple[str, ...]) -> Table[StepStats]:
             lambda s: s.accepted_per_sequence,
         ),
         Counter("drafted_blocks", "Blocks drafted by a trained drafter.", lambda s: s.drafted_blocks),
-        Counter("verify_rows", "Rows of the target's forwards: prompts, roots and nodes.", lambda s: s.verify_rows),
+        Counter("verify_rows", "Rows of the target's forwards: prompts, roots, nodes.", lambda s: s.verify_rows),
         Counter("verify_rows_wasted", "Draft nodes rejected.", lambda s: s.drafted_nodes - s.accepted_tokens),
-        Gauge("survival_calibration_error", "Calibration error of survival, 0 to 1.", lambda s: s.survival_error),
+        Gauge("survival_calibration_error", "Calibration error of survival (0 to 1).", lambda s: s.survival_error),
         Gauge(
             "rank_head_predicted_tokens{rank}",
             "Predicted accepted tokens of recent candidates.",
@@ -262,12 +266,12 @@ MEMORY: Final[Table[MemoryCounts]] = (
     Counter("memory_remembered_tokens", "Tokens of answers remembered.", lambda m: m.remembered_tokens),
     Counter(
         "memory_known_tokens{context}",
-        "Generated tokens that past answers had seen, by the longest context in tokens.",
+        "Generated tokens that remembered answers had after the same context, by its length in tokens.",
         lambda m: dict(zip(CONTEXTS, m.known_tokens, strict=True)),
         CONTEXTS,
     ),
     Gauge("memory_bytes", "Memory set aside for past answers.", lambda m: m.reserved_bytes),
-    Gauge("memory_usage_ratio", "Share of it in use, 0 to 1, by a sample.", lambda m: m.used_share),
+    Gauge("memory_usage_ratio", "Share of that memory in use (0 to 1), estimated.", lambda m: m.used_share),
     Counter("memory_evicted_scopes", "Scopes evicted from past answers.", lambda m: m.evicted_scopes),
     Counter("memory_forgotten_shares", "Shares of past answers emptied on request.", lambda m: m.forgotten_shares),
 )
@@ -280,7 +284,7 @@ def _accepted_per_position(stats: StepStats) -> dict[str, float]:
 
 
 def cost_errors(stats: StepStats) -> tuple[float, ...]:
-    """|predicted / measured - 1| of a verify; none where its seconds were not predicted."""
+    """|predicted / measured - 1| of the seconds of a step's verify; empty if they were not predicted."""
     if stats.predicted_verify_seconds is None or stats.verify_seconds <= 0:
         return ()
     return (abs(stats.predicted_verify_seconds / stats.verify_seconds - 1),)

@@ -1,5 +1,5 @@
-"""Prometheus metrics, collected from plain records. The only module that imports prometheus_client. All label sets are
-closed, and every series exists from the start, so that a rate over a quiet hour is zero and not missing."""
+"""Prometheus metrics, collected from plain records. The only module that imports prometheus_client. All label values
+are known in advance, and every series exists from the start: a rate over a quiet hour is zero and not missing."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ VLLM_PREFIX: Final = "vllm:"
 
 
 class Metrics(Collector):
-    """All metrics of a server. Safe to call from any thread."""
+    """Holds all metrics of a server, updates them from records, and renders them for scrapes. Thread-safe."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Metrics(Collector):
         model: str,
         key_names: tuple[str, ...] = (),
     ) -> None:
-        """`model`: label of the metrics under vLLM's names, which other tools read. `key_names`: names of API keys."""
+        """`model`: label of the metrics under vLLM's names; `key_names`: names of API keys, as label values."""
         shared = vllm_step_table(max_depth)
         self._steps = (*shared, *step_table(budget_reasons))
         self._server = server_table(key_names)
@@ -68,7 +68,7 @@ class Metrics(Collector):
         self._lock = Lock()
 
     def credit(self, sources: Iterable[str]) -> None:
-        """Declare the drafter's sources, which are known once it is loaded."""
+        """Create the series of the drafter's sources, which are known once the drafter is loaded."""
         with self._lock:
             self._values[ACCEPTED_BY_SOURCE] |= dict.fromkeys(sources, 0.0)
 
@@ -101,13 +101,13 @@ class Metrics(Collector):
         self._set(self._server, status)
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics page and its content type."""
+        """Render the metrics page; returns its body and content type."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, as prometheus_client reads them."""
+        """Return all metrics as prometheus_client's metric families."""
         with self._lock:
             return [_family(row, self._values[row.name], prefix, labels) for row, prefix, labels in self._shown]
 
@@ -120,7 +120,7 @@ class Metrics(Collector):
                     values[key] = value if isinstance(row, Gauge) else values[key] + value
 
     def _set(self, table: Table[Record], record: Record) -> None:
-        """Set all values from a record that holds totals; those it lacks become zero."""
+        """Set all values from a record that holds totals; a key that the record lacks becomes zero."""
         with self._lock:
             for row in table:
                 found = row.values(record)
@@ -128,7 +128,7 @@ class Metrics(Collector):
 
 
 def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Mapping[str, str]) -> Metric:
-    """A metric with all its series; the `common` labels precede its own."""
+    """Build a metric family with all series of a row; the `common` labels precede the row's own."""
     name, fixed = prefix + row.name, tuple(common.values())
     if isinstance(row, Histogram):
         *counts, total = values.values()
@@ -139,6 +139,6 @@ def _family(row: Row[Any], values: Mapping[str, float], prefix: str, common: Map
     family = family_of(name, row.text, labels=(*common, *row.labels))
     for key, value in values.items():
         if math.isnan(value):
-            continue  # unknown so far: scrapers warn of a NaN sample and drop it
+            continue  # not known yet; scrapers would warn of a NaN sample and drop it
         family.add_metric((*fixed, *key.split(":")) if row.labels else fixed, value)
     return family

@@ -1,8 +1,8 @@
-"""Past answers in a file, kept over restarts.
+"""Persistence of past answers in a file, so that they survive restarts. Layout of the file:
 
-    header (a line of JSON) | per scope: a line of JSON, weights, squares, entries | keyed hash of all before
+    header (a line of JSON) | per scope: a line of JSON, weights, squares, entries | keyed hash of everything before it
 
-The key of its hash is in the file FILE.key. One process at a time has a file; another one waits for it.
+The key of this hash is in the file FILE.key. One process at a time owns a file; any other waits until it is released.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ _Result = TypeVar("_Result")
 _FORMAT = 1
 _KEY_BYTES = 32
 _HASH_BYTES = 32
-_PIECE = 1 << 17  # words: one MiB, which the engine's thread copies within a tenth of a step
-_LONGEST_LINE = 1 << 16
+_PIECE = 1 << 17  # 8-byte words copied at a time: one MiB, which the engine's thread copies within a tenth of a step
+_LONGEST_LINE = 1 << 16  # bytes
 _BYTES_PER_SECOND = 1 << 20
 """Average rate of writing: the default memory once per minute. 86 GiB per day are a third of what a disk of 1 TB is
 specified for, and a hundredth of the time of a disk with 100 MiB/s."""
@@ -48,12 +48,12 @@ _WEIGHTS_SHAPE = (WEIGHT_SETS, FEATURES)
 
 
 def key_path(file: Path) -> Path:
-    """Path of the key of a file of past answers. Its lock covers both files."""
+    """Path of the key file that belongs to a file of past answers. A lock on the key file covers both files."""
     return file.with_name(f"{file.name}.key")
 
 
 def key_beside(file: Path) -> bytes:
-    """The key of a file of past answers, which is created if it is missing. Raises StartupError."""
+    """Read the key of a file of past answers; the key is created if it is missing. Raises StartupError."""
     path = key_path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,16 +61,16 @@ def key_beside(file: Path) -> bytes:
             _create_key(path)
         key = path.read_bytes()
     except OSError as error:
-        raise StartupError(f"memory_file: its key {path} cannot be read: {error}") from error
+        raise StartupError(f"memory_file: the key {path} cannot be read or created: {error}") from error
     if len(key) != _KEY_BYTES:
         raise StartupError(
-            f"memory_file: {path} does not hold a key of {_KEY_BYTES} bytes: remove it and the file of past answers"
+            f"memory_file: {path} does not hold a key of {_KEY_BYTES} bytes; remove it and the file of past answers"
         )
     return key
 
 
 def _create_key(path: Path) -> None:
-    """Write a new key, unless another process was first. Raises OSError."""
+    """Write a new key, unless another process has written one. Raises OSError."""
     with os.fdopen(lock(path, waits=True), "r+b") as file:
         if not file.read():
             file.write(secrets.token_bytes(_KEY_BYTES))
@@ -79,7 +79,7 @@ def _create_key(path: Path) -> None:
 
 
 class AnswersFile:
-    """The format of a file of past answers: writes it, checks it and reads it."""
+    """Writes, verifies and reads a file of past answers; knows its format, but not when it is written."""
 
     def __init__(self, path: Path, drafter: MemoryDrafter, *, tokenizer: str, names: bytes) -> None:
         self.path = path
@@ -90,7 +90,8 @@ class AnswersFile:
         self._header = {"format": _FORMAT, "tokenizer": tokenizer, "sizes": sizes, "names": named}
 
     def write(self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None) -> int:
-        """Replace the file; returns its size in bytes. Raises OSError, and CancelledError when `stopping` is set."""
+        """Replace the file atomically; returns its size in bytes. A scope that is evicted or forgotten meanwhile is
+        left out. Raises OSError, and CancelledError when `stopping` is set."""
         with replacing(self.path) as unfinished, create_private(unfinished) as file:
             file.write(self._put(file, past, stopping))
             return file.tell()
@@ -118,7 +119,8 @@ class AnswersFile:
         return mac.digest()
 
     def check(self, file: BinaryIO) -> int:
-        """Check a file and move to its first scope; returns where the scopes end. Raises ValueError."""
+        """Verify header and hash of a file, and seek to its first scope. Returns the byte offset at which the scopes
+        end. Raises ValueError."""
         end = file.seek(0, os.SEEK_END) - _HASH_BYTES
         file.seek(0)
         first = file.readline(_LONGEST_LINE)
@@ -141,8 +143,9 @@ class AnswersFile:
         return end
 
     def read_scope(self, file: BinaryIO) -> tuple[str, Tensor, Tensor, Iterator[tuple[int, Tensor]]]:
-        """The next scope: its name, weights and squares [KINDS, FEATURES], and an iterator over its entries, which must
-        be exhausted: the number of the first bucket, and the buckets [buckets, WAYS]."""
+        """Read the next scope: its name, weights and squares [WEIGHT_SETS, FEATURES], and an iterator over its entries.
+        The iterator yields the index of the first bucket and the buckets [buckets, WAYS]; exhaust it before the next
+        call."""
         scope: str = json.loads(file.readline(_LONGEST_LINE))["scope"]
         weights, squares = (_tensor(file, torch.float32, WEIGHT_SETS * FEATURES).view(_WEIGHTS_SHAPE) for _ in range(2))
         return scope, weights, squares, self._entries(file)
@@ -157,23 +160,23 @@ class AnswersFile:
 
 
 class MemoryFile:
-    """Keeps a drafter's past answers in a file; a listener of the drafter.
+    """Saves a drafter's past answers to a file regularly, and restores them at start; a listener of the drafter.
 
-    Its thread copies entries while steps write them. Each 8-byte word is valid by itself (kernels/memory.py), so a copy
-    may mix words from before and after a step. A share that is reused meanwhile, perhaps for another scope, is left
-    out.
+    The saving thread copies entries while steps write them. Each 8-byte word is valid by itself (kernels/memory.py), so
+    a copy may mix words from before and after a step. A share that is reused during the copy, perhaps for another
+    scope, is left out.
     """
 
     def __init__(
         self, path: Path, drafter: MemoryDrafter, engine: EngineThread, *, tokenizer: str, names: bytes
     ) -> None:
-        """`tokenizer`: a hash of the vocabulary; `names`: the key that hashes scopes. Raises StartupError."""
+        """`tokenizer`: hash of the vocabulary; `names`: key of the hash that replaces scopes. Raises StartupError."""
         self._file = AnswersFile(path, drafter, tokenizer=tokenizer, names=names)
         self._drafter, self._engine = drafter, engine
         self._pause = _LEAST_PAUSE_SECONDS
         self._has_new, self._stopping = False, threading.Event()
-        self._at_once = threading.Event()  # answers were forgotten, or the server stops
-        self._forgotten: list[str | None] = []  # scopes, until the file has been read; None: all
+        self._at_once = threading.Event()  # set when answers are forgotten, or when the server stops
+        self._forgotten: list[str | None] = []  # scopes forgotten since the last write; None stands for all scopes
         self._is_ours = self._is_read = self._write_failed = False
         self._thread = threading.Thread(target=self._run, name="memory file", daemon=True)
         drafter.past.listeners.append(self)
@@ -188,7 +191,7 @@ class MemoryFile:
         self._thread.start()
 
     def finish(self) -> None:
-        """Write the file a last time; called after the engine's last step."""
+        """Stop the thread and write the file a last time. Call it after the engine's last step."""
         self._stopping.set()
         self._at_once.set()
         self._thread.join()
@@ -199,11 +202,11 @@ class MemoryFile:
             self._remove()
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """Schedule a write after the present pause."""
+        """Note that there are new answers, which the next regular write saves."""
         self._has_new = True
 
     def forgot(self, scope: str | None) -> None:
-        """Schedule a write at once, without the forgotten answers."""
+        """Trigger a write without the forgotten answers. Where writing is switched off, the file is removed instead."""
         self._forgotten.append(scope)
         self._at_once.set()
         if self._is_ours and self._engine.guard.is_off("memory_file"):
@@ -223,25 +226,26 @@ class MemoryFile:
         except CancelledError:
             return
         except Exception as error:
-            logger.error("past answers in %s cannot be read, and new ones are not saved: %s", self.path, error)
+            logger.error("past answers in %s cannot be read; new answers will not be saved: %s", self.path, error)
             guard.count("memory_file", error)
             guard.switch_off("memory_file")
 
     def _lock(self) -> int:
-        """Wait until no other process has the file, such as the one that this one replaces. # -> a descriptor"""
+        """Lock the file for this process, and return the lock's descriptor. Waits while another process holds it, such
+        as the server that this one replaces. Raises CancelledError when the server stops."""
         waits = False
         while True:
             try:
                 return lock(key_path(self.path))
             except BlockingIOError:
                 if not waits:
-                    logger.warning("past answers in %s are kept by another process: waiting for its end", self.path)
+                    logger.warning("past answers in %s are in use by another process; waiting until it ends", self.path)
                 waits = True
             if self._stopping.wait(_LEAST_PAUSE_SECONDS):
                 raise CancelledError
 
     def _keep(self) -> None:
-        """Wait until there are changes, and write them, unless the server stops."""
+        """Wait for the pause, or until answers are forgotten, and write the file if there are changes."""
         self._at_once.wait(self._pause)
         forgot = self._at_once.is_set()
         if self._stopping.is_set() or not (forgot or self._has_new):
@@ -255,7 +259,8 @@ class MemoryFile:
     def _write(
         self, past: Iterable[ScopeAnswers], stopping: threading.Event | None = None, *, forgot: bool = False
     ) -> None:
-        """Replace the file. If that fails the old one stays, unless some of its answers were forgotten."""
+        """Replace the file. If that fails, the old file stays, or is removed if `forgot`, since it may still hold
+        forgotten answers."""
         try:
             self._pause = max(_LEAST_PAUSE_SECONDS, self._file.write(past, stopping) / _BYTES_PER_SECOND)
             self._write_failed = False
@@ -268,7 +273,7 @@ class MemoryFile:
             if not isinstance(error, OSError):
                 raise
             if not self._write_failed:
-                logger.error("past answers cannot be kept in %s; serving continues: %s", self.path, error)
+                logger.error("past answers cannot be saved to %s; serving continues: %s", self.path, error)
             self._write_failed = True
 
     def _remove(self) -> None:
@@ -276,7 +281,7 @@ class MemoryFile:
             self.path.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        """Fill unused shares from the file, one piece between two steps."""
+        """Restore the file's scopes to unused shares, one piece between two steps."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -288,7 +293,7 @@ class MemoryFile:
             except ValueError as error:
                 aside = self.path.with_name(f"{self.path.name}.set-aside")
                 self.path.replace(aside)
-                logger.warning("past answers in %s are not used: %s; the file is now %s", self.path, error, aside)
+                logger.warning("ignoring past answers in %s: %s; the file was renamed to %s", self.path, error, aside)
                 return
             count = 0
             while file.tell() < end:
@@ -296,7 +301,7 @@ class MemoryFile:
             logger.info("restored past answers of %d scopes in %.1f s", count, time.monotonic() - began)
 
     def _restore(self, scope: str, weights: Tensor, squares: Tensor, entries: Iterator[tuple[int, Tensor]]) -> bool:
-        """Restore one scope; returns whether there was a free share. # weights, squares [WEIGHT_SETS, FEATURES]"""
+        """Restore one scope; returns whether it got a share. # weights, squares [WEIGHT_SETS, FEATURES]"""
         past = self._between(partial(self._adopt, scope, weights, squares))
         for start, words in entries:
             if past is not None:
@@ -311,7 +316,7 @@ class MemoryFile:
         return past
 
     def _fill(self, past: ScopeAnswers, start: int, words: Tensor) -> None:
-        """Fill buckets that are still empty. # words [buckets, WAYS]"""
+        """Copy words to the buckets that are still empty. # words [buckets, WAYS]"""
         if self._drafter.past.is_current(past):
             buckets = past.entries[start : start + len(words)]
             is_empty = (buckets == 0).all(1, keepdim=True)

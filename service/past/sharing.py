@@ -1,7 +1,8 @@
-"""Past answers that replicas share through Redis, with or without learning.
+"""Exchange of past answers between replicas through Redis, with or without learning.
 
-Every replica adds its signed answers to one bounded stream per tokenizer, and reads the answers of others. Scopes are
-keyed hashes, equal in all replicas with the same secret. Without Redis only sharing stops.
+Every replica adds its signed answers to one bounded stream per tokenizer, and reads the other replicas' answers. Scopes
+are keyed hashes, equal in all replicas with the same secret. While Redis cannot be reached, replicas serve without
+sharing.
 """
 
 import logging
@@ -29,26 +30,26 @@ from service.errors import StartupError
 logger = logging.getLogger(__name__)
 
 _KEPT_ANSWERS = 8 * MAX_QUERIES
-"""Answers kept in the stream: some MiB, and as many as a busy server gives while another one loads its model."""
+"""Answers kept in the stream: a few MiB, and about as many as a busy replica gives while another loads its model."""
 _KEPT_SECONDS = 3600  # lifetime of the stream after the last answer
 _FIRST = "0-0"
-_READ_ANSWERS = 16  # entries read per command
+_READ_ANSWERS = 16  # entries read per Redis command
 _NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedAnswer:
-    """An entry of the stream: an answer, or a scope to forget."""
+    """An entry of the stream: an answer to add, or a request to forget a scope."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sender: str
     tokenizer: str  # hash of the vocabulary
-    scope: str | None  # None: all scopes are forgotten
+    scope: str | None  # None: forget all scopes
     tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_ANSWER_TOKENS + CONTEXT)] = (
         field(default_factory=list)
     )
-    # Number of tokens at the end that are the answer; 0: the scope is forgotten.
+    # Number of trailing tokens that are the answer; 0 in a request to forget.
     num_new: Annotated[int, Field(ge=0, le=MAX_ANSWER_TOKENS, strict=True)] = 0
 
 
@@ -56,16 +57,17 @@ _ANSWER = TypeAdapter(SharedAnswer)
 
 
 class AnswerStream:
-    """The stream in Redis: adds signed entries, and reads and checks all entries."""
+    """The stream in Redis: signs and adds this replica's entries, reads and verifies all replicas' entries."""
 
     def __init__(self, config: AdaptationConfig, *, tokenizer: str, vocab: int, from_start: bool) -> None:
-        """`from_start`: read the answers that are there already. Raises StartupError."""
+        """`vocab`: number of tokens; `from_start`: read existing entries too, not only later ones. Raises
+        StartupError."""
         assert config.redis_url is not None
         assert config.redis_secret is not None
         self._secret = config.redis_secret.get_secret_value().encode()
         self._tokenizer, self._vocab = tokenizer, vocab
-        self.sender = secrets.token_hex(8)  # unique to this start of this process
-        self.last: bytes | str = _FIRST if from_start else ""  # id of the last entry that was read; "": the newest
+        self.sender = secrets.token_hex(8)  # new at each start of a process
+        self.last: bytes | str = _FIRST if from_start else ""  # id of the last entry read; "": not determined yet
         try:
             url, timeout = config.redis_url.get_secret_value(), LEASE_SECONDS / 2
             self.store = RedisStore(url, f"adaptree:{tokenizer[:16]}", name=self.sender, timeout_seconds=timeout)
@@ -74,19 +76,19 @@ class AnswerStream:
         self._key = f"{self.store.prefix}:answers"
 
     def entry(self, scope: str | None, tokens: Sequence[int] = (), num_new: int = 0) -> SharedAnswer:
-        """An entry of this replica."""
+        """Build an entry with this replica as its sender; without tokens, it asks to forget the scope."""
         return SharedAnswer(
             sender=self.sender, tokenizer=self._tokenizer, scope=scope, tokens=list(tokens), num_new=num_new
         )
 
     def find_newest(self) -> None:
-        """Start reading after the newest entry, unless a start is set already. Raises StoreLost."""
+        """Set the position to read from to the newest entry, unless a position is set. Raises StoreLost."""
         if not self.last:
             newest = self.store.command("XREVRANGE", self._key, "+", "-", "COUNT", 1)
             self.last = newest[0][0] if newest else _FIRST
 
     def send(self, answer: SharedAnswer, *, alone: bool = False) -> None:
-        """Add an entry, and before that delete all others if it shall be `alone`. Raises StoreLost."""
+        """Sign and add an entry; `alone`: delete the stream first. Raises StoreLost."""
         if alone:
             self.store.command("DEL", self._key)
         data = sign("answer", answer, self._secret)
@@ -94,7 +96,7 @@ class AnswerStream:
         self.store.command("EXPIRE", self._key, _KEPT_SECONDS)
 
     def read(self) -> Iterator[object]:
-        """The unchecked contents of all further entries, each of which is read once. Raises StoreLost."""
+        """Yield the raw contents of the entries that have not been read yet. Raises StoreLost."""
         while found := self.store.command("XREAD", "COUNT", _READ_ANSWERS, "STREAMS", self._key, self.last):
             for _, entries in found:
                 for entry_id, fields in entries:
@@ -102,14 +104,14 @@ class AnswerStream:
                     yield dict(fields).get(b"answer")
 
     def check(self, raw: object) -> SharedAnswer:
-        """The entry with these contents. Raises Refused."""
+        """Verify and parse an entry's raw contents. Raises Refused."""
         if not isinstance(raw, bytes):
-            raise Refused("torn", "an entry without an answer")
+            raise Refused("torn", "the entry holds no answer")
         answer = verify_record("answer", _ANSWER, raw, self._secret)
         if answer.tokenizer != self._tokenizer:
-            raise Refused("foreign", "an answer of another tokenizer")
+            raise Refused("foreign", "the answer belongs to another tokenizer")
         if len(answer.tokens) < answer.num_new or max(answer.tokens, default=0) >= self._vocab:
-            raise Refused("misfit", "an answer with unknown tokens, or with fewer than it counts")
+            raise Refused("misfit", "the answer has tokens outside the vocabulary, or fewer tokens than it states")
         return answer
 
 
@@ -126,8 +128,8 @@ class SharedAnswers:
         vocab: int,
         knows_earlier: bool = False,
     ) -> None:
-        """`tokenizer`: a hash of the vocabulary; `vocab`: number of tokens; `knows_earlier`: a file has kept the
-        earlier answers. Raises StartupError."""
+        """`tokenizer`: hash of the vocabulary; `vocab`: number of tokens; `knows_earlier`: earlier answers are restored
+        from a file, so only new entries are read. Raises StartupError."""
         self.num_sent = self.num_added = self.num_refused = 0
         self._stream = AnswerStream(config, tokenizer=tokenizer, vocab=vocab, from_start=not knows_earlier)
         self._drafter, self._engine = drafter, engine
@@ -140,22 +142,22 @@ class SharedAnswers:
         drafter.past.listeners.append(self)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that sends and reads answers."""
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread; called after the engine's last step. Queued answers are not shared."""
+        """Stop the thread. Call it after the engine's last step. Answers still in the queue are dropped."""
         self._stopping.set()
         self._thread.join(LEASE_SECONDS)
 
     def answered(self, scope: str, tokens: Sequence[int], num_new: int) -> None:
-        """Queue an answer for sending; the oldest ones are dropped from a full queue. Never waits."""
+        """Queue an answer for sending; a full queue drops its oldest answer. Never blocks."""
         self._to_send.append(
             self._stream.entry(scope, tokens[-MAX_ANSWER_TOKENS - CONTEXT :], min(num_new, MAX_ANSWER_TOKENS))
         )
 
     def forgot(self, scope: str | None) -> None:
-        """Make all replicas forget a scope, or all scopes, and delete the stream."""
+        """Queue a request that all replicas forget a scope (None: all scopes); it replaces the stream's entries."""
         waiting = [answer for answer in list(self._to_send) if scope is not None and answer.scope != scope]
         self._to_send.clear()
         self._to_send.extend(waiting)
@@ -174,21 +176,21 @@ class SharedAnswers:
         return is_connected
 
     def _attempt(self) -> bool:
-        """Take one step. # -> whether the store is connected"""
+        """Send and read once. # -> whether the store answers"""
         try:
             self.step()
         except CancelledError:  # the server stops
             return True
         except StoreLost as error:
             if not self.is_lost:
-                logger.warning("past answers are not shared at present: %s", error)
+                logger.warning("past answers are not shared until the store answers again: %s", error)
             self.is_lost = True
             return False
         self.is_lost = False
         return True
 
     def step(self) -> None:
-        """Send the queued answers, then add new answers of others, one between two steps of the engine. Raises
+        """Send the queued entries, then apply the other replicas' new entries, one between two engine steps. Raises
         StoreLost, and CancelledError when the server stops."""
         self._stream.find_newest()
         while self._to_forget:
@@ -206,7 +208,7 @@ class SharedAnswers:
             answer = self._stream.check(raw)
         except Refused as error:
             if not self.num_refused:
-                logger.warning("past answers of others are refused: %s", error)
+                logger.warning("refused a past answer of another replica (further ones are only counted): %s", error)
             self.num_refused += 1
             return
         if answer.sender != self._stream.sender:

@@ -33,8 +33,9 @@ def test_a_traceback_a_minute_and_one_line_at_the_end(caplog: pytest.LogCaptureF
     guard = Guard(clock=lambda: next(seconds))
     fails(guard, 9)
     lines = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
-    failed = ("charge failed; texts go on", True)
-    assert lines == [failed, failed, ("charge is switched off until a restart; texts go on", False)]
+    failed = ("bookkeeping part 'charge' failed; generation is not affected", True)
+    off = "bookkeeping part 'charge' is switched off until a restart; generation is not affected"
+    assert lines == [failed, failed, (off, False)]
     assert all(record.levelno == logging.ERROR for record in caplog.records)
 
 

@@ -182,7 +182,7 @@ def test_a_file_that_does_not_fit_is_set_aside(
 def test_another_key_opens_nothing(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
     filled.with_name("past.key").unlink()
     with serving(filled):
-        assert "are not used" in caplog.text
+        assert "ignoring past answers" in caplog.text
 
 
 def test_a_full_disk_is_logged_once_and_leaves_what_was_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +194,7 @@ def test_a_full_disk_is_logged_once_and_leaves_what_was_there(path: Path, caplog
             answers = [server.answer(OTHER), server.answer(OTHER)]
             time.sleep(0.3)
             lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
-            assert ["cannot be kept" in record.getMessage() for record in lines] == [True]
+            assert ["cannot be saved" in record.getMessage() for record in lines] == [True]
             assert path.read_bytes() == content
             assert sorted(os.listdir(path.parent)) == ["past", "past.key"]
         assert answers[0] == answers[1]
@@ -224,7 +224,7 @@ def test_whatever_kills_leave_is_used_and_a_file_in_use_waited_for(
             file = MemoryFile(path, server.memory, server.thread, tokenizer="t", names=b"n")
             server.start()
             file.start()
-            eventually(lambda: "waiting for its end" in caplog.text)
+            eventually(lambda: "waiting until it ends" in caplog.text)
             assert not server.tree(PROMPT).num_nodes.item()
         finally:
             other.send_signal(signal.SIGKILL)
