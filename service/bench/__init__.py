@@ -1,1 +1,1 @@
-"""Measurements and checks of the running configuration, on the same assembly that the server uses."""
+"""Benchmarks of a configuration, and the check that speculation is lossless, on the same assembly that serves."""

@@ -1,6 +1,6 @@
-"""The commands `adaptree bench ...` and `adaptree check ...`, and options that benchmarks share.
+"""The commands `adaptree bench ...` and `adaptree check ...`, and command-line options that benchmarks share.
 
-Heavy imports wait until a command runs, so that --help is fast.
+Heavy modules are imported only when a command runs, so that --help is fast.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ Out = Annotated[
 
 
 def command(run: Callable[..., bool]) -> Callable[..., None]:
-    """Configure logging before a command, and exit with code 1 where it returns False."""
+    """Wrap a command: configure logging before it runs, and exit with code 1 if it returns False."""
 
     @wraps(run)
     def logged(loaded: LoadedConfig, **options: object) -> None:
@@ -54,7 +54,7 @@ def command(run: Callable[..., bool]) -> Callable[..., None]:
 
 
 def bench_app(with_settings: WithSettings) -> typer.Typer:
-    """Return the command group `adaptree bench`."""
+    """Build the command group `adaptree bench`."""
     app = typer.Typer(help="Measure speed with these settings.", no_args_is_help=True)
     for run in (_serve, _speed):
         app.command(run.__name__.removeprefix("_"))(with_settings(command(run)))
@@ -62,7 +62,7 @@ def bench_app(with_settings: WithSettings) -> typer.Typer:
 
 
 def check_app(with_settings: WithSettings) -> typer.Typer:
-    """Return the command group `adaptree check`."""
+    """Build the command group `adaptree check`."""
     app = typer.Typer(help="Check that speculation changes no token.", no_args_is_help=True)
     app.callback()(lambda: None)
     app.command("lossless")(with_settings(command(_lossless)))
@@ -135,7 +135,7 @@ def _lossless(
 
 
 def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
-    """Parse a list of positive numbers with commas. Raises StartupError naming the option."""
+    """Parse a comma-separated list of positive integers, without repetitions. Raises StartupError naming the option."""
     parts = names(text)
     if not parts or not all(part.isdigit() and int(part) for part in parts):
         raise StartupError(f"{option} {text!r}: give positive numbers such as 1,2,4,8")
@@ -143,5 +143,5 @@ def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
 
 
 def names(text: str) -> list[str]:
-    """Parse a list with commas, without empty parts."""
+    """Split a comma-separated list; empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""Drives an engine: requests in, answers and steps out, with their times. No thread and no HTTP."""
+"""Drives an engine in this thread, without HTTP: sends requests, and records answers and steps with their times."""
 
 import math
 import time
@@ -12,26 +12,26 @@ from service.engine.stats import StepStats
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One generation, with its latencies."""
+    """One generated answer, with its latencies."""
 
     token_ids: tuple[int, ...]
     text: str = ""
     finish_reason: FinishReason | None = None
     accepted_per_step: tuple[int, ...] = ()
     first_token_seconds: float = 0.0  # seconds from arrival to the first token
-    gaps_seconds: tuple[float, ...] = ()  # seconds between tokens after the first step; over HTTP between chunks
-    first_tokens: int = 1  # tokens of the first step or chunk
+    gaps_seconds: tuple[float, ...] = ()  # seconds between tokens after the first step; over HTTP, between chunks
+    first_tokens: int = 1  # tokens of the first step, or over HTTP of the first chunk
     prompt_tokens: int = 0  # counted by the server; 0 in-process
 
     @property
     def seconds(self) -> float:
-        """From its arrival to its last token."""
+        """Seconds from arrival to the last token."""
         return self.first_token_seconds + sum(self.gaps_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step's report and its wall-clock seconds."""
+    """Statistics of an engine step, and its wall-clock seconds."""
 
     stats: StepStats
     seconds: float
@@ -39,7 +39,7 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds and tokens of a stretch of a run."""
+    """Duration of a part of a run, and the tokens generated in it."""
 
     seconds: float
     tokens: int
@@ -47,54 +47,54 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Answers in the order of their requests, and the steps that made them."""
+    """Result of a benchmark run: answers in the order of their requests, and the engine's steps."""
 
     answers: tuple[Answer, ...]
     steps: tuple[TimedStep, ...]
     seconds: float
-    steady: Span = Span(0.0, 0)  # the part with steady load
+    steady: Span = Span(0.0, 0)  # the part of the run in which all clients were busy
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens, over all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
     def decoded(self) -> tuple[float, float]:
-        """Tokens after the first of each answer, and the seconds from the first token of each to its last."""
+        """Totals over all answers: tokens after the first step or chunk, and seconds from there to the last token."""
         tokens = sum(len(answer.token_ids) - answer.first_tokens for answer in self.answers)
         return tokens, sum(sum(answer.gaps_seconds) for answer in self.answers)
 
 
 class ClosedLoop:
-    """A number of clients, each of which sends its next request as soon as it is answered."""
+    """Arrival process of a fixed number of clients, each of which sends its next request when it is answered."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
 
     def due(self, elapsed_seconds: float, finished: int) -> int:
-        """Return how many requests should have been sent by now."""
+        """Return how many requests should have been sent by now, given how many have finished."""
         return finished + self._concurrency
 
     def is_steady(self, finished: int, total: int) -> bool:
-        """Whether all clients are busy, without the first round, which is sent at once, and the last."""
+        """Whether all clients are busy; excludes the first round, whose requests are sent at once, and the last one."""
         return self._concurrency <= finished <= total - self._concurrency
 
     def since(self, number: int, elapsed_seconds: float) -> float:
-        """Return the arrival time of request `number`, if it is sent now."""
+        """Return the arrival time in seconds of request `number`, if it is sent now."""
         return elapsed_seconds
 
 
 @dataclass(slots=True)
 class Served:
-    """An answer while it grows."""
+    """An answer that is being generated."""
 
     arrival_seconds: float
     last_seconds: float = 0.0  # time of its latest token
     answer: Answer = Answer(())
 
     def add(self, output: SequenceOutput, now: float) -> None:
-        """Append an output; tokens of one step share the time since the step before."""
+        """Append a step's output; the step's tokens share the time since the previous output equally."""
         before, count = self.answer, len(output.token_ids)
         first, gaps = before.first_token_seconds, before.gaps_seconds
         if count and not before.token_ids:
@@ -110,7 +110,8 @@ class Served:
 
 
 class Drive:
-    """Serves requests of one sequence each on one engine. A paused drive does not count time."""
+    """Serves requests, of one sequence each, on one engine; can be paused between steps, and does not count the time
+    of pauses."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Drive:
         return self.num_finished == len(self._requests)
 
     def go_on(self, seconds: float = math.inf) -> None:
-        """Serve for so many seconds, or to the end."""
+        """Serve for `seconds`, or until all requests have finished."""
         start, end = self._clock() - self._seconds, self._seconds + seconds
         while not self.is_over and self._seconds < end:
             self._send(self._clock() - start)
@@ -153,7 +154,7 @@ class Drive:
                 self._steady = Span(self._steady.seconds + self._seconds - before, self._steady.tokens + tokens)
 
     def result(self) -> Run:
-        """Return what was served until now."""
+        """Return the answers and steps so far."""
         answers = tuple(served.answer for served in self._served.values())
         return Run(answers, tuple(self._steps), self._seconds, self._steady)
 
@@ -166,7 +167,7 @@ class Drive:
             self._engine.submit(Submission([replace(request, arrival_seconds=time.monotonic())]))
 
     def _step(self, start: float) -> int:
-        """Run one step of the engine; return how many tokens it emitted."""
+        """Run one engine step; returns the number of emitted tokens."""
         if self._engine.idle:
             self._sleep(0.001)
             self._seconds = self._clock() - start
@@ -190,7 +191,7 @@ def generate(
     *,
     before_step: Callable[[int], None] = lambda number: None,
 ) -> Run:
-    """Answer all requests without a pause, all at once unless `arrivals` says otherwise."""
+    """Answer all requests without pausing; without `arrivals`, they are sent all at once."""
     driven = Drive(engine, requests, arrivals or ClosedLoop(len(requests)), before_step=before_step)
     driven.go_on()
     return driven.result()

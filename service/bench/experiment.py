@@ -1,6 +1,6 @@
-"""The framework of experiments: loading, prompts, turns, figures and reports.
+"""Common parts of experiments that compare engines: loading, prompts, taking turns, figures and reports.
 
-Every experiment returns whether all texts were the same, because a faster engine with another text proves nothing.
+Every experiment reports whether all contestants generated the same tokens: a speed-up with other text proves nothing.
 """
 
 import sys
@@ -28,17 +28,17 @@ from service.text.prompts import PromptSet, read_prompt_set, refuse_too_long
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
-_WIDTH = 320  # columns of a table that is written to a file
+_WIDTH = 320  # columns of the console if the output is not a terminal
 
 Contestant = Callable[[Sequence[GenerationRequest]], Run]
-"""Answers requests: `partial(generate, engine)`, or another engine on the same weights."""
+"""Answers a batch of requests: `partial(generate, engine)`, or another engine on the same weights."""
 
 T = TypeVar("T")
 Row = dict[str, Any]
 """One line of a report, as JSON."""
 
 Interval = tuple[float, float, float]
-"""A figure, and the bounds of its 95 % interval."""
+"""A figure, and the lower and upper bounds of its 95 % confidence interval."""
 
 _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": np.mean,
@@ -54,7 +54,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How each prompt is answered, and how many at a time."""
+    """Sampling of the answers, and the number of prompts that are answered at a time."""
 
     temperature: float
     max_tokens: int
@@ -63,7 +63,7 @@ class Measure:
 
 
 def prepare(config: ServiceConfig, out: Path | None) -> Assembly:
-    """Load everything as it is served. Raises StartupError, before loading where `out` cannot be written."""
+    """Load model and drafter as for serving. Raises StartupError; if `out` cannot be written, before loading."""
     refuse_unwritable(out)
     return assemble(config)
 
@@ -75,7 +75,7 @@ def conclude(
     summary: Mapping[str, object],
     *shown: RenderableType,
 ) -> bool:
-    """Print and write a report under the assembly's conditions; return whether no token differed."""
+    """Print and write a report with the assembly's conditions; returns whether no token differed."""
     return report(conditions_of(assembly), out, rows, summary, *shown)
 
 
@@ -86,19 +86,19 @@ def report(
     summary: Mapping[str, object],
     *shown: RenderableType,
 ) -> bool:
-    """Print `shown`, write the report to `out`, and return whether no token differed."""
+    """Print `shown`, write the report to `out` unless it is None, and return whether no token differed."""
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(*shown, sep="\n")
     write_report(out, conditions, rows, summary)
     return summary.get("mismatched_tokens", 0) == 0
 
 
 def plain_engine(assembly: Assembly, limits: EngineLimits | None = None) -> Engine:
-    """Return an engine that decodes without drafts."""
+    """Build an engine that decodes without drafts."""
     return assembly.engine(drafter=NoDrafter(), policy=FixedBudget(0), limits=limits)
 
 
 def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_tokens: int) -> list[PromptSet]:
-    """Read the prompts of all files. Raises StartupError where one leaves no room for its answer."""
+    """Read the prompts of all files. Raises StartupError if a prompt leaves no room for its answer."""
     sets = [read_prompt_set(file, assembly.tokenizer, limit=limit) for file in files]
     for file, prompts in zip(files, sets, strict=True):
         refuse_too_long(prompts.prompts, max_tokens, assembly.limits.max_model_len, f"prompt file {file}")
@@ -106,7 +106,7 @@ def read_sets(assembly: Assembly, files: Sequence[Path], limit: int | None, max_
 
 
 def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure) -> list[GenerationRequest]:
-    """Return requests for the prompts that are in flight together, from prompt `first` on."""
+    """Build the requests of one turn: for the prompts from `first` on, as many as are in flight together."""
     chosen = enumerate(prompts[first : first + measure.concurrency], first)
     return [request_of(number, prompt, measure) for number, prompt in chosen]
 
@@ -114,7 +114,8 @@ def requests_from(prompts: Sequence[Sequence[int]], first: int, measure: Measure
 def request_of(
     number: int, prompt: Sequence[int], measure: Measure, *, client: str = "", ignore_eos: bool = True
 ) -> GenerationRequest:
-    """Return a request with its own seed, whose answer has `max_tokens` tokens unless the end of text may end it."""
+    """Build a request with a seed of its own. Its answer has `max_tokens` tokens, or fewer if `ignore_eos` is false and
+    the model ends it."""
     sampling = SamplingParams(
         seed=measure.seed + number,
         max_tokens=measure.max_tokens,
@@ -125,8 +126,8 @@ def request_of(
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:
-    """Return the contestants in the order of a turn: each is first equally often, and none always follows the same
-    one."""
+    """Return the contestants in the order of a turn: each of them is first equally often, and none always follows the
+    same other one."""
     shift = turn % len(contestants)
     order = [*contestants[shift:], *contestants[:shift]]
     return order[:1] + order[:0:-1] if turn // len(contestants) % 2 else order
@@ -138,7 +139,7 @@ def take_turns(
     measure: Measure,
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> dict[str, list[Run]]:
-    """Let the contestants answer the prompts in turn; return the runs of each by name."""
+    """Let the contestants answer the prompts in turn; returns the runs by contestant."""
     firsts = range(0, len(prompts), measure.concurrency)
     return in_turn((requests_from(prompts, first, measure) for first in firsts), contestants, advance)
 
@@ -148,7 +149,7 @@ def in_turn(
     contestants: Mapping[str, Callable[[Sequence[T]], Run]],
     advance: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, list[Run]]:
-    """Let the contestants answer each batch of requests in turn; return the runs of each by name."""
+    """Let the contestants answer each batch of requests in turn; returns the runs by contestant."""
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     for turn, batch in enumerate(batches):
         for name in rotated(list(contestants), turn):
@@ -158,13 +159,13 @@ def in_turn(
 
 
 def warm_up(contestants: Mapping[str, Contestant], prompt: Sequence[int], measure: Measure) -> None:
-    """Answer once without measuring: first calls allocate and choose code paths."""
+    """Let the contestants answer once without measuring, because first calls allocate memory and choose code paths."""
     take_turns([prompt] * measure.concurrency, contestants, measure)
 
 
 @contextmanager
 def counted(total: int, title: str = "") -> Iterator[Callable[..., None]]:
-    """Show a progress bar inside the block; yield advance(done, note), which moves it."""
+    """Show a progress bar inside the block; yields `advance(done, note)`, which moves it by `done`."""
     with bar(title, total) as show:
         finished, latest = 0, ""
 
@@ -183,7 +184,7 @@ def table_of(
     caption: str | None = None,
     section: Callable[[Row], object] = lambda row: None,
 ) -> Table:
-    """Return a table with one line per row, and a rule wherever `section` changes."""
+    """Build a table with one line per row, and a rule wherever the value of `section` changes."""
     table = Table(*(title for title, _ in columns), caption=caption)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ends = following is None or section(row) != section(following)
@@ -192,26 +193,26 @@ def table_of(
 
 
 def tokens_per_second(runs: Sequence[Run]) -> float:
-    """Return generated tokens per second, prompts included."""
+    """Compute generated tokens per second, including the time of reading prompts."""
     return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def decode_tokens_per_second(runs: Iterable[Run]) -> float:
-    """Return tokens per second of the steps that read no prompt; 0 without any."""
+    """Compute tokens per second of the steps that read no prompt; 0 if there are none."""
     steps = [step for run in runs for step in run.steps if not step.stats.prompt_tokens]
     seconds = sum(step.seconds for step in steps)
     return sum(step.stats.emitted_tokens for step in steps) / seconds if seconds else 0.0
 
 
 def tau(runs: Iterable[Run]) -> float:
-    """Return mean emitted tokens per verify of one sequence; 1 without speculation."""
+    """Compute the mean number of tokens emitted per verify of a sequence; 1 without speculation."""
     accepted = [count for run in runs for answer in run.answers for count in answer.accepted_per_step]
     return 1 + sum(accepted) / max(1, len(accepted))
 
 
 def figures_of(runs: Sequence[Run]) -> Row:
-    """Return the figures of one contestant's turns, named as by `vllm bench serve`. Answers that came whole have no
-    gaps, and none are listed then."""
+    """Compute the figures of one contestant's turns, named as by `vllm bench serve`. Figures of gaps are left out if
+    all answers arrived in one piece."""
     answers = [answer for run in runs for answer in run.answers]
     seconds, tokens = sum(run.seconds for run in runs), sum(run.num_tokens for run in runs)
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -238,13 +239,13 @@ def figures_of(runs: Sequence[Run]) -> Row:
 
 
 def count_mismatches(expected: Sequence[int], got: Sequence[int]) -> int:
-    """Count positions at which two answers differ; a shorter one differs at every position it lacks."""
+    """Count the positions at which two answers differ, including those that the shorter answer lacks."""
     common = sum(a == b for a, b in zip(expected, got, strict=False))
     return max(len(expected), len(got)) - common
 
 
 def mismatches(expected: Sequence[Run], got: Sequence[Run]) -> int:
-    """Count positions at which the answers of two contestants differ."""
+    """Count the positions at which the answers of two contestants differ."""
     return sum(
         count_mismatches(one.token_ids, other.token_ids)
         for before, after in zip(expected, got, strict=True)
@@ -255,8 +256,8 @@ def mismatches(expected: Sequence[Run], got: Sequence[Run]) -> int:
 def rate_ratio(
     mine: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], *, seed: int = 0
 ) -> Interval:
-    """Return the ratio of two rates, each given by turn as (amount, units), with its interval when turns are drawn
-    anew in pairs."""
+    """Compute the ratio of two rates, each given as (numerator, denominator) per turn, with its interval from a
+    bootstrap over paired turns."""
     turns = np.array([(*one, *other) for one, other in zip(mine, others, strict=True)], float)  # [turn, column]
     drawn = np.random.default_rng(seed).integers(len(turns), size=(_RESAMPLES, len(turns)))
     sums = np.concatenate([turns.sum(0)[None], turns[drawn].sum(1)])  # [1 + resample, column]
@@ -266,7 +267,7 @@ def rate_ratio(
 
 
 def speed_ratio(mine: Sequence[Span | Run], others: Sequence[Span | Run]) -> Interval:
-    """Return the ratio of tokens per second, with its interval over paired turns."""
+    """Compute the ratio of tokens per second, with its interval from a bootstrap over paired turns."""
     return rate_ratio(*([(_tokens(one), one.seconds) for one in turns] for turns in (mine, others)))
 
 
@@ -275,5 +276,5 @@ def _tokens(one: Span | Run) -> int:
 
 
 def shown(interval: Sequence[float]) -> str:
-    """Return FIGURE [LOW, HIGH]."""
+    """Format an interval as FIGURE [LOW, HIGH]."""
     return "{:.3f} [{:.3f}, {:.3f}]".format(*interval)

@@ -1,4 +1,4 @@
-"""`adaptree check lossless`: compare every way of decoding with plain decoding of one sequence, token by token."""
+"""`adaptree check lossless`: compares every way of decoding with plain decoding of one sequence, token by token."""
 
 import itertools
 import json
@@ -33,18 +33,18 @@ BUILT_IN = Path(__file__).with_name("lossless_prompts.jsonl")
 """Short and long prompts, code, lists, stories, sums, other languages, and repetitive texts."""
 
 _SCHEMA = Path(__file__).with_name("lossless_schema.json")  # schema of answers with `grammar`
-_CASES_PER_ROUND = 192  # the next round has other questions
-_WRONG_EVERY = 7  # one of so many tokens of a prediction is wrong
-_SLOT_SHARE = 0.6  # scarce slots: share of the slots that all sequences would fill
-_PREEMPT_EVERY = 6  # steps between preemptions where slots are scarce
-_STOP_LENGTH = 3  # characters of a stop string, which mostly spans tokens
+_CASES_PER_ROUND = 192  # cases that share their questions; the next round has others
+_WRONG_EVERY = 7  # period of wrong tokens in a prediction
+_SLOT_SHARE = 0.6  # if slots are scarce: their number, as a share of what all sequences would fill
+_PREEMPT_EVERY = 6  # steps between forced preemptions if slots are scarce
+_STOP_LENGTH = 3  # characters of a stop string, which mostly spans several tokens
 
 
 class Way(NamedTuple):
-    """A drafter, and the nodes verified per step."""
+    """A way of decoding: a drafter, and the number of nodes verified per step."""
 
     drafter: str
-    nodes: int | None  # nodes per step; None: chosen by cost
+    nodes: int | None  # nodes per step; None lets the cost budget choose
 
     def __str__(self) -> str:
         if self.drafter == "none":
@@ -53,7 +53,7 @@ class Way(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One way of decoding under one choice of everything else."""
+    """One combination to check: sampling, way of decoding, other running sequences, and prefill chunk in tokens."""
 
     temperature: float
     extras: Extras
@@ -71,13 +71,13 @@ EXTRAS: Mapping[Extras, Mapping[str, Any]] = {
     "stop": {"ignore_eos": False, "min_tokens": 4},
     "grammar": {"ignore_eos": False},
 }
-"""Changed sampling parameters by name. With `stop` and `grammar` answers may end early."""
+"""Changed sampling parameters by name. With `stop` and `grammar`, answers may end early."""
 
 _NODES_OF = {"memory": (None, 16, 48), "none": (0,)}
 _TRAINED_NODES_OF = {"memory+specblock": (None, 16), "specblock": (48,)}
 WAYS = tuple(Way(drafter, nodes) for drafter, counts in _NODES_OF.items() for nodes in counts)
 TRAINED_WAYS = tuple(Way(drafter, nodes) for drafter, counts in _TRAINED_NODES_OF.items() for nodes in counts)
-"""More ways where there is a trained drafter."""
+"""Further ways if there is a trained drafter."""
 
 COMPANIES: tuple[Company, ...] = ("alone", "among 15", "short of slots")
 PREFILL_CHUNKS = (256, 17, 64)
@@ -90,11 +90,11 @@ _CHOICES: Mapping[str, Sequence[object]] = {
     "company": COMPANIES,
     "prompt chunks": PREFILL_CHUNKS,
 }
-"""The choices of each field of a case, in their order."""
+"""Possible values of each field of a case, in the order of the fields."""
 
 
 def ways_of(assembly: Assembly) -> tuple[Way, ...]:
-    """Return all ways for this target, or for the configured drafter if it is not `auto`."""
+    """List the ways to check: those of this target, or of the configured drafter if that is not `auto`."""
     own = tuple(Way(assembly.drafter_name, nodes) for nodes in (None, 16, 48))
     if assembly.config.drafter != "auto":
         return own
@@ -103,7 +103,7 @@ def ways_of(assembly: Assembly) -> tuple[Way, ...]:
 
 
 def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
-    """Return all cases once: first a few in which every pair of choices occurs, then the others shuffled."""
+    """List all cases once: first a few that contain every pair of choices, then the others in random order."""
     choices = itertools.product(TEMPERATURES, EXTRAS, ways, COMPANIES, PREFILL_CHUNKS)
     left = [Case(*chosen) for chosen in choices]
     random.Random(seed).shuffle(left)
@@ -117,12 +117,12 @@ def ordered_cases(seed: int, ways: Sequence[Way] = WAYS) -> list[Case]:
 
 
 def pairs_of(case: Case) -> set[object]:
-    """Return every two choices of a case, with the fields they belong to."""
+    """Return all pairs of a case's choices, each with the index of its field."""
     return set(itertools.combinations(enumerate(case), 2))
 
 
 class Question(NamedTuple):
-    """A prompt and how to sample its answer, which determine the answer."""
+    """A prompt and the sampling of its answer, which together determine the answer."""
 
     prompt: int  # index of the prompt
     temperature: float
@@ -132,7 +132,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An answer beside the one of plain decoding."""
+    """An answer compared with plain decoding's answer to the same question; they may also be equal."""
 
     case: Case
     question: Question
@@ -147,13 +147,13 @@ class Mismatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that differ; 1 for equal tokens with another text or finish reason."""
+        """Number of tokens that differ; 1 if only text or finish reason differ."""
         expected, got = self.expected, self.got
         tokens = count_mismatches(expected.token_ids, got.token_ids)
         return tokens or int((expected.text, expected.finish_reason) != (got.text, got.finish_reason))
 
     def described(self, tokenizer: ChatTokenizer) -> str:
-        """Return the case, the question and eight tokens of both answers from the first difference on."""
+        """Describe the case, the question, and eight tokens of both answers from the first difference on."""
         case, question = self.case, self.question
         expected, got = (one.token_ids[self.position :][:8] for one in (self.expected, self.got))
         return (
@@ -167,7 +167,7 @@ class Mismatch:
 
 
 class Tally(NamedTuple):
-    """Counts of one case, or of several."""
+    """Counts of one case, or sums over several."""
 
     answers: int = 0
     tokens_compared: int = 0
@@ -178,7 +178,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LosslessResult:
-    """The cases of one check, and the first mismatch."""
+    """Result of a check: the cases with their counts, and the first mismatch, or None."""
 
     cases: Sequence[tuple[Case, Tally]]
     first: Mismatch | None
@@ -190,12 +190,12 @@ class LosslessResult:
 
     @property
     def unproved(self) -> bool:
-        """Whether slots were made scarce and still no sequence was preempted."""
+        """Whether slots were made scarce, but no sequence was preempted, so that preemption was not checked."""
         return not self.total.preemptions and any(case.company == "short of slots" for case, _ in self.cases)
 
     @property
     def holds(self) -> bool:
-        """Whether no token differs, and scarce slots did preempt."""
+        """Whether no token differs, and scarce slots led to preemptions."""
         return not self.total.mismatched_tokens and not self.unproved
 
 
@@ -213,7 +213,8 @@ def check(
     cases: Sequence[Case] = (),
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> LosslessResult:
-    """Run the cases, by default all, until `num_tokens` are compared; `advance` is called with each case's tokens."""
+    """Run the cases (by default all, in a loop) until `num_tokens` are compared. Calls `advance` with each case's
+    number of tokens."""
     refuse_too_long(prompts, answer_tokens, assembly.limits.max_model_len, "the lossless check")
     assembly = replace(assembly, costs=assembly.costs or Costs(measure_costs(assembly.target, assembly.limits), FREE))
     grammar = assembly.grammars.compile("json_schema", json.loads(_SCHEMA.read_text(encoding="utf-8")))
@@ -229,7 +230,7 @@ def check(
 
 @dataclass(slots=True)
 class _Bench:
-    """Runs cases; keeps the first mismatch, and plain answers for later cases with the same question."""
+    """Runs cases; keeps the first mismatch, and plain decoding's answers for later cases with the same questions."""
 
     assembly: Assembly
     prompts: Sequence[Sequence[int]]
@@ -241,14 +242,14 @@ class _Bench:
     first: Mismatch | None = None
 
     def run(self, case: Case, number: int) -> Tally:
-        """Answer a case's questions in its way and compare."""
+        """Answer a case's questions in its way of decoding, and compare them with plain decoding."""
         questions = self._questions(case, number)
         expected = [self._reference(question) for question in questions]
         requests = [self._request(question, name, case.way) for name, question in enumerate(questions)]
         engine = self._engine(case, questions)
 
         def preempt(step: int) -> None:
-            """Preempt every few steps, also where answers end so soon that slots suffice."""
+            """Preempt every few steps, in case answers end so soon that slots suffice."""
             running = engine.scheduler.running
             if step % _PREEMPT_EVERY == _PREEMPT_EVERY - 1 and len(running) > 1:
                 engine.scheduler.preempt(running[-1])
@@ -268,7 +269,7 @@ class _Bench:
         )
 
     def _questions(self, case: Case, number: int) -> list[Question]:
-        """Return the case's own question, then those that run with it; few per round, as plain answers are slow."""
+        """Choose the case's own question, then those of its companions; few per round, as plain decoding is slow."""
         turn = number // _CASES_PER_ROUND
         kind = SAMPLINGS.index((case.temperature, case.extras))
         own = (kind + turn) % len(self.prompts)
@@ -287,7 +288,7 @@ class _Bench:
         return self.references[question]
 
     def _request(self, question: Question, name: int, way: Way | None = None) -> GenerationRequest:
-        """Return a request, with a prediction where the budget is fixed, so that many drafts are accepted."""
+        """Build a request, with a prediction if the budget is fixed, so that many drafts are accepted."""
         is_predicted = way is not None and way.nodes
         return GenerationRequest(
             request_id=str(name),
@@ -298,7 +299,7 @@ class _Bench:
         )
 
     def _stop(self, question: Question) -> tuple[str, ...]:
-        """Return a piece of the answer without stop strings."""
+        """Choose a stop string: a piece of the answer that plain decoding gives without stop strings."""
         if question.extras != "stop":
             return ()
         text = self._reference(question._replace(extras="none")).text
@@ -306,7 +307,7 @@ class _Bench:
         return (text[start : start + _STOP_LENGTH],) if text else ()
 
     def _engine(self, case: Case, questions: Sequence[Question]) -> Engine:
-        """Return an engine for a case; scarce slots hold any one sequence with a full tree, but not all."""
+        """Build the engine of a case. Scarce slots suffice for any one sequence with a full tree, but not for all."""
         configured, nodes = self.assembly.limits, case.way.nodes
         lengths = [len(self.prompts[question.prompt]) + self.answer_tokens for question in questions]
         too_few = max(max(lengths) + MAX_NODES + 1, int(_SLOT_SHARE * sum(lengths)))
@@ -322,24 +323,24 @@ class _Bench:
 
 
 def sampling_params(question: Question, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
-    """Return the sampling parameters of a question."""
+    """Build the sampling parameters of a question."""
     extras = {"ignore_eos": True, "stop": stop, **EXTRAS[question.extras]}
     return SamplingParams(seed=question.seed, max_tokens=max_tokens, temperature=question.temperature, **extras)
 
 
 def _predict(answer: Sequence[int], assembly: Assembly) -> list[int]:
-    """Return the answer with a wrong token here and there, so that some drafts are rejected."""
+    """Return the answer with every seventh token wrong, so that some drafts are rejected."""
     size = assembly.target.vocab_size
     return [(token + (index % _WRONG_EVERY == 3)) % size for index, token in enumerate(answer)]
 
 
 def built_in_prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
-    """Return the built-in prompts as token ids."""
+    """Read the built-in prompts as token ids."""
     return [list(prompt) for prompt in read_prompt_set(BUILT_IN, tokenizer).prompts]
 
 
 def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, seed: int, out: Path | None) -> bool:
-    """Check and report; return whether every token was the same."""
+    """Run the check and report it; returns whether every token was the same and preemption was checked."""
     assembly = prepare(config, out)
     prompts = read_prompt_set(file or BUILT_IN, assembly.tokenizer).prompts
     with counted(num_tokens, "tokens compared") as advance:
@@ -358,7 +359,7 @@ def run_lossless(config: ServiceConfig, file: Path | None, *, num_tokens: int, s
 
 
 def _table(result: LosslessResult) -> Table:
-    """Return a table with one line per choice; every case counts once in each section."""
+    """Build a table with one line per choice; every case counts once in each section."""
     table = Table("", "choice", "cases", "tokens compared", "accepted", "preemptions", "mismatched")
     for index, (title, choices) in enumerate(_CHOICES.items()):
         values = list(dict.fromkeys([*choices, *(case[index] for case, _ in result.cases)]))
@@ -377,7 +378,7 @@ def _verdict(result: LosslessResult, assembly: Assembly) -> str:
         f"{result.total.mismatched_tokens:,} mismatched; numerics: {assembly.numerics}"
     ]
     if result.unproved:
-        lines.append("not a proof: slots were made scarce, and still no sequence was preempted")
+        lines.append("preemption was not checked: slots were made scarce, but no sequence was preempted")
     if result.first:
         lines.append(result.first.described(assembly.tokenizer))
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""`adaptree bench serve`: what a client gets over HTTP from servers of this configuration, and from others, in turn.
+"""`adaptree bench serve`: measures what clients get over HTTP from servers of this configuration, and from others.
 
-All servers run side by side, and one of them works at a time. Ours start anew for each number of clients, so that none
-has seen the prompts. Figures have the names and meanings of `vllm bench serve`; ratios are to the first server.
+All servers run at the same time, but only one answers at a time. Ours are restarted for each number of clients, so that
+none has seen the prompts. Figures have the names and meanings of `vllm bench serve`; ratios are to the first server.
 """
 
 import re
@@ -38,13 +38,13 @@ from service.config import ServiceConfig
 from service.errors import StartupError
 from service.text.prompts import PromptLine, read_lines
 
-_ROUNDS = 4  # requests of each of several clients in a turn
+_ROUNDS = 4  # requests that each client sends in a turn, if there are several clients
 _GREETING = {"messages": [{"role": "user", "content": "Hello."}], "prompt": "Hello."}
 
 
 @dataclass(frozen=True, slots=True)
 class Entrants:
-    """The servers that are compared."""
+    """The servers to compare: ours, which are started, and others, which are running already."""
 
     config: ServiceConfig
     ours: Mapping[str, Mapping[str, str]]  # changed settings by name
@@ -54,7 +54,8 @@ class Entrants:
 
     @contextmanager
     def clients(self) -> Iterator[dict[str, HttpClient]]:
-        """Start our servers, one after another; yield a client of each server by name. SIGTERM ends them too."""
+        """Start our servers one after another, and yield a client of each server by name. Our servers are stopped after
+        the block, also on SIGTERM."""
         with ExitStack() as stack:
             clients = {}
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
@@ -67,8 +68,8 @@ class Entrants:
 
 
 def configurations(text: str, others: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return changed settings by name of `plain,adaptive,small:max_budget=8/memory=off`. `plain` drafts nothing; other
-    names are free. Raises StartupError for a name that comes twice."""
+    """Parse --servers, such as `plain,adaptive,small:max_budget=8/memory=off`, to changed settings by name. `plain`
+    drafts nothing; other names are free. Raises StartupError for an empty or repeated name."""
     found: dict[str, dict[str, str]] = {}
     for name, _, changes in (part.partition(":") for part in re.split(r",(?![^(]*\))", text)):
         if not name or name in {**found, **others}:
@@ -79,8 +80,8 @@ def configurations(text: str, others: Mapping[str, str]) -> dict[str, dict[str, 
 
 
 def bodies_of(file: Path, limit: int | None, fields: Mapping[str, int | float]) -> list[Json]:
-    """Return the bodies of requests for a file's prompts: chat completions where a prompt is a chat. A request's number
-    is added to the seed."""
+    """Build the request bodies for a file's prompts: chat completions for chats, completions for texts. A request's
+    number is added to the seed. Raises StartupError if there is no prompt."""
     lines = islice(read_lines(file, PromptLine, "prompt file"), limit)
     prompts = [{"messages": line.chat} if line.chat else {"prompt": line.prompt} for _, line in lines]
     if not prompts:
@@ -95,8 +96,8 @@ def run_serve(
     *,
     out: Path | None,
 ) -> bool:
-    """Measure all servers on each set of bodies with each number of clients. Returns whether our servers answered with
-    the same tokens."""
+    """Measure all servers on each set of bodies with each number of clients, print a table and write the report to
+    `out`. Returns whether our servers answered with the same tokens."""
     refuse_unwritable(out)
     rows: list[Row] = []
     with counted(len(loads) * sum(map(len, sets.values()))) as advance:
@@ -118,7 +119,8 @@ def run_serve(
 
 
 def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: Callable[[int], None]) -> list[Row]:
-    """Let all servers answer in turn; return a row for each. One client sends one request in a turn."""
+    """Let all servers answer in turn, and return a row of figures for each. A single client sends one request in a
+    turn."""
     size = _ROUNDS * clients if clients > 1 else 1
     with entrants.clients() as asking:
         for client in asking.values():
@@ -139,7 +141,7 @@ def measured(entrants: Entrants, bodies: Sequence[Json], clients: int, advance: 
 
 
 def ratios_of(mine: Sequence[Run], runs: Mapping[str, Sequence[Run]]) -> Row:
-    """Return a server's speed-ups over the first server; the speed of decoding only for turns of a single answer."""
+    """Compute a server's speed-ups over the first server; those of decoding only if each turn has a single answer."""
     reference, first = next(iter(runs.items()))
     ratios: Row = {} if mine is first else {f"over_{reference}": speed_ratio(mine, first)}
     decoded = [[run.decoded for run in some] for some in (mine, first)]
