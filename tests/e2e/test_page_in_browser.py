@@ -4,14 +4,11 @@ people with a keyboard, a small screen or a dark room need.
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -270,14 +267,6 @@ def test_the_page_says_when_the_server_falls_silent_and_comes_back_by_itself(pag
     finally:
         server.running.send_signal(signal.SIGCONT)
     page.until("document.getElementById('state').className === 'ready'", 30)
-
-
-def test_the_terminal_shows_the_same_server(server: Process) -> None:
-    command = [str(Path(sys.executable).with_name("adaptree")), "top", "--url", server.url, "--once"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert server.url in result.stdout
-    assert "learning, drafter version" in result.stdout
 
 
 @contextmanager
