@@ -1,6 +1,7 @@
-"""Snapshots of weights on disk, in a ring, and the files they consist of: safetensors and a manifest with its hash.
+"""Snapshots of weights on disk, kept in a ring. A snapshot consists of a safetensors file and a manifest with its hash.
 
-What is read is checked against its hash and must fit the drafter. One process owns a folder, and one thread calls.
+Files are checked when they are read: weights must match their hash and fit the drafter. One process owns a folder and
+calls from one thread.
 """
 
 import hashlib
@@ -36,12 +37,12 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """Description of a snapshot."""
+    """Description of a snapshot, stored in its manifest."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     version: NonNegativeInt
-    parent: NonNegativeInt | None  # version from which it was trained
+    parent: NonNegativeInt | None  # version from which this one was trained
     date: str  # ISO 8601, UTC
     scores: dict[str, float]  # mean tokens per verify in the gate, by drafter
 
@@ -77,14 +78,16 @@ class SnapshotRing:
         served: int | None = None,
         condemned: Collection[int] = (),
     ) -> None:
-        """Store tensors of any shape [...]. The ring drops `condemned` versions first, and never the `served`
-        one. Raises NotStored: nothing has changed; NotRemoved: stored, but older snapshots are left."""
+        """Store tensors of any shape [...] and remove old snapshots beyond the ring's size: `condemned` versions first,
+        the `served` one never. Raises NotStored if nothing has changed, NotRemoved if the new one is stored and an old
+        one could not be removed."""
         host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_snapshot(self._folder, Snapshot(info, host))
         self._make_room({info.version, served}, condemned)
 
     def get(self, version: int, layout: Layout | None) -> Snapshot:
-        """Read a snapshot, of any layout if none is given. Raises Damaged for one that is damaged or missing."""
+        """Read a snapshot; without a layout, tensors of any shape are accepted. Raises Damaged if it is damaged or
+        missing."""
         return read_snapshot(self._folder, version, layout)
 
     def _make_room(self, kept: Collection[int | None], condemned: Collection[int]) -> None:
@@ -117,14 +120,14 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> None:
 
 
 def read_snapshot(parent: Path, version: int, layout: Layout | None) -> Snapshot:
-    """Read a snapshot. Raises Damaged unless its hash is right and the tensors fit `layout`, if one is given."""
+    """Read a snapshot. Raises Damaged unless its weights match their hash and, if `layout` is given, fit it."""
     info, sha256 = read_manifest(parent, version)
     try:
         weights = (parent / folder_name(version) / WEIGHTS).read_bytes()
     except OSError as error:
         raise Damaged(f"unreadable: {error}") from error
     if sha256 != digest(weights):
-        raise Damaged(f"{WEIGHTS} does not have the hash it was written with")
+        raise Damaged(f"{WEIGHTS} does not match the hash in {MANIFEST}")
     try:
         return Snapshot(info, load_tensors(weights, layout))
     except Refused as error:
@@ -132,7 +135,7 @@ def read_snapshot(parent: Path, version: int, layout: Layout | None) -> Snapshot
 
 
 def read_manifest(parent: Path, version: int) -> tuple[SnapshotInfo, str]:
-    """Read the description of a snapshot and the SHA-256 of its weights, without them. Raises Damaged."""
+    """Read the description of a snapshot and the SHA-256 of its weights, but not the weights. Raises Damaged."""
     try:
         content = unseal_current((parent / folder_name(version) / MANIFEST).read_bytes())
     except OSError as error:
@@ -140,9 +143,9 @@ def read_manifest(parent: Path, version: int) -> tuple[SnapshotInfo, str]:
     try:
         info = _INFO.validate_python(content.get("info"))
     except ValidationError as error:
-        raise Damaged(f"{MANIFEST} does not describe a snapshot") from error
+        raise Damaged(f"{MANIFEST} has missing or invalid fields") from error
     if info.version != version:
-        raise Damaged(f"holds version {info.version}")
+        raise Damaged(f"{MANIFEST} is for version {info.version}, not {version}")
     return info, str(content.get("weights_sha256"))
 
 
@@ -170,12 +173,12 @@ def check_layout(tensors: Mapping[str, Tensor], layout: Layout) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of the tensors [...] are finite. Sums them: one pass over each tensor."""
+    """Whether all elements of the tensors [...] are finite. Sums each tensor, so that one pass is enough."""
     return all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
 
 
 def remove_snapshot(parent: Path, version: int) -> None:
-    """Remove a snapshot: renamed first, so that a crash leaves no partial snapshot. Raises NotRemoved."""
+    """Remove a snapshot. Its folder is renamed first, so that a crash leaves no partial snapshot. Raises NotRemoved."""
     unfinished = parent / f"{UNFINISHED}{folder_name(version)}"
     try:
         (parent / folder_name(version)).rename(unfinished)
@@ -203,7 +206,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
 
 def now() -> str:
-    """The time in ISO 8601, UTC."""
+    """Current time in ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

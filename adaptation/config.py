@@ -1,7 +1,7 @@
 """Configuration of learning while serving: the operator's settings, and constants.
 
-Symbols follow SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `build_learner` unpacks both records
-into parts that take the values they use.
+Symbols follow SpecBlock (arXiv 2605.07243), section 3.4 and appendix A.3. `build_learner` passes each part only the
+values that it uses.
 """
 
 import math
@@ -21,12 +21,12 @@ def _knob(default: Any, description: str, **limits: float) -> Any:
 
 
 def _numbers(value: object) -> object:
-    """Split the text of a flag or variable, as 0.3,0.1."""
+    """Split the text of a flag or an environment variable at its commas, such as 0.3,0.1."""
     return value.split(",") if isinstance(value, str) else value
 
 
 class AdaptationConfig(BaseModel):
-    """The operator's settings of learning; unknown keys are refused."""
+    """The operator's settings of learning. Unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -119,16 +119,16 @@ class Tuning:
     full_queries: int = 8  # buffer size of the full update
     warm_up_queries: int = 10  # queries before the bandit's first decision
     client_share: float = 0.25  # largest share of the training data per client; an equal share with few clients
-    client_free_queries: int = 16  # queries per half-life that a client may add regardless of its share
+    client_free_queries: int = 16  # queries per half-life that each client may add regardless of its share
     head_steps: int = 1  # optimizer steps of a head update, all on the same buffer
     full_steps: int = 8  # optimizer steps of a full update, in as many passes as needed
     step_texts: int = 3  # texts per optimizer step of a full update
     warm_up_steps: int = 8  # steps of learning-rate warm-up after a reset; at most one update
     update_norm: float = 0.02  # maximum change of the weights by an update, relative to their norm
-    replay_texts: int = 256  # size of the replay buffer; idle time needs many
+    replay_texts: int = 256  # size of the replay buffer; updates in idle time need many texts
     kept_refusals: int = 8  # refusals in a row before the training copy starts over: small updates add up
-    recorded_share: float = 1 / 16  # recorded queries once texts suffice: recording takes 8 % of the fastest steps
-    validation_share: float = 0.25  # queries held for validation, never trained on
+    recorded_share: float = 1 / 16  # share of queries recorded once texts suffice: recording costs 8 % of a fast step
+    validation_share: float = 0.25  # share of queries held for validation, never trained on
     validation_texts: int = 24  # size of the validation set, the latest texts
     gate_texts: int = 8  # validation texts that a publish needs at least
     gate_alpha: float = 0.10  # share of training copies without a gain that the gate may publish
@@ -138,15 +138,16 @@ class Tuning:
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Physical cores that this process may use, within the CPU quota of its control group: two threads per core compute
-    little more than one."""
+    """Number of physical cores that this process may use, within its affinity and the CPU quota of its control group.
+    Logical cores are not counted: two threads on one core compute little more than one."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
     quota = min(_quotas(cgroups, mine), default=float(usable))
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable, math.ceil(quota)))
 
 
 def _quotas(cgroups: Path, mine: Path) -> Iterator[float]:
-    """CPU quotas, in cores, of this process's control group: of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`)."""
+    """Yield the CPU quotas, in cores, of this process's control group: of version 2 (`cpu.max`) or 1
+    (`cpu.cfs_quota_us`)."""
     for line in mine.read_text().splitlines() if mine.is_file() else ():
         _, controllers, group = line.split(":", 2)
         version_2 = not controllers

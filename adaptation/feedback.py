@@ -1,6 +1,7 @@
 """Filters finished queries: each becomes a training sample, a validation text, or neither; and detects changed traffic.
 
-Requests with `store: false` leave no trace here. Recording costs the engine 1 to 2 % of a step, learnt from or not.
+Texts of requests with `store: false` are not kept here. Recording a query costs the engine 1 to 2 % of a step, whether
+the query is learnt from or not.
 """
 
 import math
@@ -33,11 +34,11 @@ _MANY_WITHOUT_TEXT = 64  # queries in a row after which texts count as unavailab
 _IN_A_ROW = 8  # consecutive recorded sequences: a step with one costs as much as if all were recorded
 _RESTING_SHARE = 1 / 32  # recorded queries while no update promises a gain
 
-_RISE_SLACK = 0.5  # forgiven part of an unusual score, in standard deviations (k)
-_RISE_THRESHOLD = 8.0  # sum of unusual scores after which traffic counts as changed, in standard deviations (h)
+_RISE_SLACK = 0.5  # part of a deviation that is not counted, in standard deviations (k)
+_RISE_THRESHOLD = 8.0  # sum of deviations above which traffic counts as changed, in standard deviations (h)
 _MIN_QUERIES = 24  # queries before a score can be called unusual
 _MIN_SCORE_SPREAD = 0.01
-_FARTHEST = 3.0  # clipped deviation: no single query decides
+_FARTHEST = 3.0  # largest deviation that is counted, so that no single query decides
 
 _MOST_TOKENS = 512  # last tokens of an answer that are scored
 _RECENT = 512  # half-life of the recent counts, in tokens
@@ -62,7 +63,7 @@ _STORED_COUNTS = TypeAdapter(_StoredCounts)
 
 
 class TokenCounts:
-    """How often each token of the target occurred in recent answers, with exponential decay."""
+    """Counts how often each token of the target occurred in recent answers, with exponential decay."""
 
     def __init__(self, vocab: int, *, half_life: int = _HALF_LIFE) -> None:
         """`half_life`: tokens after which an occurrence counts half."""
@@ -98,18 +99,18 @@ class TokenCounts:
         """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
         stored, counts = _STORED_COUNTS.validate_python(state), torch.zeros_like(self._counts)
         if len(stored.tokens) != len(stored.counts) or max(stored.tokens, default=0) >= counts.shape[0]:
-            raise ValueError("counts of tokens that do not fit this target")
+            raise ValueError("token counts do not fit the target's vocabulary")
         counts[torch.tensor(stored.tokens, dtype=torch.int64)] = torch.tensor(stored.counts)
         self._counts = counts
 
 
 class RisingScores:
-    """Detects that scores of queries rise, by a cumulative sum (Page, 1954). They may fall.
+    """Detects a rise of the queries' scores, by a cumulative sum (Page, 1954). A fall is ignored.
 
         z = (x - mean) / sd;   S <- max(0, S + z - k);   changed when S > h
 
-    With k = 0.5 and h = 8 unchanged traffic is called changed once in some 20,000 queries, and a shift of one and a
-    half standard deviations is noticed after about eight. Mean and deviation are estimated anew after every change.
+    With k = 0.5 and h = 8, unchanged traffic is called changed once in some 20,000 queries, and a shift of one and a
+    half standard deviations is detected after about eight. Mean and deviation are estimated anew after every change.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,7 @@ class RisingScores:
         self._mean = self._variance = self._sum = 0.0
 
     def observe(self, score: float) -> bool:
-        """Add a finite score. # -> whether the traffic has changed"""
+        """Add a finite score. Returns whether the traffic has changed."""
         if self._count >= _MIN_QUERIES:
             unusual = (score - self._mean) / max(math.sqrt(self._variance), _MIN_SCORE_SPREAD)
             self._sum = max(0.0, self._sum + min(max(unusual, -_FARTHEST), _FARTHEST) - _RISE_SLACK)
@@ -140,8 +141,8 @@ class RisingScores:
 
 
 class TrafficMonitor:
-    """Detects changed traffic from two scores of each answer, in nats per token: how surprising it is under the
-    long-term token counts (new tokens), and how much less so under the recent ones (repeated tokens)."""
+    """Detects changed traffic from two scores of each answer, in nats per token: its surprisal under the long-term
+    token counts (new tokens), and how much the recent counts lower that surprisal (repeated tokens)."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -150,7 +151,7 @@ class TrafficMonitor:
         self._is_new, self._is_alike = RisingScores(), RisingScores()
 
     def observe(self, answer: Sequence[int]) -> bool:
-        """Add an answer. # -> whether recent answers are newer, or more alike, than those before"""
+        """Add an answer. Returns whether recent answers have newer tokens, or are more alike, than earlier ones."""
         tokens = answer[-_MOST_TOKENS:]
         if not tokens:
             return False
@@ -170,11 +171,11 @@ class TrafficMonitor:
 
 
 class RecordingSampler:
-    """Chooses the queries that are recorded: a share of all. `draws` belongs to the engine's thread, `share` to the
-    learning thread."""
+    """Chooses which share of the queries is recorded. The engine's thread calls `draws`; the learning thread sets
+    `share`."""
 
     def __init__(self, usual: float, *, least: float = 0.0) -> None:
-        """`usual`: share once there are texts enough; `least`: share that is always recorded."""
+        """`usual`: share once there are enough texts; `least`: share that is always recorded."""
         self.share, self.usual = 1.0, usual
         self._least = least
         self._num_begun = 0
@@ -190,9 +191,9 @@ class FilteredQuery:
     """Result of filtering one query."""
 
     admission: Admission
-    text: ValidationText | None  # the query's text; None: it must not be scored, or is too short
+    text: ValidationText | None  # None: the text must not be scored, or is too short
     validates: bool  # whether the text is held for validation
-    changed: bool = False  # whether answers use other words since this query
+    changed: bool = False  # whether the traffic changed with this query
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,8 @@ class Lesson:
 
 
 class FeedbackFilter:
-    """Fills buffers and validation set as quota and policy decide. What is not admitted is neither kept nor scored."""
+    """Puts finished queries into the buffers or the validation set, as quota and policy decide. A query that is not
+    admitted is neither kept nor scored."""
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class FeedbackFilter:
         self._num_without_text = 0
 
     def take(self, feedback: QueryFeedback, *, learning: bool, updating: bool = True) -> FilteredQuery:
-        """Filter a finished query. `learning` False: only count it; `updating` False: keep it out of the arms'
+        """Filter a finished query. `learning` False: do not train on it; `updating` False: keep it out of the arms'
         buffers."""
         query = feedback.query
         undrafted = undrafted_steps(feedback)
@@ -266,25 +268,27 @@ class FeedbackFilter:
         return FilteredQuery(admission, text, validates, changed)
 
     def due(self) -> Lesson | None:
-        """Take the samples of the arm whose update is due; None: no update is due."""
+        """Take the samples of the arm whose update is due. Returns None if no update is due."""
         signals = self.buffers.signals
         arm = self.policy.due(signals)
         return None if arm is None else Lesson(arm, self.buffers.take(arm), fmean(signals[arm]))
 
     def rehearsal(self) -> Lesson | None:
-        """Draw a full update from the replay buffer; None: it is empty."""
+        """Draw a full update from the replay buffer. Returns None if the buffer is empty."""
         samples = self.buffers.rehearsal()
         return Lesson("full", samples, None) if samples else None
 
     def forget(self) -> None:
-        """Drop buffered samples and widen the values of arms: no update computed the weights that serve now."""
+        """Drop the buffered samples and make the values of arms less certain, because the serving weights did not come
+        from an update."""
         self.policy.traffic_changed()
         self.buffers.clear()
 
     def choose_share(self, *, learning: bool, collects: bool, watched: bool) -> None:
-        """Choose the share of queries to record: all to solve for a drafter, to judge with a full validation set and
-        to watch new weights, as far as the ledger covers it; few where nothing is learnt, no update promises a gain, or
-        no query has a text. `collects`: a drafter is solved from texts; `watched`: the served weights are new."""
+        """Choose the share of queries to record. Few, if nothing is learnt, no update promises a gain, or no query has
+        a text. All, if a drafter is being solved, the validation set is not full, or new weights are watched, as far as
+        the ledger covers it. Else the usual share. `collects`: a drafter is solved from texts; `watched`: the served
+        weights are new."""
         sees_no_text = self._num_without_text >= _MANY_WITHOUT_TEXT
         promises_nothing = self.policy.resting and self.validation.suffices
         if collects and learning:
@@ -308,8 +312,8 @@ class FeedbackFilter:
 
 
 def build_filter(tuning: Tuning, policy: Bandit, *, vocab: int, least_recorded: float) -> FeedbackFilter:
-    """Build the filter and its parts. `vocab`: size of the target's; `least_recorded`: share of queries that is always
-    recorded."""
+    """Build the filter and its parts. `vocab`: size of the target's vocabulary; `least_recorded`: share of queries that
+    is always recorded."""
     quota = Quota(client_share=tuning.client_share, free_queries=tuning.client_free_queries)
     buffers = SampleBuffers(
         {"head": tuning.head_queries, "full": tuning.full_queries},

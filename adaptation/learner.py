@@ -1,12 +1,12 @@
 """The loop of learning while serving. One update, from finished queries to the served weights:
 
     observe   FeedbackFilter.take     queries fill the buffer of the arm that may gain, and the validation set
-    work      FeedbackFilter.due      a full buffer that the ledger covers is a lesson
+    work      FeedbackFilter.due      a full buffer whose update the ledger covers is a lesson
               Training.update         the training copy learns from it, one optimizer step per piece
               Publisher.judge         training copy, serving drafter and anchor are replayed on validation texts
               Publisher.conclude      the better copy is published: staged for the engine's next step
-              Bandit.ended            gain and cost go into the value of the arm and the ledger
-    observe   Publisher.watch         later texts are scored; an alarm takes the weights back (Publisher.roll_back)
+              Bandit.ended            gain and cost update the arm's value and the ledger
+    observe   Publisher.watch         later texts are scored; an alarm rolls the weights back (Publisher.roll_back)
 
 Every decision is an event with its reason. All calls come from one thread, which calls `recover` after any exception.
 """
@@ -44,7 +44,7 @@ _DISTANCE_ANCHORS = 8  # blocks per text on which the distance to the anchor is 
 
 
 class Learner:
-    """Observes finished queries, and trains, publishes and rolls back the drafter."""
+    """Learns while serving: observes finished queries, and trains, publishes and rolls back the drafter."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class Learner:
 
     @property
     def waits(self) -> bool:
-        """Whether a piece of an update is under way in another process, which the scores of a query may need too."""
+        """Whether the training process computes a piece of an update; scoring a query may need that process too."""
         return self.training.waits
 
     def work(self) -> bool:
-        """Do the next piece of an update: an optimizer step, or a replay; begin an update if one is due. # -> whether
-        there was a piece that may compute now"""
+        """Do the next piece of an update, an optimizer step or a replay, and begin an update if one is due. Returns
+        whether a piece was done."""
         job = (self._job or self._due()) if self.waits or self.training.time.may_compute else None
         if job is None:
             return False
@@ -110,7 +110,8 @@ class Learner:
         return True
 
     def _due(self) -> Pieces[None] | None:
-        """Pieces of the due work: a first drafter, an arm's update, or a rehearsal in idle time; None: none is due."""
+        """Return the due work in pieces: a first drafter, an arm's update, or a rehearsal in idle time. Returns None if
+        none is due."""
         if self.paused or self.weights.pending or not self._feedback.validation.suffices:
             return None
         if self._bootstrap.due:
@@ -148,8 +149,8 @@ class Learner:
             self._idle.ended(self.training.time.seconds - began, published=published)
 
     def _conclude(self, report: UpdateReport, signal: float | None) -> Pieces[bool]:
-        """Judge an update and publish it if it is better; its gain and cost are the arm's. # -> whether it was
-        published"""
+        """Judge an update, publish it if it is better, and credit gain and cost to its arm. Returns whether it was
+        published."""
         began = self.training.time.seconds
         decision = yield from self._publisher.judge()
         verdict = self._publisher.conclude(report, decision, seconds=self.training.time.seconds - began)
@@ -174,7 +175,7 @@ class Learner:
         return restored
 
     def abandon(self) -> None:
-        """Undo the update under way, if any; its samples wait again."""
+        """Undo the update under way, if any, and return its samples to their buffer."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -186,7 +187,7 @@ class Learner:
         self._charge()
 
     def recover(self, error: str) -> None:
-        """Drop the update under way and reset the training copy to the served weights."""
+        """Abandon the update under way and reset the training copy to the served weights, after an exception."""
         if self.training.waits:  # the thread that waited for this answer has died
             self.training.close()
         self.abandon()
@@ -196,7 +197,7 @@ class Learner:
         self._publisher.start_over()
 
     def pause(self, reason: str = "operator") -> None:
-        """Learn nothing until resumed, in later processes too; the alarms stay on."""
+        """Stop learning until `resume`, in later processes too. The alarms stay on."""
         self.abandon()
         self.paused = True
         self.log.add("paused", reason)
@@ -209,12 +210,13 @@ class Learner:
         self.save(training=False)
 
     def rollback(self) -> Version:
-        """Serve the weights before the current ones, which are condemned."""
+        """Condemn the current weights and serve the newest earlier ones that are not condemned. Returns their
+        version."""
         return self._roll_back("operator", {})
 
     def adopt(self, weights: Mapping[str, Tensor], reason: str = "operator") -> int:
-        """Serve these weights, shapes [...] as in `weights.layout`, without asking the gate. # -> their version; raises
-        NotStored"""
+        """Stage these weights, shapes [...] as in `weights.layout`, without judging them, and return their version.
+        Raises NotStored."""
         self.abandon()
         version = self._publisher.adopt(weights, reason)
         self._feedback.forget()
@@ -226,13 +228,13 @@ class Learner:
         return {"policy": self._policy.state(), "paused": self.paused}
 
     def inherit(self, shared: Mapping[str, JsonValue]) -> None:
-        """Load another replica's `shared` state; an unusable one is an event."""
+        """Load the `shared` state of another replica; if it is unusable, only an event is added."""
         policy = shared.get("policy")
         try:
             self._policy.restore(policy if isinstance(policy, dict) else {})
         except ValueError as error:
             self.log.add("restored", f"policy: {error}")
-        if shared.get("paused") is True and not self.paused:  # the shared state may be older than a pause here
+        if shared.get("paused") is True and not self.paused:  # a pause here may be newer than the shared state
             self.pause("inherited")
 
     def save(self, *, training: bool) -> None:
@@ -249,7 +251,7 @@ class Learner:
         self._publisher.restored(self._persistence.training_copy())
 
     def status(self, worker: Worker) -> AdaptationStatus:
-        """Status of learning; may measure the distance to the anchor."""
+        """Return the status of learning; may measure the distance to the anchor."""
         weights, feedback, bootstrap, counts = self.weights, self._feedback, self._bootstrap, self.log.counts
         kl_to_anchor = self._publisher.kl_to_anchor()  # first, because it adds to the training seconds
         return AdaptationStatus(
@@ -296,9 +298,9 @@ def build_learner(
     tuning: Tuning | None = None,
     policy: Bandit | None = None,
 ) -> Learner:
-    """Build a learner and its parts. `serves`: whether an engine runs in this process; `policy`: one that benchmarks
-    compare with the configured one. Raises ValueError for a configuration that is not possible. A drafter served in
-    bf16 is trained and replayed in bf16 where such products are faster."""
+    """Build a learner and its parts. `serves`: whether an engine runs in this process; `policy`: replaces the
+    configured one in benchmarks. A drafter served in bf16 is trained and replayed in bf16 where such products are
+    faster. Raises ValueError for a configuration that is not possible."""
     tuning = tuning or Tuning()
     weights, autocast = copies_of(drafter, config, tuning, folder)
     rows = untrained_rows(weights.anchor, drafter.target_head)

@@ -34,20 +34,20 @@ class QueryReport:
     """Time and signal of one finished query."""
 
     seconds: float  # decoding time, as in `Query`
-    signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: it is not learnt from
+    signal: float | None  # s, the sum of (1 - r) over its rejected positions; None: the query is not learnt from
     recorded: bool = True
-    drafted: bool = True  # blocks were drafted for it; without their states it trains no head
+    drafted: bool = True  # whether blocks were drafted for it; without their states it cannot train the heads
 
     @property
     def usable(self) -> bool:
-        """Whether its numbers are finite and not negative."""
+        """Whether the query's numbers are finite and not negative, and its time is above 0."""
         seconds_count = math.isfinite(self.seconds) and self.seconds > 0
         return seconds_count and (self.signal is None or (math.isfinite(self.signal) and self.signal >= 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Gain of an update in replays, relative to the serving drafter."""
+    """Measured gain of the updated training copy over the serving drafter, from replaying validation texts."""
 
     gain: float  # relative gain in tokens per verify of all updates since the training copy equalled the served weights
     error: float  # standard error of this update's own gain
@@ -67,10 +67,10 @@ class Choice:
     reason: Reason
 
 
-_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # factors of the share after a publish and a clearly worse candidate
+_RATE_GROWTH, _RATE_CUT = 1.25, 0.7  # factors of the share: after a publish, and after a clearly worse candidate
 _FIRST_SHARE, _LEAST_SHARE = 0.5, 0.25
 LEARNING = "learning"
-"""The ledger account of all costs of learning."""
+"""Name of the ledger account that all costs of learning are charged to."""
 
 _PRIOR_GAIN = 0.05
 """Prior standard deviation of the gain of an update on a typical batch: one in three changes tau by more."""
@@ -80,16 +80,16 @@ _RECORDING_SHARE = 0.08  # cost of recording in shares of a query's seconds: 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BanditRules:
-    """Constants of algorithm 1 and of the ledger."""
+    """Hyper-parameters of the bandit (SpecBlock, algorithm 1) and of its ledger."""
 
     batch_queries: Mapping[Arm, int]  # size of each arm's buffer; without arms nothing is learnt
     alpha: float  # minimum weight of a new measurement
-    epsilon: tuple[float, float]  # share of exploring queries: initial, and after the cold start
+    epsilon: tuple[float, float]  # share of exploring queries: at first, and after the cold start
     s_min: float  # updates of less signal leave the value of their arm unchanged
     warm_up_queries: int = 10  # queries before the first decision; also the window of the mean query
     cold_start_events: int = 8  # judged updates over which epsilon falls
     horizon_queries: int = 200  # queries within which an update has to pay for itself
-    cap_queries: float = 8.0  # loss that learning may have at once, in mean queries
+    cap_queries: float = 8.0  # serving time that learning may have lost at once, in mean queries
 
 
 class Pace:
@@ -114,19 +114,19 @@ class Pace:
         self._shares[arm] = max(_LEAST_SHARE, self._shares[arm] * _RATE_CUT)
 
     def traffic_changed(self) -> None:
-        """Use the whole rate: the drafter may be far from the new traffic."""
+        """Use the whole learning rate, because the drafter may be far from the new traffic."""
         self._shares = dict.fromkeys(ARMS, 1.0)
 
 
 @dataclass
 class _Belief:
-    """Estimates of one arm."""
+    """Estimated value and cost of one arm."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     mean: float = 0.0  # gain per unit of signal
     sd: NonNegativeFloat | None = None  # None: not measured
-    cost: NonNegativeFloat = 0.0  # queries
+    cost: NonNegativeFloat = 0.0  # cost of an update, in mean queries
     num_updates: NonNegativeInt = 0
 
 
@@ -140,7 +140,7 @@ class _Knowledge:
     num_events: NonNegativeInt = 0
     seconds: list[NonNegativeFloat] = field(default_factory=list)  # seconds of the last `warm_up_queries` queries
     signal: NonNegativeFloat = 0.0  # moving average of the signal of a query
-    balance: float | None = None  # seconds in the ledger; None: not opened yet
+    balance: float | None = None  # seconds in the ledger; None: it is not opened yet
     arms: dict[Arm, _Belief] = field(default_factory=lambda: {arm: _Belief() for arm in ARMS})
 
 
@@ -152,14 +152,14 @@ _RANDOM = TypeAdapter(_RandomState)
 class Bandit:
     """The cost-aware bandit (SpecBlock section 3.4, algorithm 1): learns which kind of update is worth its time.
 
-    An arm's value is its gain of throughput per unit of signal; an update on queries of mean signal s is worth, in
+    An arm's value is its gain of throughput per unit of signal. An update on queries of mean signal s is worth, in
     queries,
 
         s * value * horizon - cost
 
-    over the queries within which it has to pay for itself. The value is a posterior: replays are noisy, with a known
-    error. Trials are paid for from a ledger of its own, so that the loss is bounded, and drafting is tried as often.
-    All calls come from the adaptation thread.
+    where horizon is the number of queries within which it has to pay for itself. The value is a posterior, since
+    replays are noisy with a known error. Trials are paid from a separate ledger account, so that the loss is bounded
+    and drafting is tried no less often. All calls come from the adaptation thread.
     """
 
     def __init__(self, rules: BanditRules, *, rng: random.Random) -> None:
@@ -177,7 +177,7 @@ class Bandit:
 
     @property
     def balance(self) -> float | None:
-        """Serving time in seconds that learning may still lose; None: the ledger is not opened yet."""
+        """Serving time in seconds that learning may still take; None until the ledger is opened."""
         return self._ledger.balances.get(LEARNING)
 
     @property
@@ -186,21 +186,22 @@ class Bandit:
 
     @property
     def resting(self) -> bool:
-        """Whether no arm promises a gain whose trial the ledger covers."""
+        """Whether no arm that the ledger covers may gain."""
         return not self._rules.batch_queries or (self._is_warm and self._promising(ARMS) is None)
 
     @property
     def epsilon(self) -> float:
-        """Share of the queries learnt from that explore; falls with each judged update of the cold start."""
+        """Share of the admitted queries that explore; falls with each judged update of the cold start."""
         first, last = self._rules.epsilon
         return first + (last - first) * min(1.0, self._now.num_events / self._rules.cold_start_events)
 
     def covers(self, seconds: float) -> bool:
-        """Whether training may take so many seconds from serving that are not charged yet."""
+        """Whether the ledger covers this many seconds, which training took from serving and which are not charged
+        yet."""
         return not self._is_warm or self._ledger.balances[LEARNING] > seconds
 
     def decide(self, query: QueryReport) -> Choice:
-        """Choose the buffer of a finished query. Called for every query, in order."""
+        """Choose the buffer of a finished query, with the reason. Called for every query, in order."""
         if not self._rules.batch_queries:
             return Choice(None, "never")
         if not query.usable:
@@ -217,8 +218,8 @@ class Bandit:
         return Choice(arm, "gain" if self._net_gain(arm, self._now.arms[arm].mean) > 0 else "explore")
 
     def due(self, signals: Mapping[Arm, Sequence[float]]) -> Arm | None:
-        """The arm whose buffer is full and whose update the ledger covers, if any. `signals`: of the samples in each
-        arm's buffer."""
+        """Return an arm whose buffer is full and whose update the ledger covers, or None. `signals`: signals of the
+        samples in each arm's buffer."""
         if not self._is_warm:
             return None
         sizes = self._rules.batch_queries
@@ -226,7 +227,8 @@ class Bandit:
         return max(full, key=self._best_net_gain, default=None)
 
     def ended(self, arm: Arm, signal: float, judgement: Judgement, seconds: float, *, published: bool) -> None:
-        """Learn from a judged update: `signal`, mean of its queries; `seconds`, taken from serving."""
+        """Update value and cost of an arm, and the ledger, after a judged update. `signal`: mean signal of its queries;
+        `seconds`: taken from serving."""
         belief, rules = self._now.arms[arm], self._rules
         mean_seconds = fmean(self._now.seconds)
         belief.num_updates += 1
@@ -245,13 +247,15 @@ class Bandit:
         self._ledger.record(LEARNING, gained * rules.horizon_queries * mean_seconds - seconds)
 
     def spent(self, seconds: float) -> None:
-        """Charge seconds taken from serving to the ledger alone: of an interrupted or unjudged update."""
+        """Charge seconds taken from serving to the ledger and to no arm, because an update was interrupted or not
+        judged."""
         if self._is_warm:
             self._ledger.raise_cap(LEARNING, seconds)
             self._ledger.record(LEARNING, -seconds)
 
     def traffic_changed(self) -> None:
-        """Make the values of arms less certain: other texts are served, or weights that no update computed."""
+        """Make the values of arms less certain, because other texts, or weights that did not come from an update, are
+        served."""
         for arm, posterior in self._posteriors.items():
             posterior.widen()
             self._now.arms[arm].sd = posterior.sd
@@ -268,10 +272,10 @@ class Bandit:
         if not state and not self._rules.batch_queries:  # 0.3.0 saved an empty state for `never`
             return
         if set(state) != {"knowledge", "random"}:
-            raise ValueError("not the state of a bandit")
+            raise ValueError("not a bandit state")
         now = _KNOWLEDGE.validate_python(state["knowledge"])
         if set(now.arms) != set(ARMS) or (now.balance is not None and not any(now.seconds)):
-            raise ValueError("the state of a bandit with other arms, or without the time that queries take")
+            raise ValueError("bandit state with other arms, or with a balance but no query times")
         self._rng.setstate(_RANDOM.validate_python(state["random"]))
         self._now, self._posteriors = now, {}
         if now.balance is not None:
@@ -294,15 +298,15 @@ class Bandit:
         self._ledger.open(LEARNING, self._rules.cap_queries * fmean(self._now.seconds), balance)
 
     def _choose(self, arms: Sequence[Arm]) -> Arm | None:
-        """With probability `epsilon` the arm tried least, else the one with the highest best case. None: none may
-        gain, or the ledger does not cover it."""
+        """Choose the least tried arm with probability `epsilon`, else the arm with the highest best case. Returns None
+        if no arm may gain, or the ledger does not cover it."""
         if self._rng.random() < self.epsilon:
             arm = min(arms, key=lambda arm: self._now.arms[arm].num_updates)
             return arm if self._is_covered(arm) else None
         return self._promising(arms)
 
     def _promising(self, arms: Sequence[Arm], *, covered: bool = True) -> Arm | None:
-        """The arm with the highest best case, if that is a gain."""
+        """Return the arm with the highest best case, or None if that is no gain."""
         able = [arm for arm in arms if not covered or self._is_covered(arm)]
         best = max(able, key=self._best_net_gain, default=None)
         return best if best is not None and self._best_net_gain(best) > 0 else None
@@ -311,7 +315,7 @@ class Bandit:
         return self._net_gain(arm, self._posterior(arm).best_case)
 
     def _net_gain(self, arm: Arm, value: float) -> float:
-        """Net gain of an update on typical queries, in queries. `value`: gain per unit of signal"""
+        """Net gain of an update on typical queries, in queries. `value`: gain per unit of signal."""
         return self._now.signal * value * self._rules.horizon_queries - self._cost(arm)
 
     def _cost(self, arm: Arm) -> float:

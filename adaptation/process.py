@@ -1,7 +1,8 @@
-"""Runs updates and replays in a process of their own: a training thread would hold the interpreter that serving needs.
+"""Runs updates and replays in a separate process, because a training thread would hold the interpreter lock that
+serving needs.
 
-Weights lie in memory that both processes map, so that only samples and results are sent. A process that dies, or does
-not answer in time, costs the update under way; the next request starts another one.
+Weights lie in memory that both processes map, so that only samples and results are sent. If the process dies or does
+not answer in time, the update under way is lost, and the next request starts another process.
 """
 
 import contextlib
@@ -40,11 +41,11 @@ from kernels.cpu.library import use_threads
 
 _EMBEDDING, _HEAD = "embedding", "head"  # names of the target's tables; a tied head is the embedding
 _ENDING_SECONDS = 5.0
-_POLL_SECONDS = 0.1  # between two looks for an answer, in which commands can come
+_POLL_SECONDS = 0.1  # interval between checks for an answer; commands can run in between
 _LEAST_SHARE = 1 / 16
-"""Share of a core that the process gets at least before it counts as lost; with less it would learn from old texts."""
+"""Least share of a core from which the time limit follows; with less, training would lag far behind the traffic."""
 _UNKNOWN_SECONDS = 4.0
-"""Presumed CPU seconds of the imports (measured), and of a first request of its kind."""
+"""CPU seconds assumed for the imports (measured), and for the first request of each kind."""
 _ALIGNMENT = 64  # bytes
 _MIN_WEIGHTS = 1_000_000
 """Smallest drafter that gets a process: an update of a smaller one takes milliseconds, and a process costs 260 MB."""
@@ -61,7 +62,7 @@ main({memory}, {talk})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Description from which the training process builds trainer and replica on the shared weights."""
+    """Description from which the training process builds its trainer and its replica on the shared weights."""
 
     config: DrafterConfig
     replica_dtype: torch.dtype
@@ -73,16 +74,17 @@ class Setup:
 
 
 class TrainingProcess:
-    """Client of the other process, for the learning thread: sends one request at a time, and replaces a process that
+    """Client of the training process, for the learning thread: sends one request at a time, and replaces a process that
     died or does not answer in time.
 
-    An answer is due once the process had time for it on `_LEAST_SHARE` of a core: for what the longest request of its
-    kind took, and for the imports before the first one. That time doubles with every process lost in a row, since a
-    request may take longer than ever before.
+    The time limit of an answer is the CPU time of the longest request of its kind so far, plus the imports before the
+    first answer, on a share `_LEAST_SHARE` of a core. The limit doubles with every process lost in a row, since a
+    request may take longer than any before.
     """
 
     def __init__(self, memory: int, setup: Setup, time: TrainingTime) -> None:
-        """`memory`: a file descriptor, which this object closes; `time`: says when the process may compute."""
+        """`memory`: file descriptor of the shared memory, which this object closes; `time`: receives the CPU seconds of
+        the process."""
         self.num_started = 0
         self.is_asked = False  # whether a request is under way
         self._memory = memory
@@ -92,14 +94,14 @@ class TrainingProcess:
         self._connection: Connection | None = None
         self._answer = Future[object]()
         self._longest: dict[str, float] = {}  # CPU seconds, by kind of request
-        self._imports = 0.0  # CPU seconds, until the first answer
+        self._imports = 0.0  # CPU seconds allowed for the imports; 0 after the first answer
         self._num_lost = 0  # processes that did not answer in time, in a row
         self._closing = threading.Lock()
         weakref.finalize(self, os.close, memory)
 
     @property
     def pid(self) -> int | None:
-        """Process id; None: the process does not run."""
+        """Process id, or None if the process does not run."""
         process = self._process
         return None if process is None else process.pid
 
@@ -121,8 +123,8 @@ class TrainingProcess:
         self._imports = _UNKNOWN_SECONDS
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample], *, rate_share: float = 1.0) -> Pieces[UpdateReport]:
-        """As `OnlineTrainer.update`; yields also while the process computes. Raises TrainingLost if the process dies or
-        does not answer in time, RuntimeError for an exception in it."""
+        """Run `OnlineTrainer.update` in the process; also yields while the process computes. Raises TrainingLost if the
+        process dies or does not answer in time, RuntimeError for an exception in it."""
         self._revive()
         try:
             report = yield from self._ask("begin", arm, samples, rate_share=rate_share)
@@ -136,7 +138,8 @@ class TrainingProcess:
         return cast(UpdateReport, report)
 
     def replay(self, model: SpecBlock, example: Example) -> Pieces[float]:
-        """Score the replica, which is the only model that is scored. Yields and raises as `update` does."""
+        """Replay a text with the replica in shared memory, the only model that is scored, and return tau. Yields and
+        raises as `update` does."""
         self._revive()
         return cast(float, (yield from self._ask("replay", example)))
 
@@ -165,9 +168,10 @@ class TrainingProcess:
         self.start()
 
     def _ask(self, call: str, *given: object, **named: object) -> Pieces[object]:
-        """Send a request and yield until it is answered. Closed before, it waits a moment for the answer."""
+        """Send a request, yield until it is answered, and return the answer. If the generator is closed earlier, it
+        waits a few seconds for the answer."""
         if self._connection is None:
-            raise TrainingLost("the process that trains was ended")
+            raise TrainingLost("the training process was ended")
         self.is_asked = True
         self._answer = _exchanged(self._connection, (call, given, named))
         work = self._longest.get(call, _UNKNOWN_SECONDS) + self._imports
@@ -181,7 +185,7 @@ class TrainingProcess:
                 if waited > seconds:
                     self._num_lost += 1
                     self.close()
-                    raise TrainingLost(f"the process that trains has not answered within {seconds:.0f} seconds")
+                    raise TrainingLost(f"the training process has not answered within {seconds:.0f} seconds")
                 yield
         except GeneratorExit:
             if not wait([self._answer], _ENDING_SECONDS).done:
@@ -195,18 +199,18 @@ class TrainingProcess:
             answer = self._answer.result()
         except (EOFError, OSError) as error:
             self.close()
-            raise TrainingLost("the process that trains has died") from error
+            raise TrainingLost("the training process has died") from error
         self.is_asked, self._imports, self._num_lost = False, 0.0, 0
         result, failure, seconds = cast(tuple[object, str | None, float], answer)
         self._longest[call] = max(seconds, self._longest.get(call, 0.0))
         self._time.add_process_seconds(seconds)
         if failure is not None:
-            raise RuntimeError(f"the process that trains has failed:\n{failure}")
+            raise RuntimeError(f"the training process raised an exception:\n{failure}")
         return result
 
 
 class Training:
-    """Computes updates, in this thread or in a process of its own, and counts them and their time."""
+    """Runs updates in this thread or in the training process, counts them, and keeps their pace."""
 
     def __init__(self, trainer: OnlineTrainer, process: TrainingProcess | None, time: TrainingTime) -> None:
         self.trainer = trainer
@@ -227,12 +231,12 @@ class Training:
             self.process.start()
 
     def close(self) -> None:
-        """End the training process, if there is one; the next update starts another."""
+        """End the training process, if there is one; the next update starts another one."""
         if self.process is not None:
             self.process.close()
 
     def update(self, arm: Arm, samples: Sequence[TrainingSample]) -> Pieces[UpdateReport]:
-        """Run `OnlineTrainer.update` here or in the process, at the arm's share of the learning rate."""
+        """Run `OnlineTrainer.update` here or in the training process, at the arm's share of the learning rate."""
         report = yield from (self.process or self.trainer).update(arm, samples, rate_share=self.pace.share(arm))
         self.num_updates[arm] += report.applied
         return report
@@ -245,12 +249,12 @@ def training_process(
     time: TrainingTime,
     train_in: Literal["auto", "process", "thread"],
 ) -> TrainingProcess | None:
-    """Build the process that computes on the trainer's weights and optimizers; None: this process trains. Raises
-    ValueError where a process is required and not possible."""
+    """Build the client of the training process, which computes on the trainer's weights and optimizers in shared
+    memory. Returns None if this process trains. Raises ValueError if a process is required and not possible."""
     if not _in_its_own_process(train_in, drafter, weights):
         return None
     table, head = drafter.embedding, drafter.target_head
-    assert table is not None, "a process of its own has no table to look tokens up in"
+    assert table is not None, "a training process needs the target's embedding table"
     is_tied = head is not None and head.data_ptr() == table.data_ptr()
     computed_on = _computed_on(trainer, training=weights.training, anchor=weights.anchor, replica=weights.replica)
     tables = {_EMBEDDING: table} if head is None or is_tied else {_EMBEDDING: table, _HEAD: head}
@@ -271,7 +275,7 @@ def training_process(
 def _in_its_own_process(train_in: str, drafter: ServedDrafter, weights: DrafterWeights) -> bool:
     possible = sys.platform == "linux" and weights.train_device.type == "cpu" and drafter.embedding is not None
     if train_in == "process" and not possible:
-        raise ValueError("adaptation.train_in: a process of its own trains on Linux, on a CPU; choose auto or thread")
+        raise ValueError("adaptation.train_in: process needs Linux and training on a CPU; choose auto or thread")
     worthwhile = sum(value.numel() for value in weights.training.parameters()) >= _MIN_WEIGHTS
     return train_in == "process" or (train_in == "auto" and possible and worthwhile)
 
@@ -287,7 +291,7 @@ def _computed_on(trainer: OnlineTrainer, **models: SpecBlock) -> dict[str, Tenso
 
 def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
     """Copy tensors of any shape [...] to anonymous shared memory, which a process that inherits the descriptor can map;
-    not in /dev/shm, which containers keep small. # -> descriptor, the copies by name"""
+    not to /dev/shm, which containers keep small. Returns the descriptor and the copies by name."""
     memory = os.memfd_create("adaptree-training")
     os.ftruncate(memory, sum(_room(tensor) for tensor in named.values()))
     tensors = mapped(memory, named)
@@ -297,7 +301,8 @@ def shared(named: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
 
 
 def mapped(memory: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with the shapes [...] and types of `like`, one after another in this memory, which they keep alive."""
+    """Map tensors with the shapes [...] and types of `like`, one after another in this memory. The tensors keep the
+    mapping alive."""
     pages, tensors, start = mmap.mmap(memory, os.fstat(memory).st_size), {}, 0
     for name, tensor in like.items():
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
@@ -317,7 +322,7 @@ def _lend(tensors: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
 
 
 def main(memory: int, talk: int) -> None:
-    """Run the other process on two inherited descriptors, until the other end of the connection is closed."""
+    """Run the training process on two inherited descriptors, until the server closes the connection."""
     connection = Connection(talk)
     try:
         setup = cast(Setup, _received(connection))
@@ -352,7 +357,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
         return go_on()
 
     def go_on() -> UpdateReport | None:
-        """Do the next piece. # -> the report after the last one"""
+        """Do the next piece of the update. Returns the report after the last piece, else None."""
         try:
             return next(begun[0])
         except StopIteration as end:
@@ -360,7 +365,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
             return cast(UpdateReport, end.value)
 
     def abandon() -> bool:
-        """Undo the update under way. # -> False: it was complete already"""
+        """Undo the update under way. Returns False if it was complete already."""
         for update in begun:
             update.close()
         return bool(begun)
@@ -370,7 +375,7 @@ def _calls(setup: Setup, tensors: Mapping[str, Tensor], connection: Connection) 
 
 
 def _exchanged(connection: Connection, request: object) -> "Future[object]":
-    """Send a request and receive its answer, in a thread: a process that stands still takes no large request."""
+    """Send a request and receive its answer in a thread, since sending a large request to a stopped process blocks."""
     answer = Future[object]()
 
     def exchange() -> None:

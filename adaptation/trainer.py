@@ -1,7 +1,7 @@
-"""Updates of a drafter's training copy: of its heads alone, or of all weights.
+"""Trains a drafter's training copy: its heads alone, or all weights.
 
-An update is applied as a whole or not at all: a number that is not finite, in a loss, a gradient, a weight or the
-optimizer, restores copy and optimizer. Legend: rows = labelled positions of all samples, vocab = the drafter's.
+An update is applied as a whole or not at all: if a loss, a gradient, a weight or the optimizer's state is not finite,
+training copy and optimizer are restored. Legend: rows = labelled positions of all samples, vocab = the drafter's.
 """
 
 import math
@@ -32,10 +32,10 @@ from drafters.training.fit import clipped_gradients
 from drafters.training.objective import Objective, ObjectiveSettings
 from drafters.training.output_layers import OUTPUT_LAYERS, head_loss
 
-_PROMPT = 16  # tokens before an answer: with all 35 of German texts an update costs an eighth more, and learns no more
+_PROMPT = 16  # prompt tokens kept: all 35 of German texts make an update an eighth dearer, and teach nothing more
 _ANCHORS = 4  # blocks per text for the distance to the anchor
-_HEAD_ROWS = 512  # draft labels per head update, those of four to eight queries: products of all pairs cost no more
-_RANK_ROWS = 128  # entries per step that train the rank head: the noise of each costs as much as its products
+_HEAD_ROWS = 512  # draft labels per head update, as many as four to eight queries have
+_RANK_ROWS = 128  # entries per step that train the rank head; sampling noise for one costs as much as its products
 _adamw = partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.98, weight_decay=0.0, eps=1e-8)
 
 _SOLVED_STEP = 0.01
@@ -44,7 +44,7 @@ _SOLVED_STEP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Settings of all updates."""
+    """Settings shared by all updates of a trainer."""
 
     learning_rate: float  # rate of full updates; with `relative`, in units of each parameter's root mean square
     relative: bool
@@ -55,7 +55,8 @@ class Rules:
 
 
 def rules_of(config: AdaptationConfig, drafter: ServedDrafter, tuning: Tuning, *, autocast: bool) -> Rules:
-    """Update settings of a drafter. One that is solved from traffic trains in steps as large as its weights allow."""
+    """Return the update settings of a drafter. One that is solved from traffic trains with steps relative to the size
+    of its weights, and larger ones."""
     if not drafter.made:
         tuning = replace(tuning, update_norm=_SOLVED_STEP * tuning.full_steps)
     return Rules(
@@ -75,7 +76,7 @@ class UpdateReport:
     arm: Arm
     outcome: Outcome
     seconds: float
-    losses: tuple[dict[str, float], ...] = ()  # one dict per step, by term; only the last step of a pass has `anchor`
+    losses: tuple[dict[str, float], ...] = ()  # loss terms, a dict per step; only the last step of a pass has `anchor`
     moved: float = 0.0  # norm of the change over norm of the weights, after clipping
 
     @property
@@ -96,20 +97,20 @@ _Terms = tuple[Tensor, dict[str, Tensor]]  # the loss of a step, and its terms b
 
 
 class Adam:
-    """AdamW without weight decay. Its state exists from the start, where `torch.optim.AdamW` allocates it at the first
-    step: it is saved, shared and restored by name. That class also loads torch's compiler, which takes seconds."""
+    """AdamW without weight decay, whose state exists from the start, so that it can be saved, shared and restored by
+    name. `torch.optim.AdamW` allocates its state at the first step, and loads torch's compiler, which takes seconds."""
 
-    gradient_norm = 1.0  # maximum, by clipping
+    gradient_norm = 1.0  # gradients are clipped to this norm
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], *, rate: float, warm_up_steps: int = 1, relative: bool = False
     ) -> None:
-        """`warm_up_steps`: over which the rate rises after a reset; `relative`: `rate` is in units of each parameter's
-        root mean square before the first step."""
+        """`warm_up_steps`: steps after a reset over which the rate rises; `relative`: `rate` is in units of each
+        parameter's root mean square before the first step."""
         self._warm_up_steps = warm_up_steps
         self._parameters = dict(parameters)
         self._rate = rate
-        self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not taken
+        self._relative = {name: torch.zeros((), dtype=torch.float64) for name in parameters if relative}  # 0: not known
         self._state = {
             name: {
                 "step": torch.zeros((), device=parameter.device),
@@ -143,7 +144,7 @@ class Adam:
 
     @torch.no_grad()
     def _rates(self) -> list[float]:
-        """One rate per parameter; relative ones are computed before the first step only."""
+        """Return one rate per parameter; relative rates are computed before the first step only."""
         for name, rate in self._relative.items():
             if not rate:
                 size = float(self._parameters[name].square().mean().sqrt())
@@ -175,7 +176,7 @@ class Descent:
 
 
 class OnlineTrainer:
-    """Owner of the training copy and its optimizers. All calls come from the adaptation thread."""
+    """Trains the training copy, and owns its optimizers. All calls come from the adaptation thread."""
 
     def __init__(
         self,
@@ -187,8 +188,8 @@ class OnlineTrainer:
         rules: Rules,
         seed: int,
     ) -> None:
-        """`model` in fp32; `anchor` frozen, of the same type; `rows`: the anchor's output rows."""
-        assert model.dtype == torch.float32, "masters are fp32"
+        """`model`: training copy in fp32; `anchor`: frozen, in fp32; `rows`: the anchor's output rows by vocabulary."""
+        assert model.dtype == torch.float32, "the training copy must be fp32"
         model.requires_grad_(True)
         self._model = model
         self._rows = rows
@@ -245,7 +246,7 @@ class OnlineTrainer:
             optimizer.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer state for a later process; names and shapes [...] never change."""
+        """Return weights and optimizer state for a later process; names and shapes [...] never change."""
         return {f"weights.{name}": value for name, value in weights_of(self._model).items()} | self.moments()
 
     @torch.no_grad()
@@ -256,7 +257,7 @@ class OnlineTrainer:
         self._model.set_vocabulary(self._model.d2t.clone())
 
     def _steps(self, arm: Arm, samples: Sequence[TrainingSample]) -> list[Callable[[], _Terms]]:
-        """The losses of an update's steps, as functions."""
+        """Return one function per optimizer step of an update, which computes the loss of that step."""
         labelled = [sample for sample in samples if sample.draft_labels.count]
         examples = [sample.example for sample in samples if sample.example is not None]
         if not (labelled if arm == "head" else examples):
@@ -266,7 +267,7 @@ class OnlineTrainer:
         return [partial(self._head_terms, labelled) for _ in range(self._tuning.head_steps)]
 
     def _full_steps(self, examples: list[Example]) -> list[Callable[[], _Terms]]:
-        """Passes through the texts in random order, until there are enough steps."""
+        """Plan passes through the texts, in random order, until there are enough steps."""
         examples = [example.within(example.length - example.prompt + _PROMPT) for example in examples]
         steps: list[Callable[[], _Terms]] = []
         while len(steps) < self._tuning.full_steps:
@@ -275,7 +276,7 @@ class OnlineTrainer:
         return steps
 
     def _head_terms(self, labelled: Sequence[TrainingSample]) -> _Terms:
-        """The loss on draft labels, spread evenly over all."""
+        """Compute the loss on draft labels taken at even intervals from all samples."""
         device = self._model.d2t.device
         joined = DraftLabels(*map(torch.cat, zip(*(one.draft_labels.fields for one in labelled), strict=True)))
         ranked = _spread(joined.count, _RANK_ROWS)
@@ -296,8 +297,8 @@ class OnlineTrainer:
             )
 
     def _dealt(self, examples: list[Example]) -> list[list[Example]]:
-        """Batches of texts of similar length, since padding costs as much as text, in random order. Many small steps
-        learn more than one large step, at the same cost."""
+        """Group texts of similar length into batches, since padding costs as much as text, and shuffle the batches.
+        Many small steps learn more than one large step, at the same cost."""
         size = self._tuning.step_texts
         by_length = sorted(examples, key=lambda example: example.length)
         batches = [by_length[first : first + size] for first in range(0, len(by_length), size)]
@@ -310,8 +311,8 @@ class OnlineTrainer:
         return scores.draft_loss + scores.rank_loss, {"draft": scores.draft_loss, "rank": scores.rank_loss}
 
     def _anchored(self, examples: list[Example], steps_without: int) -> _Terms:
-        """The loss with the distance to the anchor, which costs as much as all else: so it is computed on one random
-        text of one step per pass, and weighted for the steps without it."""
+        """Compute the loss with the distance to the anchor. The distance costs as much as all other terms, so it is
+        computed in one step per pass, on one random text, and weighted for the steps without it."""
         loss, terms = self._full_terms(examples)
         drawn = int(torch.randint(len(examples), (), generator=self._generator))
         with self._autocast():
@@ -326,7 +327,7 @@ class OnlineTrainer:
         return Batch.of(examples, self._model.config.reach, self._model.d2t.device)
 
     def _step(self, arm: Arm, terms: _Terms, rate_share: float) -> dict[str, float]:
-        """Take one optimizer step. # -> terms of the loss before it"""
+        """Take one optimizer step. Returns the terms of the loss before it."""
         optimizer, (loss, parts) = self._optimizers[arm], terms
         if not bool(torch.isfinite(loss)):
             raise _Discard("loss_not_finite")
@@ -339,7 +340,8 @@ class OnlineTrainer:
 
     @torch.no_grad()
     def _clip_update(self, arm: Arm, before: Sequence[Tensor]) -> float:
-        """Clip the change of the weights, and check that all is finite. # -> change over norm of the weights"""
+        """Clip the change of the weights, and check that all is finite. Returns the norm of the clipped change,
+        relative to the norm of the weights."""
         after = [value.detach() for value in self._trained[arm].values()]
         _check_finite(after, "weights_not_finite")
         _check_finite(self._optimizers[arm].tensors().values(), "optimizer_not_finite")

@@ -1,7 +1,8 @@
 """Copies of a drafter: serving weights (written by this module only), training copy, anchor and replica.
 
 New weights are staged by the adaptation thread and written by the engine thread in `between_steps`, in place and as a
-whole, so that a step never sees two versions. Every change of weights, a restore too, is a new and higher version.
+whole, so that a step never sees two versions. Every change of the serving weights, also a restore, gets a new and
+higher version number.
 """
 
 import copy
@@ -34,7 +35,7 @@ ANCHOR = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDrafter:
-    """The drafter that serves, and what learning needs of its target."""
+    """The serving drafter, and the parts of its target that learning needs."""
 
     config: DrafterConfig
     weights: Mapping[str, Tensor]  # tensors by name, in the serving dtype
@@ -49,17 +50,17 @@ class ServedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Weights that are served or staged. They never change: any thread may read them."""
+    """Weights that are served or staged. They are never modified, so any thread may read them."""
 
     version: int
-    origin: int  # the version that first had them; 0 is the anchor
+    origin: int  # version that first had these weights; 0 is the anchor
     weights: dict[str, Tensor]  # tensors by name, in the serving dtype
     write: Callable[[], None]
     replaced: dict[str, Tensor] | None = None  # the weights that a publish replaced
 
 
 class DrafterWeights:
-    """Owner of serving weights, training copy, frozen anchor, and the replica on which drafters are scored."""
+    """Owns serving weights, training copy, frozen anchor, and the replica on which drafters are scored."""
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class DrafterWeights:
         train_device: torch.device | str,
         replica_dtype: torch.dtype | None = None,
     ) -> None:
-        """`weights` as they are served, by name; `replica_dtype`: in which the replica computes on the served weights,
-        if that is faster than their own type."""
+        """`weights`: serving weights by name; `prepare`: makes weights ready for the engine; `replica_dtype`: type in
+        which the replica computes, if that is faster than the serving type."""
         self.snapshots = snapshots
         self.on_staged: Callable[[], None] = lambda: None  # called by the adaptation thread; set before it starts
         self._prepare = prepare
@@ -109,7 +110,7 @@ class DrafterWeights:
 
     @property
     def origin(self) -> int:
-        """Version number under which the served weights were first served."""
+        """Version number that first had the served weights."""
         return self._served.origin
 
     @property
@@ -123,30 +124,32 @@ class DrafterWeights:
         return self._staged is not None
 
     def between_steps(self) -> int:
-        """Write staged weights, if any. Called by the engine thread between two steps. An exception leaves the former
-        weights intact and the new ones staged. # -> the version of the next step"""
+        """Write staged weights, if any, and return the version of the next step. Called by the engine thread between
+        two steps. An exception leaves the former weights in place, and the new ones staged."""
         if self._staged is not None:
             with self._lock:
                 self._write(self._staged)
         return self.version
 
     def publish(self, scores: Mapping[str, float]) -> int:
-        """Store the training copy as a snapshot and stage it. Raises NotStored and then changes nothing."""
-        assert not self.pending, "the version before has not reached the engine"
+        """Store the training copy as a snapshot, stage it, and return its version. Raises NotStored, and then the
+        served weights stay."""
+        assert not self.pending, "the previous version is still staged"
         return self._add(self._as_served(weights_of(self.training)), scores, replaced=self._served.weights)
 
     def adopt(self, weights: Mapping[str, Tensor]) -> int:
-        """Store weights of an operator or a leader as a snapshot, and stage them; shapes [...] as in `layout`. Raises
-        NotStored, as `publish` does."""
+        """Store weights of an operator or a leader, shapes [...] as in `layout`, as a snapshot; stage them, and return
+        their version. Raises NotStored, and then the served weights stay."""
         return self._add(self._as_served(weights), {})
 
     def restore(self, version: int) -> Version:
-        """Stage the weights of an older version; 0 is the anchor. Raises Damaged."""
+        """Stage the weights of an older version; 0 is the anchor. Raises Damaged if they cannot be read."""
         weights = self._first if version == ANCHOR else self.snapshots.get(version, self.layout).tensors
         return self._bring_back(version, weights)
 
     def restore_before(self, version: int) -> Version:
-        """Stage the newest readable weights older than `version` that are not condemned."""
+        """Stage the newest readable weights that are older than `version` and not condemned; the anchor if there are
+        none."""
         for older in reversed(self.snapshots.versions):
             if older >= version or older in self.condemned:
                 continue
@@ -157,45 +160,46 @@ class DrafterWeights:
         return self._bring_back(ANCHOR, self._first)
 
     def condemn(self) -> int:
-        """Exclude the served or staged weights from later restores. # -> the version that first had them"""
+        """Exclude the served or staged weights from later restores. Returns the version that first had them."""
         origin = self.latest.origin
         if origin != ANCHOR:
             self.condemned.add(origin)
         return origin
 
     def resume(self, newest: int, condemned: set[int]) -> None:
-        """Load the version numbers that an earlier process used, and those it condemned."""
+        """Continue after the version numbers of an earlier process, and exclude the versions that it condemned."""
         self.highest = max(self.highest, newest)
         self.condemned |= condemned
 
     @torch.no_grad()
     def train_from_served(self) -> dict[str, Tensor]:
-        """The served or staged weights in fp32, shapes [...] as in `layout`, for the training copy to start from."""
+        """Return the served or staged weights in fp32, shapes [...] as in `layout`, for the training copy to start
+        from."""
         return {
             name: value.float() if value.is_floating_point() else value for name, value in self.latest.weights.items()
         }
 
     def served(self) -> SpecBlock:
-        """The replica with the served weights. There is one replica: the next such call overwrites it."""
+        """Load the served or staged weights into the replica and return it. The next load overwrites them."""
         return self._as_replica(self.latest.weights)
 
     def served_in_full(self) -> SpecBlock:
-        """A new model with the served weights in fp32, as the anchor is held."""
+        """Return a new model with the served or staged weights in fp32, the type of the anchor."""
         model = copy.deepcopy(self.anchor)
         write_weights(model, self.latest.weights)
         return model
 
     def candidate(self) -> SpecBlock:
-        """The replica with the training copy's weights, as they would be served."""
+        """Load the training copy's weights into the replica, in the serving type, and return it."""
         return self._as_replica(self._as_served(weights_of(self.training)))
 
     def previous(self) -> SpecBlock:
-        """The replica with the weights that the last publish replaced."""
-        assert self.latest.replaced is not None, "they were not published"
+        """Load the weights that the last publish replaced into the replica, and return it."""
+        assert self.latest.replaced is not None, "no publish has replaced weights"
         return self._as_replica(self.latest.replaced)
 
     def unchanged(self) -> SpecBlock:
-        """The replica with the anchor's weights."""
+        """Load the anchor's weights into the replica, and return it."""
         return self._as_replica(weights_of(self.anchor))
 
     def _bring_back(self, origin: int, weights: Mapping[str, Tensor]) -> Version:
@@ -204,7 +208,8 @@ class DrafterWeights:
         return staged
 
     def _claim(self) -> int:
-        """Next version number. That of a failed publish is not used again: it may have reached the disk."""
+        """Return the next version number. The number of a failed publish is not used again: its snapshot may be on
+        disk."""
         self.highest += 1
         return self.highest
 
@@ -225,7 +230,7 @@ class DrafterWeights:
     def _prepared(
         self, version: int, origin: int, weights: dict[str, Tensor], replaced: dict[str, Tensor] | None = None
     ) -> Version:
-        """Weights ready to be written. An exception here has changed nothing."""
+        """Prepare weights to be written. An exception here has changed nothing."""
         staged = Version(version, origin, weights, self._prepare(weights), replaced)
         device = self._served.weights["lm_head.weight"].device
         if device.type == "cuda":
@@ -233,7 +238,7 @@ class DrafterWeights:
         return staged
 
     def _stage(self, staged: Version) -> None:
-        """A restore may replace staged weights, which are then never served."""
+        """Stage weights. A restore may replace staged weights, which are then never served."""
         with self._lock:
             self._staged = staged
         self.on_staged()
@@ -248,7 +253,7 @@ class DrafterWeights:
         for value in staged.weights.values():
             if value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(value.device))
-        self._served = staged  # first, so that `latest` never goes back
+        self._served = staged  # set before `_staged` is cleared, so that `latest` never goes back
         self._staged = None
 
     @torch.no_grad()
@@ -264,14 +269,14 @@ class DrafterWeights:
 
 
 def in_place(model: SpecBlock) -> Prepare:
-    """Make a `Prepare` that copies weights into a network of the training form."""
+    """Return a `Prepare` that copies weights into a network of the training form."""
     return lambda weights: partial(write_weights, model, weights)
 
 
 def copies_of(
     drafter: ServedDrafter, config: AdaptationConfig, tuning: Tuning, folder: Path
 ) -> tuple[DrafterWeights, bool]:
-    """The copies of the drafter, and whether to train with products in bf16."""
+    """Build the copies of the drafter. Returns them, and whether to train with products in bf16."""
     head = drafter.weights["lm_head.weight"]
     device = head.device if config.train_device == "same" else torch.device(config.train_device)
     in_bf16 = head.dtype == torch.bfloat16

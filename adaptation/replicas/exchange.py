@@ -1,7 +1,7 @@
-"""A replica that learns with others through Redis: it leads or follows, sends and fetches.
+"""Connects this replica to others through Redis, as leader or follower.
 
-Only its thread waits for the store. When the store is lost, the replica learns alone after the time of a lease, and
-reconnects by itself.
+Only the exchange's thread waits for the store. If the store is lost for longer than a lease, the replica learns alone
+until it has reconnected.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from drafters.feedback import QueryFeedback
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 5.0
-_COMMANDS_PER_LEASE: Final = 2  # so many may time out before a lease has run out
-_FORMAT: Final = 4  # version of the wire format; queries of 0.2.0, version 3, lack fields
+_COMMANDS_PER_LEASE: Final = 2  # commands that may time out before a lease ends
+_FORMAT: Final = 4  # version of the wire format; queries of version 3 (0.2.0) lack fields
 
 
 class LocalOnly:
-    """Single-replica mode: finished queries go to the learner of this process."""
+    """Exchange of a replica without a store: finished queries go to the learner of this process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -41,7 +41,7 @@ class LocalOnly:
         """No-op."""
 
     def stop(self) -> bool:
-        """No-op. # -> True"""
+        """No-op. Returns True."""
         return True
 
     def offer(self, feedback: QueryFeedback) -> None:
@@ -49,17 +49,17 @@ class LocalOnly:
         self._worker.offer(feedback)
 
     def status(self) -> ReplicaStatus:
-        """The status of a replica without a store."""
+        """Return the status of a replica without a store."""
         return ReplicaStatus()
 
 
 class Exchange:
-    """This replica as leader or follower, in the thread that talks to the shared store."""
+    """Runs this replica as leader or follower, in the thread that talks to the shared store."""
 
     def __init__(self, replica: Replica, *, max_queries: int = MAX_QUERIES) -> None:
         self.connected = False
         self.num_lost = 0
-        self.role: Role = "following"  # written by the own thread, read by any
+        self.role: Role = "following"  # written by this object's thread, read by any thread
         self._replica = replica
         replica.worker.trains = False
         self._sender = QuerySender(replica, max_queries=max_queries)
@@ -74,7 +74,7 @@ class Exchange:
         self._thread.start()
 
     def stop(self) -> bool:
-        """End the thread, and let another replica lead at once. # -> whether it has ended in time"""
+        """End the thread, and let another replica lead at once. Returns whether it ended in time."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
@@ -85,7 +85,7 @@ class Exchange:
         (self._sender if self.role == "following" else self._replica.worker).offer(feedback)
 
     def status(self) -> ReplicaStatus:
-        """The status of this replica. Called from any thread."""
+        """Return the status of this replica. Called from any thread."""
         replica = self._replica
         record = replica.state.record
         return ReplicaStatus(
@@ -107,17 +107,17 @@ class Exchange:
         try:
             self._replica.lease.release()
         except StoreLost as error:
-            logger.info("the lease was not released, and ends by itself: %s", error)
+            logger.info("the lease could not be released and will expire by itself: %s", error)
         self._replica.store.close()
 
     def attempt(self) -> bool:
-        """Take one step and handle its errors. # -> whether this replica is connected with the store"""
+        """Take one step and handle its errors. Returns whether this replica is connected to the store."""
         try:
             self.step()
         except StoreLost as error:
             self._disconnected(str(error))
         except Exception:
-            logger.exception("learning with other replicas failed; trying again")
+            logger.exception("the exchange with other replicas failed; trying again")
             self._disconnected("an error of this process")
         return self.connected
 
@@ -136,20 +136,20 @@ class Exchange:
         self._answered_at = time.monotonic()
 
     def _connect(self) -> None:
-        """Join the store, which may have been replaced or emptied."""
+        """Connect to the store, which may have been replaced or emptied."""
         self._replica.store.join()
         try:
             self._replica.store.inherit(lambda raw: self._replica.state.check(raw).sha256)
         except Refused as refusal:
-            logger.warning("the state that replicas of 0.3.0 left in Redis is not used: %s", refusal)
+            logger.warning("ignoring the state that replicas of 0.3.0 left in Redis: %s", refusal)
         self._replica.lease.raise_epoch(self._replica.state.record.epoch)
         self.connected = True
-        logger.info("connected with the other replicas")
+        logger.info("connected to the store of the replicas")
 
     def _disconnected(self, reason: str) -> None:
         if self.connected:
             self.num_lost += 1
-            logger.warning("the store of the replicas is lost: %s", reason)
+            logger.warning("lost the connection to the store of the replicas, reconnecting: %s", reason)
         self.connected = False
         self._replica.served.now()  # updates the status: weights may change while the store is lost
         if time.monotonic() - self._answered_at > self._replica.lease.seconds:
@@ -214,8 +214,8 @@ def join_replicas(
 
 
 def fingerprint_of(drafter: ServedDrafter, target_identity: str) -> str:
-    """Hash of all that queries and weights must fit: the target, and the drafter's shape, vocabulary and deployed
-    weights."""
+    """Hash that replicas must share to use each other's queries and weights: of the target, and the drafter's shape,
+    vocabulary and deployed weights."""
     digest = hashlib.sha256(f"{_FORMAT} {target_identity} {drafter.config.as_json}".encode())
     digest.update(weights_to_bytes(drafter.weights))
     return digest.hexdigest()

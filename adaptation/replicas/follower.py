@@ -1,4 +1,5 @@
-"""The follower's part: serve the version that the leader announced, and send it the queries that finish here.
+"""The follower's part of a replica: it serves the version that the leader announced, and sends the queries that finish
+here to the leader.
 
 Also holds what leader and follower share: the newest accepted version, and the weights served here.
 """
@@ -24,18 +25,18 @@ from drafters.feedback import QueryFeedback
 logger = logging.getLogger(__name__)
 
 _MAX_QUERY_BYTES: Final = 16 << 20
-_MESSAGES_AT_ONCE: Final = 8  # per step
+_MESSAGES_AT_ONCE: Final = 8  # queries sent per step
 _REFUSED_SECONDS: Final = 2.0  # pause before a refused version is checked again
 _REMEMBERED_VERSIONS: Final = 256
 
 UNKNOWN: Final = VersionRecord(
     epoch=0, number=-1, sha256="", parent="", num_bytes=0, fingerprint="", leader="", date=""
 )
-"""The record before any announcement; older than every version."""
+"""The record before any announcement; it is older than every version."""
 
 
 class VersionState:
-    """The newest version accepted or announced here; refuses versions that do not follow it."""
+    """Holds the newest version accepted or announced here, and refuses versions that do not follow it."""
 
     def __init__(self, fingerprint: str, num_bytes: int, secret: Secret) -> None:
         """`num_bytes`: size of all weights of this fingerprint."""
@@ -46,7 +47,7 @@ class VersionState:
         self._num_bytes = num_bytes
 
     def check(self, raw: bytes) -> VersionRecord:
-        """Decode a stored record that may be followed. Raises Refused."""
+        """Decode a stored record and check that it may be followed. Raises Refused."""
         record, known = VersionRecord.decode(raw, self.secret), self.record
         if record.fingerprint != self.fingerprint:
             raise Refused("foreign", f"fingerprint {record.fingerprint[:16]}, not {self.fingerprint[:16]}")
@@ -55,22 +56,22 @@ class VersionState:
         if raw == self.raw:
             return record
         if record.order < known.order:
-            raise Refused("old", f"version {record.order}, and {known.order} is known")
+            raise Refused("old", f"version {record.order} is older than the known version {known.order}")
         if record.order == known.order:
-            raise Refused("fork", f"version {record.order} is known with other content")
+            raise Refused("fork", f"version {record.order} is already known with different content")
         follows = record.epoch == known.epoch and record.number == known.number + 1
         if follows and record.parent != known.sha256:
             raise Refused("fork", f"version {record.order} does not follow from the one before it")
         return record
 
     def accept(self, record: VersionRecord, raw: bytes) -> None:
-        """Make this the newest version."""
+        """Record this as the newest version."""
         self.record, self.raw = record, raw
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """Weights that this process serves, with its own version number."""
+    """Weights that this process serves, encoded, with this process's version number."""
 
     version: int
     sha256: str
@@ -78,7 +79,7 @@ class ServedVersion:
 
 
 class ServedWeights:
-    """Hashes of the served weights, computed once per version. Called by one thread."""
+    """Hashes the served weights, once per version. Called by one thread."""
 
     def __init__(self, weights: DrafterWeights) -> None:
         self._weights = weights
@@ -86,17 +87,17 @@ class ServedWeights:
         self.last_seen = self._look()  # result of the last `now`, readable from any thread
 
     def now(self) -> ServedVersion:
-        """The weights that are served, or staged to be."""
+        """Return the weights that are served or staged."""
         if self._weights.latest.version != self.last_seen.version:
             self.last_seen = self._look()
         return self.last_seen
 
     def sha256_of(self, version: int) -> str:
-        """SHA-256 of a version's weights; empty: not known, or too long ago."""
+        """Return the SHA-256 of a version's weights, or an empty string if the version is unknown or too old."""
         return self._hashes.get(version, "")
 
     def version_of(self, sha256: str) -> int:
-        """The served version if it has these weights, else -1."""
+        """Return the served version if it has these weights, else -1."""
         return self.last_seen.version if sha256 == self.last_seen.sha256 else -1
 
     def _look(self) -> ServedVersion:
@@ -111,9 +112,9 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """This replica: what its leader and follower parts share."""
+    """This replica's state and connections, which its leader and follower parts share."""
 
-    name: str  # shown to others; the store has another one, unique per start
+    name: str  # shown to other replicas; `store.name` is unique per start
     store: RedisStore
     lease: Lease
     codec: QueryCodec
@@ -145,7 +146,7 @@ class Follower:
         self._again_at = 0.0
 
     def step(self) -> None:
-        """Take one step towards the announced version. Raises StoreLost."""
+        """Take one step towards serving the announced version. Raises StoreLost."""
         raw = self._store.current()
         if raw is None:
             self._reinstate()
@@ -153,7 +154,8 @@ class Follower:
             self._follow(raw)
 
     def settled(self, raw: bytes | None) -> bool:
-        """Whether the announced version is followed or refused; else take a step towards it. Raises StoreLost."""
+        """Take a step towards the announced version unless it is followed already. Returns whether it is followed or
+        refused. Raises StoreLost."""
         if self._adopting is not None:
             return self._adopted(self._adopting)
         if raw is None or raw == self._state.raw or self._is_put_off(raw):
@@ -197,7 +199,7 @@ class Follower:
             return False
         self._adopting = None
         if adopting.answer.cancelled():
-            return True  # this process ends
+            return True  # this process is ending
         error = adopting.answer.exception()
         if error is not None:
             self._put_off(adopting.raw, "not_served", str(error))
@@ -208,14 +210,14 @@ class Follower:
         return True
 
     def _put_off(self, raw: bytes, outcome: str, detail: str) -> None:
-        """Refuse a version for a while: it may be repaired meanwhile."""
+        """Refuse a version for a while, because it may be repaired meanwhile."""
         if raw != self._refused:
             self._replica.versions[outcome] += 1
-            logger.warning("an announced version is not followed: %s", detail)
+            logger.warning("not following an announced version: %s", detail)
         self._refused, self._again_at = raw, time.monotonic() + _REFUSED_SECONDS
 
     def _reinstate(self) -> None:
-        """Restore the version in an emptied store, if it is still served here."""
+        """Restore the version in a store that was emptied, if it is still served here."""
         record, served = self._state.record, self._served.now()
         if record is UNKNOWN:
             return
@@ -228,8 +230,8 @@ class Follower:
 class QuerySender:
     """Bounded queue of queries for the leader, sent under consecutive numbers.
 
-    A message whose sending failed is sent again under the same number, so that the leader recognises duplicates.
-    `offer` belongs to the engine's thread, everything else to the one that talks to the store.
+    A message whose sending failed is sent again under the same number, so that the leader recognises duplicates. The
+    engine's thread calls `offer`; the thread that talks to the store calls everything else.
     """
 
     def __init__(self, replica: Replica, *, max_queries: int) -> None:
@@ -240,7 +242,8 @@ class QuerySender:
         self._unsent: QueryMessage | None = None
 
     def offer(self, feedback: QueryFeedback) -> None:
-        """Queue a query; of too many the oldest is dropped. One with `store: false` does not leave this process."""
+        """Queue a query; if the queue is full, the oldest is dropped. A query with `store: false` does not leave this
+        process."""
         if not feedback.query.store:
             self._counts["not_stored"] += 1
             return
@@ -249,7 +252,7 @@ class QuerySender:
         self._waiting.append(feedback)
 
     def send(self) -> None:
-        """Send some of the queue. Raises StoreLost, and then the query is sent again."""
+        """Send up to 8 queued queries. Raises StoreLost, and then the next call sends the failed one again."""
         for _ in range(_MESSAGES_AT_ONCE):
             self._unsent = self._unsent or self._next()
             if self._unsent is None:
@@ -258,7 +261,7 @@ class QuerySender:
                 self._replica.store.send(self._unsent)
                 self._counts["sent"] += 1
             except StoreRefused as error:
-                logger.warning("Redis has refused a query: %s", error)
+                logger.warning("Redis refused a query, which is dropped: %s", error)
                 self._counts["store_refused"] += 1
             self._unsent = None
 

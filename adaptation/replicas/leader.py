@@ -1,4 +1,5 @@
-"""The leader's part: observe the queries of all replicas, announce the served version, and share the policy's state.
+"""The leader's part of a replica: it observes the queries of all replicas, announces the served version, and shares the
+policy's state.
 
 Every change of the weights served here is announced, whether by an update, a rollback or an operator. All calls come
 from the thread that talks to the store.
@@ -30,7 +31,7 @@ _SHARE_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A query that the learner's thread is to observe."""
+    """A query that was handed to the learner's thread and is not acknowledged yet."""
 
     entry_id: bytes
     sender: str
@@ -39,7 +40,7 @@ class _Handed:
 
 
 class QueryReceiver:
-    """Receives queries of all replicas: each is checked, observed once, and then acknowledged."""
+    """Receives the queries of all replicas. Each is checked, observed once, and then acknowledged."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -61,7 +62,7 @@ class QueryReceiver:
             self._take(*entry)
 
     def _conclude(self) -> None:
-        """Acknowledge observed queries, also those that raised: they would raise again."""
+        """Acknowledge observed queries, also those whose observation raised: it would raise again."""
         observed = list(takewhile(lambda one: one.answer.done() and not one.answer.cancelled(), self._waiting))
         if observed:
             self._store.acknowledge([one.entry_id for one in observed], {one.sender: one.sequence for one in observed})
@@ -72,11 +73,11 @@ class QueryReceiver:
     def _take(self, entry_id: bytes, message: QueryMessage | None) -> None:
         try:
             if message is None:
-                raise Refused("misfit", "an entry of the stream that is not a query")
+                raise Refused("misfit", "an entry of the stream is not a query")
             header, feedback = self._replica.codec.decode(message, self._replica.served.version_of)
         except Refused as refusal:
-            if not self._counts[refusal.reason]:  # later ones are only counted
-                logger.warning("a query of another replica is refused: %s", refusal)
+            if not self._counts[refusal.reason]:  # later ones are counted, not logged
+                logger.warning("refusing a query of another replica: %s", refusal)
             self._drop(entry_id, refusal.reason)
             return
         if header.sequence <= self._offsets.get(header.sender, -1):
@@ -99,7 +100,7 @@ class QueryReceiver:
 
 
 class Leader:
-    """Announces versions under a lease, after adopting the version of the previous leader."""
+    """Announces versions under a lease, after it has adopted the version of the previous leader."""
 
     def __init__(self, replica: Replica, follower: Follower) -> None:
         self._replica = replica
@@ -135,14 +136,14 @@ class Leader:
         try:
             content = verify("state", raw, self._state.secret)
         except Refused as refusal:
-            logger.warning("the shared state is not taken over: %s", refusal)
+            logger.warning("ignoring the shared state of the previous leader: %s", refusal)
             return
         if content.get("fingerprint") == self._state.fingerprint:
             self._replica.worker.ask(lambda: self._replica.learner.inherit(content))
 
     def _is_announced(self, raw: bytes | None, served: ServedVersion) -> bool:
-        """Whether the stored version is the served one, under this lease, with its weights: the store may be emptied,
-        and others may write to it."""
+        """Whether the store holds the served version, announced under this lease, and its weights. The store may have
+        been emptied, or others may have written to it."""
         record = self._state.record
         return (
             (record.epoch, record.sha256) == (self._epoch, served.sha256)
@@ -161,12 +162,13 @@ class Leader:
             logger.info("announced version %s, weights %s", record.order, served.sha256[:16])
 
     def _holds(self, epoch: int) -> bool:
-        """Renew the lease if due: sending weights may take longer than it lasts."""
+        """Renew the lease if due, since sending weights may take longer than it lasts. Returns whether it is held under
+        this epoch."""
         lease = self._replica.lease
         return lease.hold(self._state.record.epoch) and lease.epoch == epoch
 
     def _next_record(self, epoch: int, served: ServedVersion) -> VersionRecord:
-        """A new record, or the last one again if only the store was emptied."""
+        """Return a new record, or the last one again if only the store was emptied."""
         known = self._state.record
         if (known.epoch, known.sha256) == (epoch, served.sha256):
             return known

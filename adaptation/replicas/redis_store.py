@@ -1,8 +1,8 @@
-"""The loop that talks to Redis, and the replicas' state there: the leader's lease, the announced version, and the
-stream of finished queries.
+"""Access to Redis: the loop of the thread that talks to it, and the state that replicas keep there, which is the
+leader's lease, the announced version, and the stream of finished queries.
 
 The only module that imports redis, which is an extra. Contents are opaque bytes. Every command returns within a bounded
-time or raises StoreLost; the thread of the loop waits and tries again.
+time or raises StoreLost; then the loop waits and tries again.
 """
 
 import random
@@ -23,8 +23,8 @@ CHUNK_BYTES: Final = 1 << 20
 _STEP_SECONDS: Final = 0.1
 _FIRST_RETRY_SECONDS: Final = 0.1
 _LONGEST_RETRY_SECONDS: Final = 2.0
-_KEPT_SECONDS: Final = 600  # lifetime of weights that are not announced (any more), for replicas still reading them
-_RENEWALS: Final = 3  # per lease time
+_KEPT_SECONDS: Final = 600  # lifetime of weights that are not or no longer announced, for replicas still reading them
+_RENEWALS: Final = 3  # renewals per lease time
 _GROUP: Final = "learner"
 _FIRST: Final = "0-0"
 _RAW_REPLIES: Final = 2  # protocol version whose replies are plain lists
@@ -83,35 +83,36 @@ Part = bytes | str | int | float
 
 @dataclass(frozen=True, slots=True)
 class QueryMessage:
-    """One finished query as it is sent."""
+    """A finished query, encoded for sending."""
 
     header: bytes
     tensors: bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of header and tensors."""
+        """Size of header and tensors in bytes."""
         return len(self.header) + len(self.tensors)
 
 
 Entry = tuple[bytes, QueryMessage | None]
-"""The store's id of an entry, and its message; None: it is not a message."""
+"""The store's id of a stream entry, and its message; the message is None if the entry is not a query."""
 
 
 class RedisStore:
     """One connection of one replica, one command at a time: to one server, or to all nodes of its cluster.
 
-    Only the holder of the lease can announce and share, which the store checks in the same script: a leader whose lease
-    has ended cannot overwrite what its successor announced. Queries are delivered at least once: a consumer group keeps
-    what was delivered until it is acknowledged, and an offset per sender tells the next leader what was observed.
+    Only the holder of the lease can announce and share. The script that writes checks this, so that a leader whose
+    lease has ended cannot overwrite what its successor announced. Queries are delivered at least once: a consumer group
+    keeps delivered ones until they are acknowledged, and the next leader finds in an offset per sender what was
+    observed.
     """
 
     def __init__(
         self, url: str, prefix: str, *, name: str, timeout_seconds: float, max_queries: int = MAX_QUERIES
     ) -> None:
-        """Connects at the first command. `timeout_seconds`: for an answer of a server; a cluster's nodes may be asked
-        one after the other. `max_queries`: kept in the store, approximately. Raises ValueError for an invalid URL, or
-        without the package."""
+        """Connects at the first command. `timeout_seconds`: limit for the answer of one server; nodes of a cluster may
+        be asked one after the other. `max_queries`: approximate limit of queries in the store. Raises ValueError for an
+        invalid URL, or if the redis package is missing."""
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -138,8 +139,7 @@ class RedisStore:
         self._as_cluster: Callable[[], Any] | None = partial(redis.RedisCluster.from_url, url, **options)
 
     def command(self, *parts: Part) -> Any:
-        """Run one Redis command. Raises StoreLost, and then it may have been carried out or not; StoreRefused: it was
-        not."""
+        """Run one Redis command. Raises StoreRefused if it was not carried out, and StoreLost if it may have been."""
         errors = self._errors
         lost = errors.ConnectionError, errors.TimeoutError, errors.ClusterError, errors.RedisClusterException, OSError
         try:
@@ -152,8 +152,8 @@ class RedisStore:
             raise StoreRefused(f"{parts[0]!s}: {error}") from error
 
     def _recognise(self, as_cluster: Callable[[], Any]) -> None:
-        """Connect with all nodes if the server is one of a cluster: another may have the keys, now or later."""
-        self._client.execute_command("PING")  # names a missing password; HELLO says only how to call it
+        """Connect to all nodes if the server belongs to a cluster, since any node may hold the keys, now or later."""
+        self._client.execute_command("PING")  # its error names a missing password; the error of HELLO does not
         server: list[Any] = self._client.execute_command("HELLO")
         if server[server.index(b"mode") + 1] == b"cluster":
             self._client.close()
@@ -161,7 +161,7 @@ class RedisStore:
         self._as_cluster = None
 
     def script(self, text: str, keys: Sequence[str], *arguments: Part) -> int:
-        """Run a Lua script that returns an integer. Raises as `command`."""
+        """Run a Lua script that returns an integer. Raises the errors of `command`."""
         return int(self.command("EVAL", text, len(keys), *keys, *arguments))
 
     def close(self) -> None:
@@ -169,22 +169,24 @@ class RedisStore:
         self._client.close()
 
     def current(self) -> bytes | None:
-        """The announced version."""
+        """Return the record of the announced version, as stored. Returns None if no version is announced."""
         found: bytes | None = self.command("GET", self._version)
         return found
 
     def announce(self, epoch: int, raw: bytes, sha256: str, before: str) -> bool:
-        """Replace the announced version; its weights must be stored already. # -> False: another replica leads"""
+        """Replace the announced version by `raw`, whose weights must be stored; `before`: hash of weights that may
+        expire now. Returns False, and changes nothing, if another replica leads or the weights are missing."""
         keys = [*self.lease_keys, self._version, self._weights + sha256, self._weights + before]
         return bool(self.script(_ANNOUNCE, keys, self.name, epoch, raw, _KEPT_SECONDS))
 
     def reinstate(self, raw: bytes, sha256: str) -> bool:
-        """Announce a version again in a store that was emptied. Any replica may; the first one does."""
+        """Announce a version again in a store that was emptied. Any replica may do this; returns whether this one
+        did."""
         return bool(self.script(_REINSTATE, [self._version, self._weights + sha256], raw))
 
     def put(self, sha256: str, data: bytes, holds: Callable[[], bool] = lambda: True) -> bool:
-        """Store weights, unless they are stored, with a limited lifetime until they are announced. `holds` is called
-        before each chunk. # -> False: it returned False, and the weights are incomplete"""
+        """Store weights unless they are stored; they expire unless they are announced. `holds` is called before each
+        chunk. Returns False, with the weights incomplete, if `holds` did."""
         if self.has(sha256, len(data)):
             return True
         key = self._weights + sha256
@@ -196,7 +198,7 @@ class RedisStore:
         return True
 
     def has(self, sha256: str, num_bytes: int) -> bool:
-        """Whether all chunks are stored; their contents are not checked."""
+        """Whether all chunks of these weights are stored; their contents are not checked."""
         return bool(self.command("HLEN", self._weights + sha256) == -(-num_bytes // CHUNK_BYTES))
 
     def get(self, sha256: str, num_bytes: int) -> bytes:
@@ -210,15 +212,15 @@ class RedisStore:
         return b"".join(pieces)
 
     def remove(self, sha256: str) -> None:
-        """Delete damaged weights: the leader notices, and stores them again."""
+        """Delete damaged weights. The leader notices that they are missing and stores them again."""
         self.command("DEL", self._weights + sha256)
 
     def share(self, epoch: int, raw: bytes) -> bool:
-        """Replace the state for the next leader. # -> False: another replica leads"""
+        """Store the learning state for the next leader. Returns False if another replica leads."""
         return bool(self.script(_SHARE, [*self.lease_keys, f"{self.prefix}:state"], self.name, epoch, raw))
 
     def shared(self) -> bytes | None:
-        """The learning state that a leader stored for the next one; None: none is stored."""
+        """Return the learning state that a leader stored for the next one. Returns None if there is none."""
         found: bytes | None = self.command("GET", f"{self.prefix}:state")
         return found
 
@@ -231,13 +233,13 @@ class RedisStore:
                 raise
 
     def inherit(self, sha256_of: Callable[[bytes], str]) -> None:
-        """Rename keys of 0.3.0, which had no braces, unless a version is announced.
-        `sha256_of`: hash of a version's weights; may raise."""
+        """Rename keys of 0.3.0, which had no braces, unless a version is announced. `sha256_of`: returns the hash of a
+        version's weights; its errors are raised."""
         former = self.prefix[1:-1]
         raw: bytes | None = self.command("GET", f"{former}:version")
         if raw is None or self.current() is not None:
             return
-        for name in (f"weights:{sha256_of(raw)}", *_INHERITED):  # the version last: until then another may complete it
+        for name in (f"weights:{sha256_of(raw)}", *_INHERITED):  # the version last: until then another replica may go on
             if self.command("EXISTS", f"{former}:{name}"):
                 self.command("RENAME", f"{former}:{name}", f"{self.prefix}:{name}")
 
@@ -247,13 +249,13 @@ class RedisStore:
         self.command("XADD", self._queries, "MAXLEN", "~", self._max_queries, "*", *fields)
 
     def take_over(self) -> dict[str, int]:
-        """Start with the entries that the leader before had not acknowledged. # -> offsets by sender"""
+        """Start with the entries that the previous leader did not acknowledge. Returns the offsets by sender."""
         self._claim_from = _FIRST.encode()
         found: Mapping[bytes, bytes] = self.command("HGETALL", self._offsets)
         return {sender.decode(errors="replace"): int(offset) for sender, offset in found.items() if offset.isdigit()}
 
     def receive(self, most: int) -> list[Entry]:
-        """The next messages: first those the previous leader did not acknowledge, then new ones."""
+        """Return up to `most` messages: first those that the previous leader did not acknowledge, then new ones."""
         if self._claim_from:
             claim = ("XAUTOCLAIM", self._queries, _GROUP, self.name, 0, self._claim_from, "COUNT", most)
             answer = self.command(*claim)
@@ -270,8 +272,8 @@ class RedisStore:
 
 
 def talk(attempt: Callable[[], bool], stopping: threading.Event, niceness: int) -> None:
-    """Call `attempt` regularly until the event is set, and with exponential backoff and jitter while it returns that
-    the store is lost: False."""
+    """Call `attempt` every 0.1 seconds until `stopping` is set. While it returns False, because the store is lost, wait
+    with exponential backoff and jitter instead. `niceness`: added to the thread's."""
     lower_priority(niceness)
     longest = _FIRST_RETRY_SECONDS
     while not stopping.is_set():
@@ -283,7 +285,8 @@ def talk(attempt: Callable[[], bool], stopping: threading.Event, niceness: int) 
 
 
 class Lease:
-    """The lease of the leader: one replica at a time holds it, each under a higher epoch than the one before."""
+    """Lease of the leader. One replica holds it at a time, and every acquisition has a higher epoch than the one
+    before."""
 
     def __init__(
         self,
@@ -302,7 +305,7 @@ class Lease:
         self._ask_at = float("-inf")
 
     def hold(self, known_epoch: int) -> bool:
-        """Acquire or renew the lease if due; called often. # -> whether it is held"""
+        """Acquire or renew the lease if due; called often. Returns whether it is held."""
         now = self._clock()
         if not self._eligible or now < self._ask_at:
             return self.epoch > 0
@@ -315,7 +318,7 @@ class Lease:
         return self.epoch > 0
 
     def raise_epoch(self, known_epoch: int) -> None:
-        """Let later leaders have a higher epoch than this one."""
+        """Make the epochs of later leases higher than this one."""
         self._store.script(_RAISE_EPOCH, self._store.lease_keys[1:], known_epoch)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Wire format between replicas: signed headers, versions, weights as bytes, and finished queries as safetensors.
 
-All that arrives is checked before use: hash, signature, shapes, types and ranges of numbers. Weights are named by hash,
-since every replica counts its own versions.
+All received data is checked before use: hash, signature, shapes, types and ranges of numbers. Weights are identified by
+hash, since every replica numbers its own versions.
 """
 
 import hashlib
@@ -54,26 +54,27 @@ def verify(kind: Kind, raw: bytes, secret: Secret) -> dict[str, JsonValue]:
     """Check signature and hash, and decode the content. Raises Refused."""
     shown, _, data = raw.partition(_BETWEEN)
     if secret is not None and not hmac.compare_digest(_signature(kind, data, secret), shown):
-        raise Refused("forged", f"a {kind} that is not signed with the shared secret")
+        raise Refused("forged", f"the {kind} is not signed with the shared secret")
     try:
         return unseal(data)
     except Damaged as error:
-        raise Refused("torn", f"a {kind} that is {error}") from error
+        raise Refused("torn", f"the {kind} is damaged: {error}") from error
 
 
 def verify_record(
     kind: Kind, form: TypeAdapter[Record], raw: bytes, secret: Secret, *, incomplete: RefusalReason = "torn"
 ) -> Record:
-    """Decode a record that `sign` encoded. Raises Refused, for missing or wrong fields with the reason `incomplete`."""
+    """Check and decode a record that `sign` encoded. Raises Refused; for missing or invalid fields, its reason is
+    `incomplete`."""
     content = verify(kind, raw, secret)
     try:
         return form.validate_python(content)
     except ValidationError as error:
-        raise Refused(incomplete, f"a {kind} with wrong fields: {error.errors()[0]['msg']}") from error
+        raise Refused(incomplete, f"the {kind} has invalid fields: {error.errors()[0]['msg']}") from error
 
 
 def _signature(kind: Kind, data: bytes, secret: Secret) -> bytes:
-    """HMAC over kind and data, so that a message of one kind is invalid as another."""
+    """HMAC over kind and data, so that a message of one kind is not valid as another; empty without a secret."""
     if secret is None:
         return b""
     return hmac.new(secret, kind.encode() + _BETWEEN + data, hashlib.sha256).hexdigest().encode()
@@ -88,7 +89,7 @@ class VersionRecord:
     epoch: PositiveInt  # epoch of the leader's lease
     number: NonNegativeInt  # consecutive across leaders
     sha256: Sha256  # hash of the encoded weights
-    parent: str  # sha256 of the version before; empty for the first
+    parent: str  # sha256 of the previous version; empty for the first
     num_bytes: PositiveInt
     fingerprint: str  # hash of target and drafter, which weights must fit
     leader: str
@@ -96,12 +97,12 @@ class VersionRecord:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: epoch, number."""
+        """Sort key of versions: epoch, number."""
         return self.epoch, self.number
 
     @staticmethod
     def decode(raw: bytes, secret: Secret) -> "VersionRecord":
-        """Decode a signed record. Raises Refused."""
+        """Check and decode a signed record. Raises Refused."""
         return verify_record("version", _VERSION, raw, secret)
 
 
@@ -111,13 +112,13 @@ def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def weights_from_bytes(data: bytes, sha256: str, layout: Layout, vocab: int) -> dict[str, Tensor]:
-    """Decode weights with the shapes [...] of `layout`. Raises Refused unless they have this hash and can be served.
-    `vocab`: size of the target's vocabulary"""
+    """Decode weights with the shapes [...] of `layout`; `vocab`: size of the target's vocabulary. Raises Refused unless
+    they have this hash and can be served."""
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise Refused("torn", f"weights that do not have the hash {sha256[:16]} they were announced with")
+        raise Refused("torn", f"the weights do not match the announced hash {sha256[:16]}")
     weights = load_tensors(data, layout)
     if not names_tokens(weights[VOCABULARY], vocab):
-        raise Refused("misfit", "announced weights are for tokens that the target does not have, or for one twice")
+        raise Refused("misfit", "the draft vocabulary of the weights has duplicates, or tokens that the target lacks")
     return weights
 
 
@@ -192,21 +193,22 @@ class QueryCodec:
     def decode(
         self, message: QueryMessage, version_of: Callable[[str], int] = lambda sha256: _NO_VERSION
     ) -> tuple[QueryHeader, QueryFeedback]:
-        """Decode and check a query. `version_of`: this process's version of the weights with a hash. Raises Refused."""
+        """Check and decode a query. `version_of`: returns this process's version of the weights with a hash. Raises
+        Refused."""
         header = self._header(message)
         try:
             tensors = safetensors.torch.load(message.tensors)
         except safetensors.SafetensorError as error:
-            raise Refused("torn", f"a query that holds no tensors: {error}") from error
+            raise Refused("torn", f"the tensors of the query cannot be decoded: {error}") from error
         _check(tensors, header.prompt, self.shape)
         return header, _feedback(header, tensors, version_of)
 
     def _header(self, message: QueryMessage) -> QueryHeader:
         header = verify_record("query", _HEADER, message.header, self._secret, incomplete="misfit")
         if header.fingerprint != self._fingerprint:
-            raise Refused("foreign", f"a query of fingerprint {header.fingerprint[:16]}")
+            raise Refused("foreign", f"the query has another fingerprint: {header.fingerprint[:16]}")
         if hashlib.sha256(message.tensors).hexdigest() != header.tensors_sha256:
-            raise Refused("torn", "a query whose tensors do not have the hash in its header")
+            raise Refused("torn", "the tensors of the query do not match the hash in its header")
         return header
 
 
@@ -221,16 +223,16 @@ def _tensors(feedback: QueryFeedback) -> dict[str, Tensor]:
         **{f"labels.{name}": getattr(labels, name) for name in DraftLabels.__slots__},
         "labels.positions": labels.positions - first,
     }
-    # Copies, because safetensors takes no two tensors that share memory.
+    # Copies, because safetensors refuses tensors that share memory.
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in named.items()}
 
 
 def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
-    """Check names, shapes, types, ids and numbers. Raises Refused."""
+    """Check names, shapes, types, ids and numbers of a query's tensors. Raises Refused."""
     length = tensors["tokens"].numel() if "tokens" in tensors else 0
     labels = tensors["labels.positions"].numel() if "labels.positions" in tensors else 0
     if not (2 <= length <= shape.most_tokens and prompt <= length and labels <= length - prompt):
-        raise Refused("misfit", f"a query of {length} tokens, {prompt} of them a prompt, and {labels} labels")
+        raise Refused("misfit", f"impossible query of {length} tokens, {prompt} of the prompt, {labels} labels")
     answer, top, ids, number = length - prompt, shape.top, range(shape.vocab), None
     expected: dict[str, tuple[tuple[int, ...], torch.dtype, range | None]] = {
         "tokens": ((length,), torch.int32, ids),
@@ -248,16 +250,16 @@ def _check(tensors: dict[str, Tensor], prompt: int, shape: QueryShape) -> None:
     for name in sorted({*tensors, *expected}):
         found = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         if name not in expected or found != expected[name][:2]:
-            raise Refused("misfit", f"a query's {name} is {found}, not {expected.get(name, (None,))[:2]}")
+            raise Refused("misfit", f"{name} of the query is {found}, not {expected.get(name, (None,))[:2]}")
     for name, (_, _, allowed) in expected.items():
         value = tensors[name]
         if allowed is not None and not bool(((value >= allowed.start) & (value < allowed.stop)).all()):
-            raise Refused("misfit", f"a query's {name} are not all from {allowed.start} to {allowed.stop - 1}")
+            raise Refused("misfit", f"{name} of the query has values outside {allowed.start} to {allowed.stop - 1}")
         not_finite = torch.isnan if name.endswith("logprobs") else lambda value: ~torch.isfinite(value)
         if bool(not_finite(value).any()):
-            raise Refused("not_finite", f"a query's {name}")
+            raise Refused("not_finite", f"{name} of the query")
     if not bool((tensors["labels.positions"].diff() > 0).all()):
-        raise Refused("misfit", "a query's draft labels are not in the order of its text")
+        raise Refused("misfit", "draft labels of the query are not in the order of its text")
 
 
 def _feedback(header: QueryHeader, tensors: dict[str, Tensor], version_of: Callable[[str], int]) -> QueryFeedback:

@@ -98,7 +98,7 @@ def test_files_of_two_snapshots_do_not_mix(stored: Path) -> None:
     with pytest.raises(Damaged, match="hash"):
         read_snapshot(stored, 7, LAYOUT)
     shutil.copy(stored / folder_name(8) / MANIFEST, stored / folder_name(7) / MANIFEST)
-    with pytest.raises(Damaged, match="holds version 8"):
+    with pytest.raises(Damaged, match="is for version 8"):
         read_snapshot(stored, 7, LAYOUT)
 
 
