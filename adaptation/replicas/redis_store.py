@@ -239,7 +239,7 @@ class RedisStore:
         raw: bytes | None = self.command("GET", f"{former}:version")
         if raw is None or self.current() is not None:
             return
-        for name in (f"weights:{sha256_of(raw)}", *_INHERITED):  # the version last: until then another replica may go on
+        for name in (f"weights:{sha256_of(raw)}", *_INHERITED):  # the version last: until then others may continue
             if self.command("EXISTS", f"{former}:{name}"):
                 self.command("RENAME", f"{former}:{name}", f"{self.prefix}:{name}")
 

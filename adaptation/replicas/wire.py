@@ -35,7 +35,7 @@ from drafters.network.checkpoint import VOCABULARY, names_tokens
 Record = TypeVar("Record")
 Kind = Literal["query", "version", "state", "answer"]
 Secret = bytes | None
-"""Signing key of all replicas; None: messages are unsigned, and everything in the store is trusted."""
+"""Signing key of all replicas. Without one, messages are unsigned, and everything in the store is trusted."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0)]
 _BETWEEN = b"\n"
