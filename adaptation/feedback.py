@@ -99,7 +99,7 @@ class TokenCounts:
         """Load what `state` returned. Raises ValueError for anything else, and then changes nothing."""
         stored, counts = _STORED_COUNTS.validate_python(state), torch.zeros_like(self._counts)
         if len(stored.tokens) != len(stored.counts) or max(stored.tokens, default=0) >= counts.shape[0]:
-            raise ValueError("token counts do not fit the target's vocabulary")
+            raise ValueError("counts of tokens do not fit the target's vocabulary")
         counts[torch.tensor(stored.tokens, dtype=torch.int64)] = torch.tensor(stored.counts)
         self._counts = counts
 
