@@ -1,1 +1,1 @@
-"""What all kinds of trained drafters share: layers, blocks, growing trees, recording, files."""
+"""Code that all kinds of trained drafters share: networks, forwards, growth of trees, recording, files."""

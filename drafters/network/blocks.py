@@ -1,5 +1,5 @@
-"""Grows a draft tree block by block. The steps are functions of tensors that, besides their arguments, read and write
-only tensors that stay where they are, so that they can run eagerly or as captured graphs.
+"""Grows a draft tree block by block. Its steps can run eagerly or as captured graphs: apart from their arguments, they
+read and write only tensors whose address does not change.
 Legend: batch, rows = sequences of the engine's table, starts = blocks begun at once, block = K, rank = features.TOP,
 nodes (of one forward) = starts * block * rank, live as in serving.py."""
 
@@ -34,38 +34,39 @@ COUNTS = (4, 16, WAITING)
 
 
 Attempt = Callable[[Callable[[], None], Callable[[], None], str], None]
+"""Runs a call, or if it raises the second one; the third argument names the call in logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
-    """A trained drafter network, the target's embedding of tokens, and how trees grow."""
+    """A trained network with the target's embedding, and the parameters by which its trees grow."""
 
     network: ServingNetwork
     embed: Embed
     blocks: int = 2  # M, forwards per tree
-    starts: int = 4  # blocks begun at once after the first forward
+    starts: int = 4  # blocks that each further forward starts
     policy: str = "best_first"  # growth policy, a key of POLICIES
-    recorder: FeedbackRecorder | None = None  # collects what may be learnt from
-    attempt: Attempt = lambda call, otherwise, name: call()  # calls the recorder, or `otherwise` where that raises
+    recorder: FeedbackRecorder | None = None  # records training data of running sequences
+    attempt: Attempt = lambda call, otherwise, name: call()  # calls the recorder, and `otherwise` if that raises
     version: Callable[[], int] = lambda: 0  # current weight version of `network`
-    ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, and nothing is drafted
+    ready: Callable[[], bool] = lambda: True  # False: weights are not initialised, so nothing is drafted
 
     def record(self, name: str, call: Callable[[FeedbackRecorder], None]) -> None:
-        """Call the recorder's method `name`, if there is one. If it raises, the running sequences are not
-        recorded."""
+        """Make a `call` to the recorder, if there is one; `name`: of the call, for logs. If it raises, the recordings
+        of running sequences are dropped."""
         if self.recorder is not None:
             self.attempt(partial(call, self.recorder), self.recorder.forget, name)
 
 
 class HostSizes(NamedTuple):
-    """Sizes of a batch that the host knows before trees grow."""
+    """Properties of a batch that the host knows before trees grow, and that select a captured graph."""
 
-    waiting: int  # most waiting entries of any sequence
+    waiting: int  # maximum number of waiting entries of a sequence
     warm: bool  # whether any temperature may be above 0
 
 
 class Keys(NamedTuple):
-    """The batch's rows and the keys of its sampling noise; all [batch]."""
+    """The rows of a batch and the keys of its sampling noise; all [batch]."""
 
     rows: Tensor  # int64
     seeds: Tensor  # int64
@@ -74,25 +75,25 @@ class Keys(NamedTuple):
 
 
 class TreeStart(NamedTuple):
-    """Sampling keys and noise of all blocks of a tree."""
+    """Sampling keys and noise that all blocks of a tree share."""
 
     keys: Keys
     noise: TreeNoise
 
 
 class ForwardNodes(NamedTuple):
-    """The nodes of one forward, [batch, nodes]; parents are indices among all forwards' nodes."""
+    """The nodes that one forward adds, all [batch, nodes]; parents are indices among the nodes of all forwards."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     survival: Tensor
     predicted: Tensor  # conditional probabilities before correction
-    buckets: Tensor  # [nodes] int64, of the calibration
+    buckets: Tensor  # [nodes] int64, of `RankCalibration`
 
 
 class NextStarts(NamedTuple):
-    """Inputs of the next forward, whose blocks start at nodes of this one."""
+    """Inputs of the next forward, whose blocks start at nodes of the current one."""
 
     picked: Picked
     states: Tensor  # [batch, starts, block, width]
@@ -103,13 +104,14 @@ class GrownBlock(NamedTuple):
     """Nodes that one forward adds to a tree, and the inputs of the next forward."""
 
     nodes: ForwardNodes
-    next_starts: tuple[NextStarts, ...]  # one, or none after the last forward that a tree may have
+    next_starts: tuple[NextStarts, ...]  # one; none after the last forward of a tree
 
 
 class TreeGrower:
-    """Grows blocks from committed entries, merges them into one tree, and learns from what was accepted. `begin`,
-    `follow` (one for each further block), `tree`, `take_in` and `pass_by` run the methods below, eagerly or captured in
-    a few shapes: batches are padded with a dummy row, waiting entries with entries that no attention reads."""
+    """Grows blocks from committed entries, merges them into one tree, and learns from the accepted tokens. The
+    attributes `begin`, `follow` (one per further forward), `tree`, `take_in` and `pass_by` run the methods below,
+    eagerly or as graphs captured in a few shapes: batches are padded with a dummy row, and waiting entries with entries
+    to which nothing attends."""
 
     def __init__(self, sizes: DraftingSizes, weights: TrainedWeights) -> None:
         network, config = weights.network, weights.network.config
@@ -129,7 +131,7 @@ class TreeGrower:
         keys = Keys(rows, zeros, zeros.float(), zeros)
         begun = [(keys, HostSizes(count, warm)) for warm, count in product((True, False), reversed(COUNTS))]
         self.begin = by_batch(self._begin, capture, most, *begun)
-        # How many entries wait changes nothing in the shapes of what follows.
+        # The shapes of further forwards do not depend on the number of waiting entries.
         grown: list[tuple[TreeStart, tuple[GrownBlock, ...]]] = [
             (start, (first,)) for start, first in self.begin.results[:: len(COUNTS)]
         ]
@@ -138,19 +140,19 @@ class TreeGrower:
             runner = GraphRunner(self._follow, capture, (((), given) for given in grown))
             self.follow.append(runner)
             grown = [(start, (*blocks, last)) for (start, blocks), last in zip(grown, runner.results, strict=True)]
-        of_batches = grown[::2]  # a tree does not depend on temperatures
+        of_batches = grown[::2]  # shapes of trees do not depend on `warm`
         numbers = range(weights.blocks, 0, -1)
         trees = (((), tree_inputs(start, blocks[:number])) for number, (start, blocks) in product(numbers, of_batches))
         self.tree = GraphRunner(self._tree, capture, trees)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
+        """Run waiting entries without drafting, so that later blocks attend to them. # rows [batch]"""
         self._forward.ingest(rows, waiting)
 
     def _begin(self, keys: Keys, sizes: HostSizes) -> tuple[TreeStart, GrownBlock]:
-        """Run what waits, and the block at the newest entry."""
+        """Run the waiting entries, and the block at the newest of them."""
         waiting = self.state.take(keys.rows, sizes.waiting)
-        anchored = waiting.positions[:, -1] >= 0  # False: only the last token is committed, and it has not been read
+        anchored = waiting.positions[:, -1] >= 0  # False: no entry waits, so there is no anchor and the tree is empty
         noise = Noise(keys.seeds, keys.temperatures, keys.roots, sizes.warm)
         network = self._weights.network
         depth = self._weights.blocks * network.config.block_size
@@ -165,19 +167,19 @@ class TreeGrower:
         return start, block
 
     def _follow(self, start: TreeStart, before: Sequence[GrownBlock]) -> GrownBlock:
-        """Run the blocks that start at nodes of the last forward."""
+        """Run the blocks that start at nodes of the previous forward."""
         picked, states, live = before[-1].next_starts[0]
         states, live = self._forward.next(states, picked, live, start.keys.roots)
         return self._block(states, live, picked.origin, start, before)[0]
 
     def _tree(self, rows: Tensor, grown: Sequence[ForwardNodes]) -> DraftTree:
-        """Merge the nodes of all forwards into one tree, and note its proposals for calibration."""
+        """Merge the nodes of all forwards into one tree, and keep it for the calibration. # rows [batch]"""
         tokens, parents, depths, survival, predicted, buckets = grown[0]
         if len(grown) > 1:
             values = (torch.cat(part, dim=-1) for part in zip(*grown, strict=True))
             tokens, parents, depths, survival, predicted, buckets = values
         ops = self._weights.network.ops
-        merge = ops.merge_trees if len(grown) > 1 else ops.likeliest_nodes  # within one forward all paths differ
+        merge = ops.merge_trees if len(grown) > 1 else ops.likeliest_nodes  # paths within one forward all differ
         raw = DraftTree(tokens, parents, depths, survival, num_nodes=rows)  # `num_nodes` of a raw tree is not read
         tree, chosen = merge(raw, self._max_nodes)
         self.calibration.keep(rows, tree, chosen, predicted, buckets)
@@ -186,13 +188,14 @@ class TreeGrower:
     def _take_in(
         self, rows: Tensor, positions: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Update the calibration, and queue the committed entries for the next forward. Arguments: see
+        """Update the calibration, and queue the committed entries for the next forward. For the arguments see
         `EntryState.wait`. # -> [2], see `RankCalibration.learn`"""
         self.state.wait(rows, positions, counts, slots, features, tokens)
         return self.calibration.learn(rows, tokens, counts)
 
     def _pass_by(self, rows: Tensor, counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """Update the calibration, and mark the committed slots as never run. # -> [2], see `RankCalibration.learn`"""
+        """Update the calibration, and mark the slots of the committed positions as never run. # -> [2], see
+        `RankCalibration.learn`"""
         self.pool.forget(taken_slots(slots, counts))
         return self.calibration.learn(rows, tokens, counts)
 
@@ -219,7 +222,7 @@ class TreeGrower:
         return GrownBlock(nodes, () if is_last else (NextStarts(picked, states, live),)), proposal.logits
 
     def _for_heads(self, states: Tensor) -> Tensor:
-        """Return what the heads read. # states [..., width] -> [..., hidden]"""
+        """Return the part of the states that the heads read. # states [..., width] -> [..., hidden]"""
         return states[..., : self._weights.network.config.hidden_size].contiguous()
 
 
@@ -231,10 +234,10 @@ def tree_inputs(start: TreeStart, grown: Sequence[GrownBlock]) -> tuple[Tensor, 
 def path_nodes(
     origin: StartNodes, tokens: Tensor, predicted: Tensor, trust: Tensor, least: float, *, paths: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, parents, depths and survival of a block at the root whose distributions do not depend on the path:
-    at each position the likeliest `paths` paths go on, each to all ranks. `least`: smaller survival becomes 0.
-    # tokens, predicted [batch, 1, block, rank], trust [block, rank] -> four [batch, paths * block * rank], in the order
-    path, position, rank"""
+    """Return tokens, parents, depths and survival of the nodes of a block at the root, if its distributions do not
+    depend on the path. At each position the likeliest `paths` paths continue, each with all ranks. Survival below
+    `least` becomes 0. # tokens, predicted [batch, 1, block, rank], trust [block, rank] -> four [batch, paths * block *
+    rank], in the order path, position, rank"""
     block, ranks = tokens.shape[2:]
     numbers = torch.arange(paths * block * ranks, device=tokens.device).view(paths, block, ranks)
     depths = origin.depth[..., None] + 1 + torch.arange(block, device=tokens.device)  # [batch, 1, block]

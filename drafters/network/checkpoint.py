@@ -1,7 +1,7 @@
 """Drafter files: a folder with `config.json` and `model.safetensors`, with the parameter names of the published
 SpecBlock weights (`input_layer.*`, `layers.N.*`, `shift_proj.N`, `norm`, `lm_head`, `rank_head.0 / .2`, `t2d`, `d2t`).
-A head that equals the target's rows is not stored. Files that do not fit the target are refused as a whole, with what
-to do. Also: the weights of a drafter by name, to compare, send and write them."""
+A head that equals the target's rows is not stored. Files that do not fit the target are refused, with a remedy in the
+message. The module also gives access to the weights of a drafter by name."""
 
 import hashlib
 import json
@@ -26,41 +26,42 @@ WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 ARCHITECTURE = "SpecBlock"
 VOCABULARY = "d2t"
-"""Name of the draft vocabulary among the weights, [draft_vocab] int64 target ids; the only one that is no parameter."""
+"""Name of the draft vocabulary among the weights, [draft_vocab] int64 target ids; all others are parameters."""
 HEAD = "lm_head.weight"
-"""Name of the head among the weights; a folder whose head is the target's does not store it."""
+"""Name of the draft head among the weights; not stored if it is the target's."""
 _FORMAT = 1
 
 
 class DrafterError(ValueError):
-    """A drafter file that cannot be used; the message says what to do."""
+    """Raised for a drafter folder that cannot be used; the message gives the reason and, if there is one, the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class TargetParts:
-    """The target's identity, and its weights that a drafter uses."""
+    """The target's identity, and those of its weights that drafters use."""
 
     identity: str  # hash of the target's vocabulary and embedding, see `identity_of`
     table: Weight  # [vocab, hidden], the embedding
-    output: Weight | None  # [vocab, hidden], the head; None where it was repacked
+    output: Weight | None  # [vocab, hidden], the head; None if it was repacked
     norm: Tensor | None = None  # [hidden], gain of the output norm; None: it is not a plain RMSNorm
     config: Mapping[str, Any] = field(default_factory=dict)  # transformers config of its decoder
-    completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict  # adds what such a config leaves at its default
+    completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict  # fills in the defaults of such a config
 
     @cached_property
     def embedding(self) -> Tensor:
-        """The embedding, dense. # [vocab, hidden]"""
+        """The token embedding as a dense tensor. # [vocab, hidden]"""
         return dense(self.table)
 
     @cached_property
     def head(self) -> Tensor | None:
-        """The head, dense, if it is available. # [vocab, hidden]"""
+        """The output head as a dense tensor, or None if it was repacked. # [vocab, hidden]"""
         return self.embedding if self.output is self.table else None if self.output is None else dense(self.output)
 
 
 def identity_of(embedding: Weight, config: Mapping[str, Any]) -> str:
-    """Return a hash of the target's decoder shapes and of the signs of an even sample of its embedding, the same for
-    all types of weights. # embedding [vocab, hidden]"""
+    """Return a hash that identifies the target: of its decoder sizes, and of the signs in a sample of its embedding, so
+    that it is the same for all weight types. # embedding [vocab, hidden]"""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     signs = (even_sample(embedding, 4096).float() > 0).to(torch.uint8).cpu().numpy().tobytes()
     shapes = json.dumps({name: config.get(name) for name in (*names, "model_type")}, sort_keys=True)
@@ -78,7 +79,8 @@ class Description:
 
 
 def save(folder: Path, model: SpecBlock, *, target_identity: str, facts: Mapping[str, Any], own_head: bool) -> None:
-    """Write weights in bf16, and the config. `facts` (data, cost, scores) are stored as they are."""
+    """Write a drafter folder: weights in bf16, and the config with `facts` (data, cost, scores). Without `own_head` the
+    head is left out, because it is the target's. # weights [...] each"""
     weights = weights_of(model)
     save_weights(folder, model.config, weights, target_identity=target_identity, facts=facts, own_head=own_head)
 
@@ -92,7 +94,7 @@ def save_weights(
     facts: Mapping[str, Any],
     own_head: bool = True,
 ) -> None:
-    """Write weights, by the names of `weights_of`, in bf16, and the config. # weights [...] each"""
+    """Do the same as `save` for weights by the names of `weights_of`. # weights [...] each"""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_published(name): value.to(torch.bfloat16) for name, value in weights.items() if name != VOCABULARY}
     if not own_head:
@@ -113,13 +115,13 @@ def save_weights(
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the digest of the weights file, in hexadecimal. Raises OSError."""
+    """Return the SHA-256 digest of the weights file, in hexadecimal. Raises OSError."""
     with (folder / WEIGHTS_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch.device | str) -> SpecBlock:
-    """Load a drafter for this target. Raises DrafterError."""
+    """Load a drafter in our own form. Raises DrafterError if it does not fit the target."""
     described = describe(folder)
     if described.target_identity != target.identity:
         raise DrafterError(
@@ -129,7 +131,9 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     weights = read_weights(folder, described.config)
     if HEAD not in weights:  # it equals the target's rows of the draft tokens
         if target.head is None:
-            raise DrafterError(f"drafter {folder}: stores no head, and the target's own is not held unpacked")
+            raise DrafterError(
+                f"drafter {folder}: stores no head, and the target's head is repacked"
+            )
         weights[HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
     model = SpecBlock(described.config)
     write_weights(model, weights)
@@ -137,7 +141,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
 
 
 def describe(folder: Path) -> Description:
-    """Read the folder's config. Raises DrafterError."""
+    """Read a folder's `config.json`. Raises DrafterError if it is missing or invalid."""
     with refusing(folder, f"{CONFIG_FILE} cannot be read", OSError, ValueError):
         described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     if not isinstance(described, dict) or described.get("format") != _FORMAT:
@@ -153,8 +157,8 @@ def describe(folder: Path) -> Description:
 
 
 def read_weights(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """Read the stored tensors by the names of `weights_of`, in their stored types, without the head if it is the
-    target's. Raises DrafterError for names or shapes [...] that do not fit the config."""
+    """Read the stored tensors by the names of `weights_of`, in their stored types; a head that is the target's is
+    missing. Raises DrafterError for names or shapes [...] that do not fit the config."""
     with refusing(folder, f"{WEIGHTS_FILE} cannot be read", OSError, SafetensorError):
         tensors = load_file(folder / WEIGHTS_FILE)
     vocabulary = _vocabulary(tensors, config, folder)
@@ -189,7 +193,7 @@ def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors into a DrafterError with the folder and `what` is wrong with it."""
+    """Convert errors of these types to a DrafterError. `what`: what is wrong with the folder, for the message."""
     try:
         yield
     except errors as error:
@@ -197,7 +201,7 @@ def refusing(folder: Path, what: str, *errors: type[Exception]) -> Iterator[None
 
 
 def _vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, folder: Path) -> Tensor:
-    """Return the target ids of the draft tokens; the file has them minus their index. # -> [draft_vocab] int64"""
+    """Return the target ids of the draft tokens, which the file stores minus their index. # -> [draft_vocab] int64"""
     distances = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     if distances is None or distances.shape != (config.draft_vocab_size,):
@@ -209,7 +213,7 @@ def _vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, folder: Path)
 
 
 def _published(name: str) -> str:
-    """Return the published name of a parameter."""
+    """Return the name that a parameter has in files."""
     return name.removeprefix("decoder.")
 
 
@@ -219,7 +223,7 @@ def weights_of(model: SpecBlock) -> dict[str, Tensor]:
 
 
 def names_tokens(vocabulary: Tensor, target_vocab: int) -> bool:
-    """Return whether all ids are tokens of the target, without repetition. # vocabulary [draft_vocab] int64"""
+    """Return whether all ids are distinct tokens of the target. # vocabulary [draft_vocab] int64"""
     inside = (vocabulary >= 0) & (vocabulary < target_vocab)
     return bool(inside.all()) and vocabulary.unique().shape == vocabulary.shape
 

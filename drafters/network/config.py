@@ -1,8 +1,8 @@
-"""The configuration of a trained drafter: the sizes that all kinds share. A kind's own config adds its options, and
-says by `traits` what they mean for the shared network, forwards and training.
+"""The config of a trained drafter: the sizes that all kinds share. The config class of a kind adds its own options, and
+`traits` translates them for the shared network, forwards and training.
 
-`config.json` has kept one flat form since release 0.1, whatever the kind: `described` writes it and `Fields` reads it.
-"""
+`config.json` has had the same flat form for all kinds since release 0.1; `described` and `of_fields` convert to and
+from it."""
 
 import json
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from drafters.trained_kinds import trained_kind
 from kernels.decoder_layer import FUSED_FAMILIES
 
 Fields = Mapping[str, Any]
-"""The values of a `config.json`, complete: those left out in the file have their defaults."""
+"""Fields of a `config.json` by name."""
 
 _SHARED = ("draft_vocab_size", "num_layers", "block_size", "rank_hidden", "coupled", "trained_length")
 _ALWAYS_WRITTEN: Fields = {
@@ -42,52 +42,52 @@ _WRITTEN_IF_SET: Fields = {
     "rank_biases": True,
     "silent_first": False,
 }
-"""Digests are taken of what is written, and those of older drafters must not change."""
+"""Fields with their defaults, left out of the file at the default: digests of older drafters must not change."""
 _DEFAULTS: Fields = {**_ALWAYS_WRITTEN, **_WRITTEN_IF_SET}
 
-_SHORT_BLOCK = 2  # positions; further forwards for so few are offered up to the trained depth, each taken while it pays
+_SHORT_BLOCK = 2  # positions; drafters of such short blocks may run as many forwards as they were trained for
 
 
 class RankHeadShape(NamedTuple):
-    """Variants of the rank head."""
+    """Options of the rank head."""
 
-    normalised: bool = True  # states are normed and features scaled
+    normalised: bool = True  # its input states are normed, and the features scaled
     biases: bool = True
-    scores: int = 0  # likeliest scores from which features are computed; 0: all
-    from_draft: bool = False  # it corrects the rank classes that the draft distribution implies
+    scores: int = 0  # number of highest scores from which features are computed; 0: all
+    from_draft: bool = False  # it corrects the class probabilities under the draft distribution
 
 
 class NetworkTraits(NamedTuple):
-    """Properties of a drafter that the shared network, forwards and training read."""
+    """Properties of a kind's network on which the shared network, forwards and training depend."""
 
-    normed_parts: int  # parts of the tapped features that have a norm each, before the projection
+    normed_parts: int  # parts of the tapped features that are normed separately before the projection
     rank_head: RankHeadShape = RankHeadShape()
-    shifts: int = 0  # layer-wise shifts, between layers
-    entries: int = 1  # entries per committed position that later positions attend to
+    shifts: int = 0  # number of layer-wise shifts
+    entries: int = 1  # entries of each committed position to which later positions attend
     silent: int = 0  # rows before a block's entries that predict nothing
     two_way: bool = False  # entries of a block attend to all of the block, not only to those before
-    paths: int = 1  # likeliest paths that go on at each position of a block; above 1 only where a tree has one block
-    one_forward: bool = False  # one forward of the layers serves all blocks of a tree
+    paths: int = 1  # likeliest paths that continue at each position; above 1 only if a tree has one block
+    one_forward: bool = False  # the layers run once for all blocks of a tree
     continues_raw: bool = False  # further blocks start at states before the output norm
-    restarts: bool = False  # further blocks stand at the positions of the first
+    restarts: bool = False  # further blocks have the rotary positions of the first
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(ABC):
-    """Sizes that drafters of all kinds have. Raises ValueError for values that cannot work together."""
+    """Config of a trained drafter, with the sizes of all kinds. Raises ValueError for invalid values."""
 
     kind: ClassVar[str]  # the name in drafter files and in the setting `drafter`
-    trained_blocks: ClassVar[int]  # consecutive blocks that training goes through
-    family: ClassVar[str | None] = None  # layer family the kind is published with; None: the target's
-    injected: ClassVar[bool] = False  # committed positions run no layer: keys and values are made of their condition
+    trained_blocks: ClassVar[int]  # number of consecutive blocks in training
+    family: ClassVar[str | None] = None  # layer family in published drafters of the kind; None: the target's
+    injected: ClassVar[bool] = False  # committed positions run no layer: keys and values come from their condition
 
-    target: Mapping[str, Any]  # transformers config of the layers, whose type is among `FUSED_FAMILIES`
-    tap_layers: tuple[int, ...]  # target layers whose outputs make the condition
+    target: Mapping[str, Any]  # transformers config of the drafter's layers, of a type in `FUSED_FAMILIES`
+    tap_layers: tuple[int, ...]  # target layers whose outputs are the features
     draft_vocab_size: int  # tokens the drafter can propose
     num_layers: int
     block_size: int  # K, positions per forward
     rank_hidden: int = 256
-    coupled: bool = True  # the rank head was trained on scores with the sampling noise
+    coupled: bool = True  # the rank head was trained with sampling noise in the scores
     trained_length: int = 512  # longest context seen in training, tokens
 
     def __post_init__(self) -> None:
@@ -105,26 +105,26 @@ class DrafterConfig(ABC):
 
     @abstractmethod
     def structure(self) -> Any:
-        """Return the kind's `Structure` of this config."""
+        """Return the `Structure` of the kind's network for this config."""
 
     @property
     @abstractmethod
     def traits(self) -> NetworkTraits:
-        """Properties that the shared parts read."""
+        """The properties on which the shared code depends."""
 
     @property
     @abstractmethod
     def options(self) -> Fields:
-        """Fields of `config.json` in which the kind differs from the defaults."""
+        """The kind's own fields of `config.json`."""
 
     @classmethod
     @abstractmethod
     def options_of(cls, fields: Fields) -> Fields:
-        """Return the values of the kind's own fields for these fields of `config.json`."""
+        """Return the constructor arguments of the kind for these fields of `config.json`. Raises ValueError."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of states, the target's."""
+        """Width of the states, equal to the target's."""
         return int(self.target["hidden_size"])
 
     @property
@@ -144,30 +144,30 @@ class DrafterConfig(ABC):
 
     @property
     def forward_size(self) -> int:
-        """Positions that one forward of the layers computes states for."""
+        """Number of rows of a block: the positions for which a forward of the layers computes states."""
         return self.reach if self.traits.one_forward else self.block_size + self.traits.silent
 
     @property
     def cached_entries(self) -> int:
-        """Entries of an anchor's block whose keys and values stay in the pool when the anchor is committed."""
+        """Number of entries of an anchor's block that are committed entries, whose keys and values stay in the pool."""
         return 0 if self.injected else self.traits.entries
 
     def blocks(self, requested: int) -> int:
-        """Return the number of blocks per tree: as requested, except for kinds that were trained for one block or draft
-        from one forward (then the trained number), and for short blocks (at least the trained number)."""
+        """Return the maximum number of blocks per tree for the requested number. It is the trained number for kinds
+        with one trained block or one forward per tree, and at least the trained number for short blocks."""
         if self.trained_blocks == 1 or self.traits.one_forward:
             return self.trained_blocks
         return max(requested, self.trained_blocks) if self.block_size <= _SHORT_BLOCK else requested
 
     @property
     def described(self) -> dict[str, Any]:
-        """Fields of `config.json`, as plain values."""
+        """This config as the fields of its `config.json`; optional fields at their default are left out."""
         found = self._fields
         return {name: found[name] for name in found if found[name] != _WRITTEN_IF_SET.get(name, ...)}
 
     @property
     def as_json(self) -> str:
-        """`described` as JSON text with sorted keys."""
+        """The fields of `described` as JSON text with sorted keys, to hash or compare."""
         return json.dumps(self.described, indent=2, sort_keys=True)
 
     @property
@@ -177,22 +177,21 @@ class DrafterConfig(ABC):
 
     @classmethod
     def of_fields(cls, values: Fields) -> Self:
-        """Return the config from the fields of its `config.json`. Raises KeyError, TypeError and ValueError."""
+        """Return the config for the fields of a `config.json`. Raises KeyError, TypeError or ValueError if they are
+        invalid."""
         unknown = sorted(values.keys() - _DEFAULTS.keys() - {"target", "tap_layers", "draft_vocab_size"})
         if unknown:
-            raise ValueError(f"drafter config: {', '.join(unknown)} is unknown to this version")
+            raise ValueError(f"drafter config: unknown to this version: {', '.join(unknown)}")
         fields = {**_DEFAULTS, **values, "tap_layers": tuple(values["tap_layers"])}
         shared = {name: fields[name] for name in ("target", "tap_layers", *_SHARED)}
         config = cls(**shared, **cls.options_of(fields))
         for name, value in config._fields.items():
             if fields[name] != value:
-                raise ValueError(
-                    f"drafter config: {name} must be {value!r}, not {fields[name]!r}, in one of kind {cls.kind}"
-                )
+                raise ValueError(f"drafter config: {name} must be {value!r}, not {fields[name]!r}, for kind {cls.kind}")
         return config
 
 
 def config_from(values: Fields) -> DrafterConfig:
-    """Return the config of any kind from the fields of its `config.json` (`described`). Raises KeyError, TypeError and
-    ValueError."""
+    """Return the config of any kind for the fields of a `config.json`. Raises KeyError, TypeError or ValueError if they
+    are invalid."""
     return trained_kind(values.get("kind", "specblock")).config.of_fields(values)

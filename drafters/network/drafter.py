@@ -1,4 +1,4 @@
-"""The drafter of trained networks: reads committed entries, returns draft trees, and learns how far to trust them.
+"""The drafter of all trained networks: keeps entries of committed positions, drafts trees, and calibrates itself.
 Legend: batch, rows = sequences of the engine's table, depth = longest accepted path."""
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from drafters.tree import Candidates
 
 
 class SpecBlockDrafter(Drafter):
-    """Drafts blocks of positions from the target's features, with weights of any trained kind."""
+    """Drafter with trained weights of any kind, which drafts blocks of positions from the target's features."""
 
     name = "specblock"
     tap_layers: tuple[int, ...] = ()
@@ -36,9 +36,9 @@ class SpecBlockDrafter(Drafter):
         self._weights, self._grower = weights, TreeGrower(sizes, weights)
         self._gates = ForwardGates(weights.blocks - 1, sizes)
         self._backlog = Backlog(sizes.max_sequences)
-        self._has_grown = False  # since the last commit
-        self._useful_from = [0] * sizes.max_sequences  # position; attention of later blocks does not reach further back
-        self._never_run: list[Tensor] = []  # slots of recently committed positions that no entry was run for
+        self._has_grown = False  # whether it drafted since the last commit
+        self._useful_from = [0] * sizes.max_sequences  # by row, first position to which later blocks attend
+        self._never_run: list[Tensor] = []  # slots of positions committed since, without entries
 
     @property
     def version(self) -> int:
@@ -67,7 +67,7 @@ class SpecBlockDrafter(Drafter):
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        """Run the entries of prompt positions that later blocks can attend to; the others are never attended to."""
+        """Run the entries of those prompt positions to which later blocks attend."""
         self._weights.record("read", lambda recorder: recorder.read(read))
         if not self.ready:
             return
@@ -97,7 +97,7 @@ class SpecBlockDrafter(Drafter):
         sizes = HostSizes(max(1, self._backlog.take(host)), noise.warm)
         keys = Keys(rows, noise.seeds, noise.temperatures, noise.positions)
         start, first = self._grower.begin((keys, sizes))
-        grown: tuple[GrownBlock, ...] = (first,)  # the next call may overwrite them
+        grown: tuple[GrownBlock, ...] = (first,)  # valid until the next call
         self.num_blocks += len(rows)
         for number, follow in enumerate(self._grower.follow):
             expected = grown[-1].next_starts[0].picked.origin.survival[: len(rows)]  # [batch, starts]
@@ -123,7 +123,7 @@ class SpecBlockDrafter(Drafter):
             outcome = self._grower.take_in((rows, positions, counts, slots, committed.features, committed.tokens))
         elif self._has_grown:
             outcome = self._grower.pass_by((rows, counts, slots, committed.tokens))
-        else:  # a suspended drafter must be cheap
+        else:  # deferred, so that a suspended drafter costs little
             self._never_run.append(slots.flatten())
         self._has_grown = False
         self._gates.end(outcome)
@@ -138,20 +138,21 @@ class SpecBlockDrafter(Drafter):
 
     def on_weights_changed(self) -> None:
         self._gates.on_weights_changed()
-        if not self.ready:  # while weights are not initialised, changes of slots are not tracked
+        if not self.ready:  # `read` and `commit` did not track slots before initialisation
             self._grower.pool.forget_all()
 
     def rank_outcomes(self) -> RankOutcomes:
         return self._grower.calibration.outcomes()
 
     def _forget_never_run(self) -> None:
-        """Mark slots as never run; called before the pool is read or written, which may use the same slots."""
+        """Mark the deferred slots as never run. Must precede each use of the pool, which may reuse them."""
         if self._never_run:
             self._grower.pool.forget(torch.cat(self._never_run))
             self._never_run = []
 
     def _make_room(self, host: HostMetadata, count: int, device: torch.device) -> None:
-        """Run waiting entries of rows in whose queue `count` more may not fit, because no tree grew for a while."""
+        """Run the waiting entries of rows whose queue may lack room for `count` more, because no tree grew for a
+        while."""
         crowded = self._backlog.crowded(host, ROOM - count)
         if crowded.rows:
             rows = torch.tensor(crowded.rows, device=device)

@@ -1,5 +1,5 @@
-"""The record of a published form, and what forms share: names, layers, vocabularies, and a check that an embedding is
-the target's."""
+"""The record of a published form, i.e. of the file format in which another project publishes drafters, and helpers that
+forms share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,40 +11,43 @@ from drafters.network.checkpoint import VOCABULARY, TargetParts, names_tokens
 from drafters.network.config import DrafterConfig
 
 EMBEDDING = "embed_tokens.weight"
+"""Usual name of a stored copy of the target's embedding."""
 
 _LAYER_KEYS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias"),
     *("rope_parameters", "num_hidden_layers"),
 )
-"""What a drafter's layers need of a transformers config."""
+"""Keys of a transformers config that a drafter's layers need."""
 
 Described = Mapping[str, Any]
 """The content of a `config.json`."""
 Tensors = Mapping[str, Tensor]
+"""The tensors of a drafter's files by name."""
 
 
 class PublishedForm(NamedTuple):
-    """One published form. `config` and `weights` raise KeyError for missing values and ValueError for impossible
-    ones."""
+    """A published form: functions that convert a drafter's files to our config and weights. `config` and `weights`
+    raise KeyError for missing values and ValueError for unsupported ones."""
 
     name: str
-    recognises: Callable[[Described], bool]
+    recognises: Callable[[Described], bool]  # whether a config is of this form
     kind: Callable[[Described], str]  # name of the drafter's kind
     config: Callable[[Described, Tensors, TargetParts], DrafterConfig]
     weights: Callable[[dict[str, Tensor], DrafterConfig, TargetParts], dict[str, Tensor]]
-    """Return weights by the names of `checkpoint.weights_of`; a rank head may be missing."""
-    reads: Callable[[str], bool] = lambda name: True  # whether this tensor is the drafter's
+    """Converts the tensors to weights by the names of `checkpoint.weights_of`; the rank head may be missing."""
+    reads: Callable[[str], bool] = lambda name: True  # whether the tensor of this name belongs to the drafter
 
 
 def named(described: Described) -> tuple[str, ...]:
-    """Return the names of a config's format: its `speculators_model_type`, else its `architectures`."""
+    """Return the names by which a config states its form: `speculators_model_type`, or else `architectures`."""
     model_type = described.get("speculators_model_type")
     return (str(model_type),) if model_type else tuple(map(str, described.get("architectures") or ()))
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors by our names; `names` maps their prefixes to ours, the longest match counts."""
+    """Return tensors by our names. `names` maps prefixes of their names to ours; the longest match applies. # [...]
+    each"""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         prefix = max((theirs for theirs in names if name.startswith(theirs)), key=len, default="")
@@ -53,30 +56,30 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def layers_of(described: Described, target: TargetParts) -> dict[str, Any]:
-    """Return the config of a drafter's layers, with the defaults of its model type where a file leaves them out. Raises
-    ValueError for another hidden size or vocabulary than the target's."""
+    """Return the config of a drafter's layers, completed by the defaults of its model type. Raises ValueError if its
+    hidden size or vocabulary differs from the target's, or for layers without full attention."""
     found = target.completed(described)
     for name in ("hidden_size", "vocab_size"):
         if found[name] != target.config[name]:
             raise ValueError(f"its {name} is {found[name]}, the target's is {target.config[name]}")
     if set(found.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("its config sets layer_types other than full_attention, which are not read")
+        raise ValueError("its config sets layer_types other than full_attention, which are not supported")
     return {key: found[key] for key in _LAYER_KEYS if found.get(key) is not None}
 
 
 TRAINED_LENGTH = "trained_length"
-"""Our key for the longest context seen in training, which files of others do not state."""
+"""Key, of this project only, for the longest context seen in training."""
 
 
 def refuse_set(described: Described, keys: Sequence[str], hidden_size: int | None = None) -> None:
-    """Raise ValueError for the first of these keys whose value is not false, missing or the target's hidden size."""
+    """Raise ValueError if a config sets one of these keys to a value other than a false one or `hidden_size`."""
     for key in keys:
         if described.get(key) and described[key] != hidden_size:
-            raise ValueError(f"its config sets {key}, which is not read")
+            raise ValueError(f"its config sets {key}, which is not supported")
 
 
 def taps_of(counted: Sequence[int], target: TargetParts, *, first: int) -> tuple[int, ...]:
-    """Return the tapped layers; `first`: the number that the file gives to the output of the first layer. Raises
+    """Return the tapped layers, counted from 0. `first`: the number of the first layer's output in `counted`. Raises
     ValueError for a layer that the target lacks."""
     depth = target.config["num_hidden_layers"]
     taps = tuple(number - first for number in counted)
@@ -86,8 +89,8 @@ def taps_of(counted: Sequence[int], target: TargetParts, *, first: int) -> tuple
 
 
 def vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-    """Take the draft vocabulary out of a file's tensors: target ids as `d2t` has them, minus draft ids; without `d2t`
-    every token can be drafted. Raises ValueError."""
+    """Remove the draft vocabulary from a file's tensors, and return it as a weight. `d2t` stores target ids minus draft
+    ids; without it, every token can be drafted. Raises ValueError for an invalid `d2t`. # -> [draft_vocab] int64"""
     tensors.pop("t2d", None)
     tokens = torch.arange(config.draft_vocab_size)
     zeros = torch.zeros(len(tokens) if len(tokens) == config.target_vocab_size else 0)
@@ -101,7 +104,7 @@ def vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, T
 
 
 def drop_embedding(tensors: dict[str, Tensor], target: TargetParts, name: str = EMBEDDING) -> None:
-    """Take a stored embedding out of a file's tensors. Raises ValueError if it is not the target's, in bf16."""
+    """Remove a stored embedding from a file's tensors. Raises ValueError if it differs, in bf16, from the target's."""
     own = tensors.pop(name, None)
     other = target.embedding.cpu()  # planned transfer: at the start
     if own is not None and not (own.shape == other.shape and torch.equal(own.bfloat16(), other.bfloat16())):

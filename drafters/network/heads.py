@@ -1,9 +1,10 @@
-"""From a block's states to candidate tokens and their conditional probabilities: draft head, sampling noise, rank head,
-growth policy.
+"""Computes candidate tokens and their conditional probabilities from a block's states: draft head, sampling noise, rank
+head, growth policy.
 
-The rank head sees features of the scores by which tokens are ranked (drafters/coupling.py), and predicts the class of
-the target's token among them (SpecBlock appendix B).
-Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab] as they are ranked."""
+The rank head reads the states and features of the scores by which tokens are ranked (drafters/coupling.py). It predicts
+the class of the target token's rank (SpecBlock appendix B).
+Legend: batch, starts, block = K, draft_vocab, rank = TOP; scores [..., draft_vocab]
+by which tokens are ranked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +21,15 @@ from kernels.lattice import CLASS_OF_RANK, TOP
 
 @dataclass(frozen=True, slots=True)
 class BlockChances:
-    """Rank features and rank-class logits for each position of a block."""
+    """Rank features and rank-class logits for each position of a block, from which a policy computes probabilities."""
 
     features: Tensor  # [..., block, NUM_FEATURES], of `rank_features`
-    classes: Tensor  # [..., block, 4] logits of the rank classes
+    classes: Tensor  # [..., block, 4], logits of the rank classes
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidate tokens and their chances at each position of some blocks."""
+    """Candidate tokens at each position of some blocks, with the inputs of a growth policy."""
 
     tokens: Tensor  # [batch, starts, block, rank] int64, target ids
     chances: BlockChances
@@ -36,8 +37,8 @@ class Proposal:
 
 
 def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: TreeNoise) -> Proposal:
-    """Rank tokens at each position. # states [batch, starts, block, hidden]; depths [batch, starts, block] of the
-    proposed tokens, from 1"""
+    """Choose and rank candidates at each position. # states [batch, starts, block, hidden]; depths [batch, starts,
+    block] of the proposed tokens, from 1"""
     logits, likeliest = network.head(states), network.traits.rank_head.scores
     scores = noise.scores(logits, depths)
     features, ids = rank_features(scores)
@@ -48,8 +49,8 @@ def propose(network: ServingNetwork, states: Tensor, depths: Tensor, noise: Tree
 
 def rank_features(scores: Tensor, likeliest: int = 0) -> tuple[Tensor, Tensor]:
     """Return 15 features (top-10 log-probabilities, the gaps of rank 1 to ranks 2, 3 and 5, the top probability and the
-    entropy) and the draft ids of ranks 1..10; `likeliest`: of the distribution over so many tokens alone, 0: over all.
-    # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
+    entropy) and the draft ids of ranks 1..10. `likeliest`: number of tokens over which the distribution is taken; 0:
+    all. # scores [..., draft_vocab] -> [..., 15] float32, [..., 10] int64"""
     compute = ops.on(scores.device).rank_features
     if not likeliest:
         return compute(scores)
@@ -59,7 +60,7 @@ def rank_features(scores: Tensor, likeliest: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def rank_class(ids: Tensor, token: Tensor) -> Tensor:
-    """Return a token's class by its rank, 3 where it is none of the ten.
+    """Return the class of a token's rank, 3 (beyond) if it is none of the ten.
     # ids [..., 10] draft ids by rank, token [...] draft id or -1 -> [...] int64"""
     found = ids == token[..., None]
     classes = torch.tensor(CLASS_OF_RANK, device=ids.device)
@@ -67,18 +68,19 @@ def rank_class(ids: Tensor, token: Tensor) -> Tensor:
 
 
 Policy = Callable[[BlockChances], Tensor]
-"""Growth policy: conditional probability of each rank given its parent; 0 = not a candidate. # -> [..., block, rank]"""
+"""Growth policy: returns the conditional probability of each rank given its parent, 0 for no candidate.
+# -> [..., block, rank]"""
 
 
 def best_first(chances: BlockChances) -> Tensor:
-    """Give each rank its share of its class's probability, in proportion to draft probability.
+    """Policy that divides the probability of each class among its ranks in proportion to their draft probability.
     # -> [..., block, rank]"""
     return ops.on(chances.classes.device).spread_classes(chances.classes, chances.features)
 
 
 def ranked(widths: tuple[int, ...]) -> Policy:
-    """Return a policy that keeps as many ranks as the likeliest class has in `widths` (the paper's maps, appendix B); a
-    width of 0 ends the block there."""
+    """Return a policy that keeps a number of ranks that depends on the likeliest class: `widths` has one number for
+    each class (the paper's maps, appendix B). A width of 0 ends the block."""
 
     @cache
     def table(device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The record of a kind of trained drafter. A module that holds one is a new kind; other packages add theirs by it."""
+"""The record that defines a kind of trained drafter, in this package or in a plug-in."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from drafters.network.form import PublishedForm
 
 
 class TrainedKind(NamedTuple):
-    """A kind of trained drafter: its config class, the shape trained here, and its published forms."""
+    """A kind of trained drafter: its config class, the default shape for training, and its published forms."""
 
     config: type[DrafterConfig]
-    shape: Fields  # non-default fields in `config.json` of a drafter trained here
-    forms: tuple[PublishedForm, ...] = ()  # other projects' file formats for this kind
+    shape: Fields  # fields of `config.json` in which drafters trained here differ from the defaults
+    forms: tuple[PublishedForm, ...] = ()  # file formats of other projects for this kind

@@ -1,1 +1,1 @@
-"""The kinds of trained drafters, each in a module of its own."""
+"""The kinds of trained drafters: one module for each network, with its published forms."""

@@ -1,9 +1,9 @@
 """DFlash (arXiv 2602.06036), and JetSpec (arXiv 2606.18394), which is DFlash with causal attention inside a block.
 
-All positions of a block in one forward. A block's rows are embeddings alone: the newest token's, which predicts
-nothing, and a mask token's, each of which predicts the token at its own position. Committed positions run no layer:
-each layer makes its keys and values of their condition, behind one norm for all layers. At each position the likeliest
-paths go on, and a tree has one block.
+One forward drafts all positions of a block, and a tree has one block. The rows of a block are embeddings only: that of
+the newest token, whose row predicts nothing, and mask tokens, each of which predicts the token at its own position.
+Committed positions run through no layer: each layer computes their keys and values from their condition, after a norm
+that all layers share. A tree continues the likeliest paths at each position.
 Legend: hidden."""
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _FIXED: Fields = {"normalise_features": False, "shift": False, "broadcast": Fals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DrafterConfig):
-    """A DFlash drafter."""
+    """Config of a DFlash drafter."""
 
     kind: ClassVar[str] = "dflash"
     trained_blocks: ClassVar[int] = 1
@@ -37,14 +37,14 @@ class DFlashConfig(DrafterConfig):
     injected: ClassVar[bool] = True
     two_way: ClassVar[bool] = True  # entries of a block attend to all of it
 
-    mask_token: int  # target token whose embedding the entries read
-    silent_first: bool = True  # the row before a block's entries, the newest token's, predicts nothing
-    ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
+    mask_token: int  # target token whose embedding is the input of the entries
+    silent_first: bool = True  # the first row of a block, the newest token, predicts nothing
+    ranks_from_draft: bool = False  # the rank head corrects the class probabilities under the draft distribution
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
         if not 0 <= self.mask_token < self.target_vocab_size:
-            raise ValueError(f"drafter config: mask_token {self.mask_token} is no token of the target")
+            raise ValueError(f"drafter config: mask_token {self.mask_token} is not in the target's vocabulary")
 
     def structure(self) -> Structure:
         return MaskTokenStructure(self)
@@ -57,7 +57,7 @@ class DFlashConfig(DrafterConfig):
     @classmethod
     def options_of(cls, fields: Fields) -> Fields:
         if fields["mask_token"] is None:
-            raise ValueError(f"drafter config: one of kind {cls.kind} needs a mask_token")
+            raise ValueError(f"drafter config: kind {cls.kind} needs a mask_token")
         return {name: fields[name] for name in ("mask_token", "silent_first", "ranks_from_draft")}
 
     @property
@@ -68,14 +68,14 @@ class DFlashConfig(DrafterConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JetSpecConfig(DFlashConfig):
-    """A JetSpec drafter: entries of a block attend to those before."""
+    """Config of a JetSpec drafter, in which entries of a block attend only to earlier ones."""
 
     kind: ClassVar[str] = "jetspec"
     two_way: ClassVar[bool] = False
 
 
 class MaskTokens(Input):
-    """Begins blocks with the newest token's embedding and the mask token's."""
+    """Input layer of blocks: the embeddings of the newest token and, for all other rows, of the mask token."""
 
     is_solved = False
 
@@ -83,7 +83,7 @@ class MaskTokens(Input):
         super().__init__()
         self.condition_proj = nn.Linear(config.features_size, shape.hidden, bias=False)
         self.condition_norm = Norm(shape.hidden, shape.epsilon)
-        self.mask_embedding = nn.Parameter(torch.randn(shape.hidden))  # the target's, of the mask token
+        self.mask_embedding = nn.Parameter(torch.randn(shape.hidden))  # the target's embedding of the mask token
         self.feature_norms = nn.ModuleList()
         self._mask_token, self._masked = config.mask_token, config.forward_size - 1
 
@@ -94,12 +94,12 @@ class MaskTokens(Input):
 
     @torch.no_grad()
     def start(self, embed: Embed) -> None:
-        """Set the mask token's embedding."""
+        """Copy the mask token's embedding from the target."""
         self.mask_embedding.copy_(embed(torch.tensor(self._mask_token, device=self.mask_embedding.device)))
 
 
 class MaskTokenStructure(Structure):
-    """DFlash's network."""
+    """Structure of the DFlash network."""
 
     serving = InjectedForward
     training = InjectedTraining
@@ -128,8 +128,8 @@ class MaskTokenStructure(Structure):
         return [replace(layer, norms=layer.norms._replace(attention_input=norm)) for layer in known]
 
 
-# Published forms. Files of z-lab and SpecForge have a `dflash_config`, the target's head and its whole vocabulary.
-# Files of speculators have a nested layer config, and a head and vocabulary of their own.
+# Published forms. Files of z-lab and SpecForge have a `dflash_config`, and use the target's head and whole vocabulary.
+# Files of speculators have a nested layer config, and a head and draft vocabulary of their own.
 
 _NAMES = {
     "fc.": "input_layer.condition_proj.",
@@ -140,7 +140,7 @@ _NAMES = {
 }
 _NESTED = "transformer_layer_config"
 _READ = {"mask_token_id", "target_layer_ids", "causal", "block_size"}
-"""Keys of `dflash_config`. Those of later designs stand beside them, and change the result."""
+"""Supported keys of `dflash_config`. Others, of later designs, would change the result and are refused."""
 _UNREAD = ("target_hidden_size", "is_causal", "add_swa_attention_sink_bias")
 
 
@@ -149,7 +149,7 @@ def _kind(described: Described) -> str:
 
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> DrafterConfig:
-    """Read the config. Tap i of a DFlash file is the output of layer i; tap k of a speculators file, of layer k - 1."""
+    """Read the config. Tap i is the output of layer i in a DFlash file, and of layer i - 1 in a speculators file."""
     nested = _NESTED in described
     own = described if nested else described["dflash_config"]
     layers = form.layers_of({"model_type": "qwen3", **described.get(_NESTED, described)}, target)
@@ -158,7 +158,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Draf
     if own.get("mask_token_id") is None:
         raise ValueError("its config has no mask_token_id")
     if "gemma" in target.config["model_type"]:
-        raise ValueError("its target multiplies embeddings by a number, which is not done here")
+        raise ValueError("its target scales embeddings (gemma), which DFlash drafters do not support here")
     silent = not described.get("sample_from_anchor")
     make = JetSpecConfig if _kind(described) == "jetspec" else DFlashConfig
     return make(
@@ -177,12 +177,12 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Draf
 
 
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
-    assert isinstance(config, DFlashConfig), "it was read by this form"
+    assert isinstance(config, DFlashConfig), "the config was read by this form"
     form.drop_embedding(tensors, target)
     found = form.vocabulary(tensors, config)
     if HEAD not in tensors:
         if target.head is None:
-            raise ValueError("it has no head of its own, and the target's is not held unpacked")
+            raise ValueError("it has no head of its own, and the target's head is repacked")
         tensors[HEAD] = target.head[found[VOCABULARY].to(target.head.device)].cpu()  # planned transfer: at the start
     mask = target.embedding[config.mask_token].cpu()  # planned transfer: at the start
     return {**form.renamed(tensors, _NAMES), **found, "input_layer.mask_embedding": mask}

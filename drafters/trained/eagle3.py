@@ -1,8 +1,8 @@
-"""EAGLE-3 (arXiv 2503.01840) in its authors' shape: one position per forward, each on the drafter's own state before.
+"""EAGLE-3 (arXiv 2503.01840) as its authors publish it: one position per forward, from the drafter's previous state.
 
-The first layer's attention reads the token's embedding beside the state, and blocks continue from the state before the
-output norm. EAGLE-3.1 norms each tapped feature and continues from the normed state; files of speculators may have
-several layers.
+The first layer's attention reads the token's embedding, concatenated with the state. Further blocks continue from the
+state before the output norm. EAGLE-3.1 norms each tapped feature and continues from the normed state. Files of
+speculators may have several layers.
 Legend: rows, hidden; pair = [token or normed state; state], [rows, 2 * hidden]."""
 
 from collections.abc import Callable, Sequence
@@ -29,21 +29,21 @@ from kernels.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(DrafterConfig):
-    """An EAGLE-3 drafter. Defaults give the authors' network, other values EAGLE-3.1's and speculators'."""
+    """Config of an EAGLE-3 drafter. The defaults give the authors' network, other values EAGLE-3.1 and speculators."""
 
     kind: ClassVar[str] = "eagle3"
     trained_blocks: ClassVar[int] = 6
     family: ClassVar[str | None] = "llama"
 
-    feature_norms: Literal["none", "each", "joined"] = "none"  # tapped features: no norm, one per tap, one for all
-    normed_residual: bool = False  # the first layer adds to the normed state
+    feature_norms: Literal["none", "each", "joined"] = "none"  # of tapped features: none, per tap, or one for all
+    normed_residual: bool = False  # the residual of the first layer is the normed state
     continues_normed: bool = False  # further blocks start at states after the output norm
-    ranks_from_draft: bool = False  # the rank head corrects the rank classes that the draft distribution implies
+    ranks_from_draft: bool = False  # the rank head corrects the class probabilities under the draft distribution
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
         if self.block_size != 1:
-            raise ValueError("drafter config: block_size must be 1 in one of kind eagle3")
+            raise ValueError("drafter config: block_size must be 1 for kind eagle3")
 
     def structure(self) -> Structure:
         return Eagle3(self)
@@ -74,7 +74,7 @@ class Eagle3Config(DrafterConfig):
 
 
 class TokenAndState(Input):
-    """Puts the condition and the normed token side by side: [state; token]."""
+    """Input layer: concatenates the condition, or the state to continue from, and the normed token: [state; token]."""
 
     def __init__(self, config: DrafterConfig, shape: LayerShape) -> None:
         super().__init__()
@@ -89,20 +89,21 @@ class TokenAndState(Input):
 
     @torch.no_grad()
     def solve(self, sums: InputSums, generator: torch.Generator) -> None:
-        """Set the projection to the best linear guess of the next top tap; what the token adds is left to the first
-        layer to learn."""
+        """Set the projection to the linear regression of the next position's top tap. The first layer has to learn the
+        effect of the token."""
         self.condition_proj.weight.copy_(sums.linear_guess().T)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAndStateLayer:
-    """The first layer, whose attention reads the token before the state."""
+    """The first layer while serving. Its attention reads [token; normed state]; it returns the whole state, not a
+    residual update."""
 
     layer: DecoderLayer
     normed_residual: bool
 
     def __call__(self, pair: Tensor, delta: Tensor | None, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layer and return the whole state.
+        """Run the layer, and return the new state.
         # pair [rows, 2 * hidden] -> [rows, hidden]"""
         normed, state = self._normed(pair), _state(pair)
         residual = normed.clone() if self.normed_residual else state
@@ -124,7 +125,7 @@ class TokenAndStateLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """A further layer: it gets and returns the whole state, not only what the layer adds."""
+    """A further layer while serving, which gets and returns the whole state instead of a residual update."""
 
     layer: DecoderLayer
 
@@ -140,7 +141,7 @@ class StateLayer:
 
 
 class Eagle3(Structure):
-    """EAGLE-3's network."""
+    """Structure of the EAGLE-3 network."""
 
     serving = BlockForward
     training = TrainingForward
@@ -160,7 +161,7 @@ class Eagle3(Structure):
         token_norm = planner.norm("input_layer.token_norm.weight", self.shape.epsilon)
 
         def blocks(context: Tensor, embedded: Tensor) -> Tensor:
-            state = context[:, -embedded.shape[1] :]  # a wider context ends with the state to continue from
+            state = context[:, -embedded.shape[1] :]  # of a wider context, the last part is the state to continue from
             return torch.cat([state, token_norm(embedded.to(state.dtype))], dim=-1)[:, None]
 
         return blocks
@@ -170,7 +171,7 @@ class Eagle3(Structure):
         return [TokenAndStateLayer(first, self._normed_residual), *map(StateLayer, others)]
 
     def layer_planner(self, ops: Ops) -> Callable[[Sequence[ServedLayer], Sequence[Tensor]], RunLayers]:
-        """Return the plan of layers one by one, on pools [2, places, kv_heads, dim]."""
+        """Return a planner that runs layers one by one, on pools [2, places, kv_heads, dim]."""
         return plan_layers
 
     def served_output(self, planner: WeightPlanner) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -188,8 +189,8 @@ def _state(pair: Tensor) -> Tensor:
     return pair[:, : pair.shape[1] // 2].contiguous()
 
 
-# The forms in which others publish it: EAGLE and SpecForge (`midlayer`, EAGLE-3.1's norms), and speculators
-# (`layers.N`, nested layer config).
+# Published forms: of EAGLE and SpecForge (`midlayer`, norms of EAGLE-3.1), and of speculators (`layers.N`, nested
+# layer config).
 
 _NESTED = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -211,18 +212,18 @@ _NAMES = {
     "norm.": "decoder.norm.",
 }
 _UNREAD = ("target_hidden_size", "parallel_drafting", "sliding_window_non_causal")
-"""Keys that would change the result."""
+"""Keys that are not supported, and refused because they would change the result."""
 
 
 def _is_eagle3(described: Described) -> bool:
-    """By name; the oldest files have only the name of a language model, and a draft vocabulary."""
+    """Recognise the form by its name. The oldest files have the name of a language model, and a draft vocabulary."""
     names = form.named(described)
     eagle = any("eagle3" in name.lower() for name in names)
     return eagle or (set(names) <= {"LlamaForCausalLM"} and "draft_vocab_size" in described)
 
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> Eagle3Config:
-    """With `norm_output` (EAGLE-3.1) blocks continue from the normed state, as in vLLM and speculators."""
+    """Read the config. With `norm_output` (EAGLE-3.1), blocks continue from the normed state, as in vLLM."""
     layers = form.layers_of(described.get(_NESTED, described), target)
     own = described.get("eagle_config") or {}
     form.refuse_set(described, _UNREAD, layers["hidden_size"])
@@ -241,8 +242,8 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> Eagl
 
 
 def _taps(counted: Sequence[int] | None, target: TargetParts) -> tuple[int, ...]:
-    """Return the tapped layers; number k is the output of layer k - 1 (in an `eagle_config`, of layer k). Unset: 2,
-    L / 2 and L - 3."""
+    """Return the tapped layers. Number k of `counted` is the output of layer k - 1; if unset: 2, L / 2 and L - 3 of L
+    layers. Raises ValueError for a layer that the target lacks."""
     depth = target.config["num_hidden_layers"]
     if not counted and depth < 4:
         raise ValueError(f"it taps the fourth layer from the end, and the target has {depth}")

@@ -1,9 +1,8 @@
-"""The multi-token prediction module that some targets are published with, among the target's weights. Read today:
-MiMo's (arXiv 2505.07608).
+"""The multi-token prediction module that some targets include in their weights. Supported: MiMo's (arXiv 2505.07608).
 
-One layer, of the target's family, on a projection of the last layer's output, before the output norm, and the next
-token's embedding; the target's own head reads it. A second position runs the same layer on its own state.
-"""
+It is one layer of the target's family. Its input is a projection of the target's last state, before the output norm,
+and the next token's embedding; its output goes to the target's head. For a second position the same layer runs on its
+own state."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +24,7 @@ _OPTIONS: Fields = {"normalise_features": False, "shift": False, "ranks_from_dra
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig(DrafterConfig):
-    """A target's own prediction module."""
+    """Config of a target's own multi-token prediction module."""
 
     kind: ClassVar[str] = "mtp"
     trained_blocks: ClassVar[int] = 2
@@ -47,7 +46,7 @@ class MTPConfig(DrafterConfig):
 
 
 class MTPStructure(FusedStructure):
-    """The module's network: SpecBlock's input for blocks of one position, with position queries of 0."""
+    """Structure of the module: SpecBlock's input layer for blocks of one position, with position queries of 0."""
 
     serving = BlockForward
     training = TrainingForward
@@ -67,7 +66,7 @@ def _is_mtp(described: Described) -> bool:
 
 
 def _config(described: Described, tensors: Tensors, target: TargetParts) -> MTPConfig:
-    """It reads the target's last layer and can draft every token."""
+    """Return the config: it taps the target's last layer, and can draft every token."""
     layers = target.config
     return MTPConfig(
         layers,
@@ -80,7 +79,7 @@ def _config(described: Described, tensors: Tensors, target: TargetParts) -> MTPC
 
 
 def _weights(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetParts) -> dict[str, Tensor]:
-    """The condition is the tapped state itself; position queries are 0."""
+    """Return the weights: the condition is the tapped state itself, and position queries are 0."""
     own = {name.removeprefix(_MODULE): value for name, value in tensors.items() if name.startswith(_MODULE)}
     joined, hidden = own.pop("input_proj.weight"), config.hidden_size  # columns of the state, then of the token
     return {

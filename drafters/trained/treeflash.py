@@ -1,8 +1,8 @@
-"""TreeFlash (arXiv 2606.03819): the layers run once per tree, on injected context; then an MLP conditions each depth's
-state on the token before it, so that children of different parents differ.
+"""TreeFlash (arXiv 2606.03819): the layers run once per tree, on injected context, and give a state for each depth. An
+MLP then conditions the state of a depth on the parent's token, so that children of different parents differ.
 
-The likeliest nodes of a depth get children by one product of MLP and head, without attention, depth by depth while that
-pays.
+The tree grows depth by depth while that pays: the likeliest nodes of a depth get children by one run of MLP and head,
+without attention.
 Legend: batch, starts, hidden, forward size = depths of a tree."""
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from kernels.lattice import Picked
 
 @dataclass(frozen=True, slots=True)
 class TreeFlashConfig(DrafterConfig):
-    """A TreeFlash drafter: as many blocks of one position as one forward has states."""
+    """Config of a TreeFlash drafter: blocks of one position, as many as one forward has states."""
 
     kind: ClassVar[str] = "treeflash"
     trained_blocks: ClassVar[int] = 8
@@ -50,7 +50,8 @@ class TreeFlashConfig(DrafterConfig):
 
 
 class PathHead(nn.Module):
-    """The conditioning MLP, s + W_down (silu(g) * u), [g; u] = W [s; norm(e)]; at first it returns states unchanged."""
+    """The MLP that conditions a state s on a token embedding e: s + W_down (silu(g) * u), [g; u] = W [s; norm(e)].
+    Initially it returns s unchanged."""
 
     def __init__(self, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -61,15 +62,15 @@ class PathHead(nn.Module):
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """Condition states on tokens. # states, embedded [..., hidden] -> [..., hidden]"""
+        """Condition states on the token before their position. # states, embedded [..., hidden] -> [..., hidden]"""
         known = torch.cat([states, self.token_norm(embedded.to(states.dtype))], dim=-1)
         added: Tensor = self.down_proj(silu(self.gate_proj(known)) * self.up_proj(known))
         return states + added.to(states.dtype)
 
 
 class ConditionedForward:
-    """Runs the layers once per tree, as `InjectedForward`. Each block is one position: a state of that forward,
-    conditioned on the token before it. What further blocks need are the states, [batch, forward size, hidden]."""
+    """Forward while serving: runs the layers once per tree, as `InjectedForward`. A block is one position: a state of
+    that run, conditioned on the token before it. Further blocks need only the states, [batch, forward size, hidden]."""
 
     def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
         self._layers = InjectedForward(network, embed, pool, state)
@@ -83,8 +84,8 @@ class ConditionedForward:
         return self._conditioned(states[:, :, 0], waiting.tokens[:, -1:]), states[:, 0]
 
     def next(self, states: Tensor, picked: Picked, layers: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Condition the state after each picked node on that node's token. # layers [batch, forward size, hidden]
-        -> [batch, starts, 1, hidden]"""
+        """Condition the state of the depth below each picked node on that node's token. # layers [batch, forward size,
+        hidden] -> [batch, starts, 1, hidden]"""
         row = picked.origin.depth[:, :, None].expand(-1, -1, layers.shape[2])
         return self._conditioned(layers.gather(1, row), picked.tokens), layers
 
@@ -95,10 +96,11 @@ class ConditionedForward:
 
 
 class ConditionedTraining(InjectedTraining):
-    """Runs the layers once; each further block is the next state, conditioned on the true token."""
+    """Training forward: runs the layers once. Each further block is the next state, conditioned on the true token."""
 
     def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
-        """Run the layers, and condition all states. # anchors [batch, anchors] -> [batch, 0, hidden]"""
+        """Run the layers, and condition all states on the true tokens. # anchors [batch, anchors] -> [batch, 0,
+        hidden]"""
         none, layers = super().first(batch, anchors)
         places = anchors[:, :, None] + torch.arange(self._size, device=anchors.device)
         embedded = self._embed(after(batch, places.flatten(1))).view_as(layers.states)
@@ -107,15 +109,15 @@ class ConditionedTraining(InjectedTraining):
         return none, replace(layers, states=states[:, :, :1], onward=states[:, :, :1], ahead=states[:, :, 1:])
 
     def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
-        """Return the next states as blocks. # cuts [batch, anchors], all 1"""
+        """Return the next states as blocks, without running layers. # cuts [batch, anchors], all 1"""
         assert before.ahead is not None
         states, ahead = before.ahead[:, :, :1], before.ahead[:, :, 1:]
         return replace(before, anchors=before.anchors + cuts, states=states, onward=states, ahead=ahead)
 
 
 class ConditionedStructure(FusedStructure):
-    """TreeFlash's network: SpecBlock's input, whose first entry alone sees condition and token, and the MLP after the
-    layers."""
+    """Structure of the TreeFlash network: SpecBlock's input layer, where only the first entry gets condition and token,
+    and an MLP after the layers."""
 
     serving = ConditionedForward
     training = ConditionedTraining

@@ -170,20 +170,20 @@ def test_what_changes_dflash_is_refused_by_name(tmp_path: Path) -> None:
             published.load(folder, parts, dtype=torch.float32, device="cpu")
 
     for key in ("projector_type", "selector_heads", "conv_kernel", "pure_draft_prefix_len", "shift_label", "use_swa"):
-        refused(f"its config sets {key}, which is not read", **{key: 1})
+        refused(f"its config sets {key}, which is not supported", **{key: 1})
     sliding = ["sliding_attention", "full_attention"]
     refused("its config sets layer_types other than full", top={"layer_types": sliding, "sliding_window": 9})
     refused("its config has no mask_token_id", mask_token_id=None)
-    refused("mask_token 320 is no token of the target", mask_token_id=VOCAB)
+    refused("mask_token 320 is not in the target's vocabulary", mask_token_id=VOCAB)
     refused("it taps layers 1, 8, and the target has 8", target_layer_ids=[1, 8])
     refused("it taps layers 0, 3, and the target has 8", nested=True, aux_hidden_state_layer_ids=[0, 3])
-    refused("its config sets is_causal, which is not read", top={"is_causal": True})
+    refused("its config sets is_causal, which is not supported", top={"is_causal": True})
     refused("its hidden_size is 64, the target's is 48", top={"hidden_size": 64})
     gemma = replace(parts, config={**parts.config, "model_type": "gemma2"})
-    with pytest.raises(DrafterError, match="its target multiplies embeddings"):
+    with pytest.raises(DrafterError, match="its target scales embeddings"):
         published.load(dflash(tmp_path / "drafter"), gemma, dtype=torch.float32, device="cpu")
     parts = load(dflash_target(tmp_path / "untied", tied=False)).parts
-    refused("it has no head of its own, and the target's is not held unpacked")
+    refused("it has no head of its own, and the target's head is repacked")
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for changes, message in (
         ({"hidden_size": 64}, "its hidden_size is 64, the target's is 48"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "it taps layers 2, 5, 9, and the target has 8"),
-        ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not read"),
+        ({"target_hidden_size": 64}, "its config sets target_hidden_size, which is not supported"),
         ({"architectures": ["LlamaEagle4"]}, "names LlamaEagle4, which is none of dflash, eagle3, mtp"),
         ({"speculators_model_type": "peagle"}, "kind 'parallel' is a plug-in of benchmarks/baselines"),
         ({"medusa_num_heads": 3, "architectures": ["Medusa"]}, "kind 'medusa' is a plug-in of benchmarks/baselines"),

@@ -104,7 +104,7 @@ def test_a_borrowed_head_is_not_stored(tmp_path: Path) -> None:
 
 def test_a_borrowed_head_needs_a_tied_target(tmp_path: Path) -> None:
     saved(tmp_path, own_head=False)
-    with pytest.raises(DrafterError, match="not held unpacked"):
+    with pytest.raises(DrafterError, match="target's head is repacked"):
         load(tmp_path, TargetParts("abc", target().embedding, None))
 
 
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, 
     ("change", "message"),
     [
         ({"format": 9}, "format 9, this version reads 1"),
-        ({"drafter": {"surprise": 1, "tap_layers": []}}, "surprise is unknown to this version"),
+        ({"drafter": {"surprise": 1, "tap_layers": []}}, "unknown to this version: surprise"),
         ({"drafter": {"tap_layers": [1]}}, "not a drafter's"),
     ],
     ids=str,

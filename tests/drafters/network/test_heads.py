@@ -61,7 +61,7 @@ def test_a_rank_head_that_reads_the_likeliest_scores_does_not_change_the_draft()
     assert torch.equal(found.chances.features, whole)
     assert torch.equal(found.chances.classes, network.rank_logits(states, few))
     assert (found.chances.classes - network.rank_logits(states, whole)).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="rank_scores must be 20, not 12, in one of kind specblock"):
+    with pytest.raises(ValueError, match="rank_scores must be 20, not 12, for kind specblock"):
         tiny_drafter(**{**AUTHORS, "rank_scores": 12})
     with pytest.raises(ValueError, match="draft_vocab_size must be at least 20"):
         tiny_drafter(**AUTHORS, draft_vocab_size=19)
