@@ -131,9 +131,7 @@ def load(folder: Path, target: TargetParts, *, dtype: torch.dtype, device: torch
     weights = read_weights(folder, described.config)
     if HEAD not in weights:  # it equals the target's rows of the draft tokens
         if target.head is None:
-            raise DrafterError(
-                f"drafter {folder}: stores no head, and the target's head is repacked"
-            )
+            raise DrafterError(f"drafter {folder}: stores no head, and the target's head is repacked")
         weights[HEAD] = target.head[weights[VOCABULARY].to(target.head.device)].cpu()
     model = SpecBlock(described.config)
     write_weights(model, weights)

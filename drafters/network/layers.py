@@ -1,4 +1,4 @@
-"""A drafter's decoder layers and heads as they are trained, differentiable; the parameter names are transformers'.
+"""A drafter's decoder layers in their differentiable form for training, with the parameter names of transformers.
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, heads."""
 
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ from kernels.decoder_layer import FUSED_FAMILIES, Family, Norms
 from kernels.layers import rotated
 
 Embed = Callable[[Tensor], Tensor]
-"""Token ids [...] -> the target's embeddings of them [..., hidden]."""
+"""The target's token embedding: ids [...] -> [..., hidden]."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer, by its index, over a forward's rows and the keys before them: query
+"""Attention of the layer of this index, over a forward's rows and earlier keys: query
 [batch, heads, rows, dim], key and value [batch, kv_heads, rows, dim] -> like query. Scores are scaled by dim^-1/2."""
 
 KeysValues = tuple[Tensor, Tensor]
@@ -41,7 +41,7 @@ class LayerShape:
 
     @staticmethod
     def of(target: Mapping[str, Any]) -> "LayerShape":
-        """Return the shape that a transformers config asks for."""
+        """Return the shape for a transformers config."""
         family, hidden, heads = (
             FUSED_FAMILIES[target["model_type"]],
             target["hidden_size"],
@@ -63,18 +63,18 @@ class LayerShape:
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm in the type of its weight; of a wider input each part of the weight's width is normed alone."""
+    """RMS norm in the dtype of its weight. A wider input is normed in parts of the weight's width, each separately."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm parts of the last dimension. # x [..., parts * width] -> like x"""
+        """Norm each part of the last dimension. # x [..., parts * width] -> like x"""
         return super().forward(x.to(self.weight.dtype).unflatten(-1, (-1, len(self.weight)))).flatten(-2)
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with rotary positions; queries and keys are normed where the family does so."""
+    """Self-attention with rotary positions, and norms of queries and keys if the family has them."""
 
     def __init__(self, shape: LayerShape, extra: int = 0) -> None:
-        """`extra`: width of the input that is read before the state."""
+        """`extra`: width of the further input that is concatenated before the state."""
         super().__init__()
         joined, output, _ = shape.biases
         reads = extra + shape.hidden
@@ -98,7 +98,7 @@ class SelfAttention(nn.Module):
         return output
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
-        """Return the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
+        """Compute the rows' keys and values. # x [batch, rows, extra + hidden] -> both [batch, kv_heads, rows, dim]"""
         key, value = self._by_head(self.k_norm(self.k_proj(x))), self._by_head(self.v_proj(x))
         return rotated(key, *rotary).transpose(1, 2), value.transpose(1, 2)
 
@@ -124,10 +124,10 @@ class FeedForward(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A decoder layer of a family, the differentiable form of `kernels.decoder_layer`."""
+    """A decoder layer of any family: the differentiable form of `kernels.decoder_layer`."""
 
     def __init__(self, shape: LayerShape, extra: int = 0, *, normed_residual: bool = False) -> None:
-        """`normed_residual`: what the layer computes is added to the normed state."""
+        """`normed_residual`: the attention output is added to the normed state."""
         super().__init__()
         self._normed_residual = normed_residual
         names = shape.family.norms
@@ -139,7 +139,7 @@ class DrafterLayer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def _add_norm(self, shape: LayerShape, name: str | None) -> nn.Module:
-        """Make the norm of that name; without a name, the identity."""
+        """Add and return the norm of that name, or the identity if it is None."""
         if name is None:
             return nn.Identity()
         self.add_module(name, Norm(shape.hidden, shape.epsilon))
@@ -152,7 +152,7 @@ class DrafterLayer(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         extra: Tensor | None = None,
     ) -> Tensor:
-        """Run the layer; attention reads `extra` before the normed state.
+        """Run the layer. Attention reads [extra; normed state].
         # hidden [batch, rows, hidden], extra [batch, rows, extra] -> [batch, rows, hidden]"""
         norms = self.norms
         normed = norms.attention_input(hidden)
@@ -165,8 +165,8 @@ class DrafterLayer(nn.Module):
 
 
 class DrafterDecoder(nn.Module):
-    """Layers and the output norm. The first layer reads `extra` values before the state, and may add to the normed
-    state (`normed_residual`)."""
+    """Decoder layers and the output norm. `extra` and `normed_residual` apply to the first layer (see
+    `DrafterLayer`)."""
 
     def __init__(self, shape: LayerShape, num_layers: int, extra: int = 0, *, normed_residual: bool = False) -> None:
         super().__init__()
@@ -177,14 +177,14 @@ class DrafterDecoder(nn.Module):
 
 
 class Input(nn.Module, ABC):
-    """Base class of input layers: from tapped features and tokens to the first inputs of blocks."""
+    """Base class of input layers, which compute the first layer's input of blocks from tapped features and tokens."""
 
-    is_solved: ClassVar[bool] = True  # training starts from a regression, by `solve`; False: from `start`
+    is_solved: ClassVar[bool] = True  # initial weights come from a regression, by `solve`; False: from `start`
     condition_proj: nn.Linear
-    feature_norms: nn.ModuleList  # one for each tap, or none
+    feature_norms: nn.ModuleList  # one per normed part of the features, or empty
 
     def condition(self, features: Tensor) -> Tensor:
-        """Return c, one vector made of all taps, each normed first where there are norms.
+        """Return the condition c, a projection of all taps, which are normed first if there are norms.
         # features [..., taps * hidden] -> [..., hidden]"""
         features = features.to(self.condition_proj.weight.dtype)
         if self.feature_norms:
@@ -195,13 +195,13 @@ class Input(nn.Module, ABC):
 
     @abstractmethod
     def blocks(self, context: Tensor, embedded: Tensor, entries: slice) -> Tensor:
-        """Return the first layer's input for some entries of each anchor's block, from the anchor's condition (or the
-        state that a further block starts at) and the embedding of the token after it.
+        """Return the first layer's input for some entries of each anchor's block. `context`: the anchor's condition, or
+        for a further block the state at which it starts; `embedded`: embedding of the token after the anchor.
         # context, embedded [..., hidden] -> [..., entries, width]"""
 
     def solve(self, sums: Any, generator: torch.Generator) -> None:
-        """Set all weights by the regression of `InputSums`."""
+        """Set all weights from the regression `sums` (`InputSums`); `generator` draws random ones."""
         raise AssertionError("this input is not solved")
 
     def start(self, embed: Embed) -> None:
-        """Set the weights that training does not, if `is_solved` is False."""
+        """Set the weights that are not trained, if `is_solved` is False."""

@@ -1,11 +1,11 @@
-"""The SpecBlock network: one forward turns anchors into blocks of K dependent positions.
+"""The SpecBlock network in its differentiable form: one forward turns anchors into blocks of K dependent positions.
 
 An anchor t is a position whose target features are known together with the next token. Entry k of anchor t (k = 1..K)
 stands at position t + k and predicts the token at t + k + 1:
     h0_k = W_fuse [norm(c_t); norm(e(x_{t+1})); norm(q_k)],    c_t = W_cond [h_low; h_mid; h_top]     (section 3.1)
     h_k <- W_shift [h_k; h_{k-1}],  h_0 := h_1,                between the decoder layers              (section 3.2)
-Kinds bring its input and replace parts of it (`Structure`). This is the form that is trained; `served.py` serves the
-same weights. The caller decides who attends to whom.
+The `Structure` of a kind gives the input layer and may replace other parts. `served.py` runs the same weights while
+serving. The caller decides which rows attend to which.
 Legend: batch, rows = entries of one sequence in one forward, hidden, dim = head_dim, taps, draft_vocab; width = hidden,
 or 2 * hidden where the state before the output norm is appended (`continues_raw`)."""
 
@@ -22,7 +22,7 @@ from drafters.network.layers import Embed as Embed
 from drafters.network.structure import Structure
 from kernels.lattice import NUM_FEATURES, TOP
 
-FEATURE_SCALE = 0.2  # log-probabilities and entropies reach 10
+FEATURE_SCALE = 0.2  # of rank features: log-probabilities and entropies reach 10
 RANK_EPSILON = torch.finfo(torch.float32).eps
 RANK_CLASSES = 4
 """Classes of the target token's rank in the drafter's distribution: 1, 2-4, 5-10, beyond (SpecBlock appendix B)."""
@@ -30,16 +30,16 @@ RANK_CLASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """The entries of one forward."""
+    """The entries that one forward runs."""
 
-    inputs: Tensor  # [batch, rows, width], h0 of each entry
+    inputs: Tensor  # [batch, rows, width], the input layer's output h0
     positions: Tensor  # [batch, rows] int64
-    previous: Tensor  # [batch, rows] int64, row of the entry before in the block; a block's first entry has its own
+    previous: Tensor  # [batch, rows] int64, row of the previous entry of the block; for the first entry its own row
 
 
 class SpecBlock(nn.Module):
-    """Input, decoder layers with shifts between, head and rank head. The token embedding is the target's own and not
-    part of the module."""
+    """Network of all trained kinds: input layer, decoder layers with shifts between them, draft head and rank head. The
+    token embedding is the target's, and not part of the module."""
 
     t2d: Tensor  # [target_vocab] int64, draft id of a target token, -1 for tokens the drafter cannot propose
     d2t: Tensor  # [draft_vocab] int64, target id of a draft token
@@ -72,13 +72,16 @@ class SpecBlock(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
+        """Dtype of the weights."""
         return self.lm_head.weight.dtype
 
     def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
-        """Return states after the output norm, which the heads read and further blocks start at.
+        """Run the layers, and return the states after the output norm, for the heads and for further blocks.
         # -> [batch, rows, width], split by `heads_and_context`"""
-        inputs, width = rows.inputs.to(self.dtype), self.config.hidden_size  # under autocast only products are rounded
+        inputs, width = (
+            rows.inputs.to(self.dtype),
+            self.config.hidden_size,
+        )  # autocast rounds only matrix products
         hidden, extra = inputs[..., :width], inputs[..., width:]
         rotary = self.decoder.shape.rotary(rows.positions, self.dtype)
         for number, layer in enumerate(self.decoder.layers):
@@ -89,12 +92,12 @@ class SpecBlock(nn.Module):
         return self.structure.output(self.decoder.norm(hidden), hidden)
 
     def heads_and_context(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Split states into the heads' input and the context of blocks that start there; the same for most kinds.
+        """Split states into the input of the heads and the context of blocks that start there, equal for most kinds.
         # states [..., width] -> both [..., hidden]"""
         return states[..., : self.config.hidden_size], states[..., -self.config.hidden_size :]
 
     def injected(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
-        """Return each layer's keys and values of committed positions, made of their condition without running them.
+        """Return each layer's keys and values of committed positions, computed from their condition (injected context).
         # context [batch, rows, hidden], positions [batch, rows] int64 -> per layer [batch, kv_heads, rows, dim]"""
         context, rotary = context.to(self.dtype), self.decoder.shape.rotary(positions, self.dtype)
         layers = [layer for layer in self.decoder.layers if isinstance(layer, DrafterLayer)]
@@ -103,7 +106,7 @@ class SpecBlock(nn.Module):
         return [layer.self_attn.keys_values(own, rotary) for layer, own in zip(layers, normed, strict=True)]
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
-        """Return scores of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
+        """Return the logits of the rank classes (section 3.2). # states [..., hidden], features [..., 15] -> [..., 4]
         float32"""
         logits: Tensor = self.rank_head[-1](self.rank_inputs(states, features)).float()
         return logits + class_logits(features[..., :TOP].float()) if self.traits.rank_head.from_draft else logits

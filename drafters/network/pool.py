@@ -1,9 +1,10 @@
-"""A drafter's own keys and values, in one pool addressed by the target's slot ids, and per sequence which entries are
-stored and which wait to be run. An entry needs a position's target features and the token after it (section 3.1).
+"""A drafter's own keys and values, in a pool addressed by the target's slot ids, and tables of the entries that each
+sequence has stored and of those that wait to be run. An entry needs the target features of its position and the next
+token (section 3.1).
 
-Three bounds hold: at most ROOM entries wait per row; `Backlog` has an upper bound of their number on the host; and the
-drafter runs what waits before a commit could exceed ROOM.
-Legend: rows = sequences of the engine's table, batch = some of them, room = most entries that can wait."""
+At most ROOM entries wait per row. `Backlog` has an upper bound of their number on the host, and the drafter runs
+waiting entries before a commit could exceed ROOM.
+Legend: rows = sequences of the engine's table, batch = some of them, room = maximum number of waiting entries."""
 
 from collections.abc import Sequence
 
@@ -20,10 +21,10 @@ from kernels.entries import Waiting as Waiting
 from kernels.tree_attention import NULL_SLOT
 
 WAITING = MAX_DEPTH + 1
-"""Entries that one step can commit: the root and every accepted node."""
+"""Maximum number of entries that one step commits: root and accepted nodes."""
 
 ROOM = 2 * WAITING
-"""Entries that can wait: two steps' worth, because the host knows how many a step committed only one step later."""
+"""Maximum number of waiting entries per row: of two steps, as the host learns a step's count one step later."""
 
 
 class EntryPool:
@@ -31,13 +32,13 @@ class EntryPool:
     `storage` [layers, 2, slots * entries + sequences * live, kv_heads, head_dim]."""
 
     def __init__(self, network: ServingNetwork, num_slots: int, *, sequences: int = 0, live: int = 0) -> None:
-        """`live`: entries of a growing tree, for each of so many sequences of a batch."""
+        """`sequences`, `live`: most sequences of a batch, and entries of a growing tree for each."""
         self.entries = network.traits.entries
         scratch = torch.arange(sequences * live, device=network.device).view(sequences, live)
         self._scratch = num_slots * self.entries + scratch
         places = num_slots * self.entries + sequences * live
         shape = (network.config.num_layers, 2, places, network.shape.kv_heads, network.shape.head_dim)
-        # As the target's: on a CPU attention computes in fp32.
+        # Same dtype as the target's pool: attention on a CPU computes in fp32.
         dtype = torch.float32 if network.device.type == "cpu" else network.dtype
         self.storage = torch.zeros(shape, dtype=dtype, device=network.device)
         held = HeldSlots(num_slots, network.device)
@@ -45,7 +46,7 @@ class EntryPool:
         self.held = held.table
 
     def places(self, slots: Tensor) -> Tensor:
-        """Return the pool indices of slots' entries. # slots [...] -> [..., entries] int64"""
+        """Return the pool indices of the entries of these slots. # slots [...] -> [..., entries] int64"""
         return places_of(slots, self.entries)
 
     def scratch(self, batch: int, first: int, count: int) -> Tensor:
@@ -54,11 +55,11 @@ class EntryPool:
 
 
 class EntryState:
-    """Tables by row: the pool places of known positions' entries, and entries that wait for the next forward. The last
-    row is a dummy that pads batches; a row's last column takes padding."""
+    """Tables by row: pool indices of the entries of known positions, and the entries that wait for the next forward.
+    The last row is a dummy that pads batches; the last column of each row is for padding."""
 
     def __init__(self, sizes: DraftingSizes, pool: EntryPool, width: int, dtype: torch.dtype) -> None:
-        """`width` of features."""
+        """`width`: of features, taps * hidden; `dtype`: of features."""
         self._dummy_row, rows = sizes.max_sequences, sizes.max_sequences + 1
         max_length, device = sizes.max_length, sizes.device
         self._pool = pool
@@ -85,12 +86,12 @@ class EntryState:
         return self._tables.known[rows] * self._pool.entries
 
     def start(self, rows: list[int]) -> None:
-        """Clear these rows."""
+        """Start sequences in these rows, without entries."""
         tables = self._tables
         tables.known[rows] = tables.ends[rows] = tables.waiting[rows] = 0
 
     def adopt(self, row: int, slots: Tensor) -> None:
-        """Begin a row with positions whose slots are cached already; those that were never run are left out.
+        """Start a row with the entries of a cached prefix, without positions that the drafter never ran.
         # slots [cached] int64"""
         readable, tables = self._pool.holds(slots), self._tables
         column = (readable.cumsum(0) - 1).where(readable, tables.places.shape[1] - 1)
@@ -99,16 +100,16 @@ class EntryState:
         tables.ends[row] = slots.shape[0]
 
     def append(self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Add committed positions starts .. starts + counts - 1, which the caller runs, and forget what their slots
-        held. # rows, starts, counts [batch] int64; slots [batch, count] int64, padding arbitrary"""
+        """Add the committed positions starts .. starts + counts - 1, whose entries the caller runs at once. Their slots
+        are marked as not run. # rows, starts, counts [batch] int64; slots [batch, count] int64, padding arbitrary"""
         self._ops.add_entries(self._tables, rows, starts, counts, slots, None, None)
 
     def wait(
         self, rows: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, features: Tensor, tokens: Tensor
     ) -> None:
-        """Do the same, and queue their entries to be run; there must be room. # rows, starts, counts [batch]; slots
-        [batch, count]; features [batch, count, taps * hidden]; tokens [batch, count] int64, the token after each
-        position"""
+        """Add committed positions as `append` does, and queue their entries to be run; the queue must have room. #
+        rows, starts, counts [batch]; slots [batch, count]; features [batch, count, taps * hidden]; tokens [batch,
+        count] int64, the token after each position"""
         self._ops.add_entries(self._tables, rows, starts, counts, slots, features, tokens)
 
     def padding(self, batch: int) -> tuple[Tensor, ...]:
@@ -121,26 +122,27 @@ class EntryState:
         return start + self._dummy_row, start, torch.zeros_like(start), tokens + NULL_SLOT, features, tokens
 
     def take(self, rows: Tensor, most: int) -> Waiting:
-        """Remove and return the waiting entries of these rows, at most so many of each; the caller runs them at once.
+        """Remove and return at most `most` waiting entries of each row; the caller runs them at once.
         # rows [batch] -> [batch, most]"""
         return self._ops.take_entries(self._tables, rows, most)
 
     def placed(self, rows: Tensor, waiting: Waiting, size: int) -> Placed:
-        """Return where to run these entries, and at the newest a block of `size` entries (0: none). # rows [batch]"""
+        """Return pool places and positions for these entries, and for a block of `size` entries (0: none) at the
+        newest. # rows [batch]"""
         scratch = self._pool.scratch(len(rows), 0, max(0, size - self._pool.entries))
         return self._ops.place_entries(self._tables, rows, waiting.positions, waiting.slots, scratch, size)
 
 
 class Backlog:
-    """Upper bounds on the host of how many entries wait per row. How many a step committed shows in the next step's
-    root."""
+    """Upper bounds, on the host, of the number of waiting entries per row. The number that a step committed becomes
+    known from the next step's root."""
 
     def __init__(self, max_sequences: int) -> None:
         self._before = [0] * max_sequences
-        self._newest = [(0, 0)] * max_sequences  # root of the last commit, and most entries it can have added
+        self._newest = [(0, 0)] * max_sequences  # root of the last commit, and the most entries that it may have added
 
     def take(self, host: HostMetadata) -> int:
-        """Clear these rows, whose entries are run now, and return the largest of their bounds."""
+        """Clear these rows, because their entries are run now, and return the largest of their bounds."""
         most = max(self._waiting(row, root) for row, root in zip(host.rows, host.roots, strict=True))
         self.clear(host.rows)
         return most
@@ -153,18 +155,18 @@ class Backlog:
         return HostMetadata(tuple(row for row, _ in found), tuple(root for _, root in found))
 
     def add(self, host: HostMetadata, most: int) -> None:
-        """Note that a step committed at most so many entries of each row, the first of them the root's."""
+        """Record that a step committed at most `most` entries of each row, beginning at its root."""
         for row, root in zip(host.rows, host.roots, strict=True):
             self._waiting(row, root)
             self._newest[row] = root, most
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Note that nothing waits for these rows."""
+        """Record that no entries of these rows wait."""
         for row in rows:
             self._before[row], self._newest[row] = 0, (0, 0)
 
     def _waiting(self, row: int, root: int) -> int:
-        """Return the bound for a row whose root is here by now."""
+        """Return the bound of a row, whose root is now at this position."""
         start, most = self._newest[row]
         self._before[row] += max(0, min(most, root - start))
         self._newest[row] = root, 0

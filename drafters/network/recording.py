@@ -1,6 +1,5 @@
-"""Records what running sequences may teach: features and labels of committed positions. The drafter's states and
-probabilities there are taken from a tree's first block, which covers the positions after the root whatever path is
-accepted.
+"""Records training data of running sequences: features and labels of committed positions. The drafter's states and
+probabilities come from the first block of each tree, which covers the positions after the root for any accepted path.
 Legend: batch, rows = sequences of the engine's table, block = K, draft_vocab, positions = committed ones."""
 
 from collections.abc import Callable, Sequence
@@ -15,19 +14,19 @@ from drafters.protocol import Committed, DraftContext, Read
 from drafters.readback import reached
 from drafters.tree import MAX_DEPTH
 
-_PAST_END = MAX_DEPTH + 1  # positions a step may commit after the end of an answer
+_PAST_END = MAX_DEPTH + 1  # positions that a step may commit beyond the end of an answer
 _TOGETHER = 16
-"""Positions that are processed together, at least: on a CPU less than half the cost of one by one. At most the shortest
-window, so that no two of a sequence have the same index in the tables."""
+"""Minimum number of positions that are processed together, at less than half the cost of one by one on a CPU. It must
+not exceed the shortest window, so that no two positions of a sequence have the same index in the tables."""
 
 
 class _Committed(NamedTuple):
-    """What one step committed, of recorded sequences and others; each field [positions, ...]."""
+    """The positions that one step committed, of all sequences; each field [positions, ...]."""
 
     rows: Tensor
     roots: Tensor  # int64, absolute; the token is at the next position
     features: Tensor
-    known: Tensor  # bool, a block had a state for the position
+    known: Tensor  # bool, whether a block had a state for the position
     states: Tensor
     tokens: Tensor
     chances: Tensor
@@ -36,9 +35,9 @@ class _Committed(NamedTuple):
 
 
 class FeedbackRecorder:
-    """Collects the feedback of running sequences in rings of the last positions, and keeps each row's last first block
-    until the next commit shows which tokens its positions got. The last row of the blocks is a dummy that pads batches.
-    All calls come from the engine thread."""
+    """Collects training data of running sequences in ring buffers of their last positions. It keeps the first block of
+    each row's newest tree until the next commit gives the tokens at its positions. The last row of these tables is a
+    dummy that pads batches. All calls come from the engine thread."""
 
     def __init__(
         self,
@@ -51,9 +50,9 @@ class FeedbackRecorder:
         dtype: torch.dtype,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`t2d` [target_vocab] int64, draft id of a target token, -1 if it cannot be drafted; `top`: tokens of the
-        target's distribution that are kept; `wanted` decides for each sequence that begins, and may be stored, whether
-        to record it."""
+        """`t2d` [target_vocab] int64, draft id of a target token, -1 if it cannot be drafted; `top`: number of
+        the target's likeliest tokens to keep; `wanted`: called for each new sequence that may be stored, decides
+        whether it is recorded."""
         self._wanted = wanted
         self._recorded: set[int] = set()  # rows
         self._waiting: list[_Committed] = []
@@ -88,14 +87,14 @@ class FeedbackRecorder:
         return bool(self._recorded)
 
     def forget(self) -> None:
-        """Record the running sequences no further; what was recorded of them is not used."""
+        """Stop recording the running sequences, and discard what was recorded of them."""
         for recorded in (self._recorded, self._waiting, self._prompt, self._first):
             recorded.clear()
 
     @torch.inference_mode()
     def start(self, contexts: Sequence[DraftContext]) -> None:
-        """Begin these sequences, and decide which to record; tokens generated before a preemption count as prompt."""
-        self._process()  # steps that wait may be of a sequence, perhaps a private one, that had one of these rows
+        """Start these sequences, and decide which to record. Tokens generated before a preemption count as prompt."""
+        self._process()  # waiting steps may belong to earlier sequences of these rows
         for context in contexts:
             row = context.row
             self._roots[row] = NOWHERE
@@ -110,7 +109,7 @@ class FeedbackRecorder:
 
     @torch.inference_mode()
     def read(self, read: Read) -> None:
-        """Keep the features of a piece of a prompt, as far as they fit the window."""
+        """Keep the features of a prompt chunk, as far as they are within the window."""
         if read.row not in self._recorded:
             return
         self._first[read.row] = min(self._first[read.row], read.start)
@@ -120,7 +119,7 @@ class FeedbackRecorder:
         self._features[read.row, places] = read.features[-count:].to(self._features.dtype)
 
     def grown(self, rows: Tensor, roots: Tensor, states: Tensor, logits: Tensor) -> None:
-        """Keep the first blocks of trees. # rows, roots [batch]; states [batch, block, hidden];
+        """Keep the first blocks of new trees. # rows, roots [batch]; states [batch, block, hidden];
         logits [batch, block, draft_vocab]"""
         self._roots.index_copy_(0, rows, roots)
         self._states.index_copy_(0, rows, states.to(self._states.dtype))
@@ -128,14 +127,14 @@ class FeedbackRecorder:
 
     @torch.inference_mode()
     def commit(self, committed: Committed, *, grown: bool) -> None:
-        """Record a step; `grown`: whether blocks were drafted since the last call."""
+        """Record a step. `grown`: whether blocks were drafted since the last call."""
         if not self._recorded:
             return
         scores, features = committed.scores, committed.features
         assert scores is not None, "the engine was not asked for the target's scores"
         assert features is not None, "the target taps no features to learn from"
         width = committed.tokens.shape[1]
-        index, depth = scores.places // width, scores.places % width  # sequence, and distance from the root
+        index, depth = scores.places // width, scores.places % width  # index in the batch, and distance from the root
         rows, roots = committed.rows[index], committed.positions[index]
         tokens = committed.tokens.flatten()[scores.places]
         if grown:  # before the next step overwrites the blocks
@@ -167,16 +166,16 @@ class FeedbackRecorder:
             self._process()
 
     def end(self, rows: Sequence[int]) -> None:
-        """End these sequences; what was recorded of them stays until `finish`."""
+        """Stop recording these sequences. Their recordings stay until `finish`."""
         if not self._recorded.isdisjoint(rows):
             self._process()
         self._recorded.difference_update(rows)
 
     @torch.inference_mode()
     def store(self, rows: Tensor, roots: Tensor, features: Tensor, labels: DraftLabels) -> None:
-        """Keep committed positions, in any order: roots and accepted nodes, each with the token after it. Positions of
-        one sequence must span less than the window and what one step commits. `labels` has one for each, with position
-        NOWHERE if no block had a state. # rows, roots [positions] int64, roots absolute; features [positions, width]"""
+        """Write committed positions to the tables, in any order. The positions of one sequence must span less than the
+        window plus what one step commits. `labels`: of the token after each position, with position NOWHERE if no block
+        had a state. # rows, roots [positions] int64, roots absolute; features [positions, width]"""
         self._features[rows, roots % self._features.shape[1]] = features.to(self._features.dtype)
         places = (roots + 1) % self._features.shape[1]
         for table, values in zip(self._labels.fields, labels.fields, strict=True):
@@ -184,14 +183,14 @@ class FeedbackRecorder:
 
     @torch.inference_mode(False)
     def finish(self, query: Query) -> QueryFeedback:
-        """Return what was recorded of a finished query, copied out of the tables."""
+        """Return a copy of what was recorded of a finished query."""
         row, length = query.row, len(query.tokens)
         first = max(self._first.pop(row, length - 1), length - self._window)
         prompt = max(self._prompt.pop(row, length), length - self._window)
         features = self._range(first, length - 1)
         labels = self._range(prompt, length)
         kept = DraftLabels(*(table[row, labels] for table in self._labels.fields))
-        # Labels of an earlier lap of the ring may remain.
+        # The ring buffer may still hold older labels.
         marked = kept.positions == prompt + torch.arange(labels.shape[0], device=labels.device)
         return QueryFeedback(
             query=query,
@@ -200,7 +199,7 @@ class FeedbackRecorder:
             features=self._features[row, features],
             top_ids=kept.top_ids,
             top_logprobs=kept.top_logprobs,
-            draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: their number, once per query
+            draft_labels=kept.take(marked.nonzero()[:, 0]),  # planned transfer: number of labels, once per query
             ready=reached(self._features),
         )
 
@@ -209,7 +208,7 @@ class FeedbackRecorder:
 
     @torch.inference_mode()
     def _process(self) -> None:
-        """Write waiting steps to the tables."""
+        """Compute the labels of waiting steps, and write them to the tables."""
         if not self._waiting:
             return
         of = _Committed(*map(torch.cat, zip(*self._waiting, strict=True)))

@@ -1,5 +1,5 @@
-"""Rotary position embedding of a drafter's layers, scaled as the target scales its own. Frequencies equal
-transformers', bit for bit."""
+"""Rotary position embedding of a drafter's layers, with the rope scaling of its config. Frequencies are bit-identical
+to those of transformers."""
 
 import math
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class Rotary:
-    """Rotary position embedding. Not part of any module: a module's frequencies would be rounded with its weights."""
+    """Rotary position embedding. It is not an `nn.Module`, so that frequencies are not rounded with the weights."""
 
     def __init__(self, target: Mapping[str, Any], head_dim: int) -> None:
-        """Read the scaling from a transformers config. Raises ValueError for one that depends on the text's length."""
+        """Read the rope scaling from a transformers config. Raises ValueError for an unsupported rope type."""
         frequencies, self._scale = _frequencies(target, head_dim)
         self._frequencies = torch.cat([frequencies, frequencies])  # [dim]
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines. # positions [...] int64 -> both [..., dim]"""
+        """Return the cosines and sines at these positions. # positions [...] int64 -> both [..., dim]"""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None] * self._frequencies
@@ -43,11 +43,11 @@ def _frequencies(target: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     if scaling == "yarn":
         factor = rope["factor"] or target["max_position_embeddings"] / trained
         return _yarn(periods, rope, factor, trained), _yarn_scale(rope, factor)
-    raise ValueError(f"drafter config: rotary positions cannot be scaled by {scaling!r}")
+    raise ValueError(f"drafter config: unsupported rope_type {scaling!r}; supported: default, linear, llama3, yarn")
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any], trained: int) -> Tensor:
-    """Divide the frequencies whose wavelength exceeds the trained length, and blend between two bounds.
+    """Scale the frequencies as Llama 3: divide long wavelengths by the factor, and blend between two bounds.
     # [dim / 2] -> [dim / 2]"""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
@@ -59,7 +59,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any], trained: int) -> Tenso
 
 
 def _yarn(periods: Tensor, rope: Mapping[str, Any], factor: float, trained: int) -> Tensor:
-    """Divide the frequencies that turn seldom within the trained length, with a ramp over dimensions (YaRN,
+    """Divide low frequencies by the factor, with a ramp over dimensions (YaRN,
     arXiv 2309.00071, section 3.2). # [dim / 2] -> [dim / 2]"""
     dim = 2 * len(periods)
 

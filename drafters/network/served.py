@@ -1,5 +1,5 @@
-"""The SpecBlock network as it serves: the weights of `model.py` in the ops of their device, on flat rows.
-Legend: rows = of all sequences of a forward, hidden, taps, block = K, draft_vocab, width as in `model.py`."""
+"""The SpecBlock network for serving: the weights of `model.py`, run by the ops of their device on flat rows.
+Legend: rows = entries of all sequences of a forward, hidden, taps, block = K, draft_vocab, width as in `model.py`."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ from kernels.layers import RunLayers
 
 
 class _RankHead:
-    """`SpecBlock.rank_logits` while serving."""
+    """Serving form of the rank head, `SpecBlock.rank_logits`: from state and score features to rank-class logits."""
 
     def __init__(self, config: DrafterConfig, planner: WeightPlanner) -> None:
         weights = planner.weights
@@ -39,7 +39,7 @@ class _RankHead:
 
 
 class _Planned:
-    """One version of the weights, planned for the ops of their device."""
+    """One version of the weights, bound to the ops of their device."""
 
     def __init__(self, structure: Structure, planner: WeightPlanner) -> None:
         config, weights = structure.config, planner.weights
@@ -50,7 +50,7 @@ class _Planned:
         self.layers = structure.served_layers(planner)
         self.injected = structure.injected_into(self.layers, planner)
         self._plan_layers = structure.layer_planner(planner.ops)
-        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # the pool they were planned for, and its runs
+        self._runs: tuple[Tensor | None, list[RunLayers]] = None, []  # the pool, and the layers planned for it
         self.shifts = [
             planner.product(weights[f"shift_proj.{number}.weight"]) for number in range(config.traits.shifts)
         ]
@@ -60,7 +60,7 @@ class _Planned:
         self.path_head = structure.served_path_head(planner)
 
     def runs(self, pool: Tensor) -> list[RunLayers]:
-        """Return the layers, one call each. # pool as `EntryPool.storage`"""
+        """Return one callable per layer, planned for this pool. # pool as `EntryPool.storage`"""
         if self._runs[0] is not pool:
             runs = [self._plan_layers([layer], [own]) for layer, own in zip(self.layers, pool, strict=True)]
             self._runs = pool, runs
@@ -68,7 +68,7 @@ class _Planned:
 
 
 class ServingNetwork:
-    """A drafter's network whose weights may be replaced between steps."""
+    """A drafter's network for serving, whose weights can be replaced between steps."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ServingNetwork:
         in_place: bool = False,
     ) -> None:
         """`weights` by the names of `checkpoint.weights_of`; they must not change afterwards. `in_place`: later weights
-        are copied to where these are, because graphs have captured their addresses."""
+        overwrite these tensors, because captured graphs use their addresses; `in_8_bits`: products run in 8 bits."""
         self.structure: Structure = config.structure()
         self.config, self.traits = config, config.traits
         head = weights["lm_head.weight"]
@@ -95,13 +95,13 @@ class ServingNetwork:
 
     @property
     def shape(self) -> LayerShape:
-        """Sizes of the decoder layers."""
+        """Sizes and variants of the decoder layers."""
         return self.structure.shape
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Plan other weights, in any thread, and return a function that puts them in service: to be called once, on the
-        engine thread between steps. # weights by name, as for the constructor: shapes [...] as of the first ones"""
+        """Plan new weights, on any thread, and return a function that starts serving them, which must be called once,
+        on the engine thread between steps. # weights [...] by name, in the shapes of the constructor's"""
         planned, kept = self._plan(weights)
 
         @torch.no_grad()
@@ -126,7 +126,7 @@ class ServingNetwork:
         self.t2d[self.d2t] = torch.arange(len(d2t), device=self.device)
 
     def condition(self, features: Tensor) -> Tensor:
-        """Return c of tapped target features. # features [rows, taps * hidden] -> [rows, hidden]"""
+        """Return the condition c of tapped target features. # features [rows, taps * hidden] -> [rows, hidden]"""
         planned, features = self._planned, features.to(self.dtype)
         if planned.gains is not None:
             by_tap = features.reshape(-1, len(self._unit))
@@ -135,13 +135,14 @@ class ServingNetwork:
         return planned.condition(features)
 
     def blocks(self, context: Tensor, embedded: Tensor) -> Tensor:
-        """Return the inputs of blocks' entries. # context, embedded [rows, hidden] -> [rows, block, width]"""
+        """Return the first layer's input of all entries of blocks (`Input.blocks`). # context, embedded [rows, hidden]
+        -> [rows, block, width]"""
         return self._planned.blocks(context, embedded)
 
     def states(self, hidden: Tensor, previous: Tensor, places: RowPlaces, pool: Tensor) -> Tensor:
-        """Run the layers: return states after the output norm and write keys and values to the pool.
-        # hidden [rows, width], overwritten; previous [rows] int64, the row of the entry before in the block, or its
-        own; pool as `EntryPool.storage` -> [rows, width]"""
+        """Run the layers: write keys and values to the pool, and return the states after the output norm.
+        # hidden [rows, width], overwritten; previous [rows] int64, row of the previous entry of the block, or its own
+        for the first; pool as `EntryPool.storage` -> [rows, width]"""
         hidden, delta = self._before_last(hidden, previous, places, pool)
         return self._planned.output(hidden, self._planned.runs(pool)[-1](hidden, delta, places))
 
@@ -152,8 +153,8 @@ class ServingNetwork:
         self._planned.layers[-1].store(hidden, delta, places, pool[-1])
 
     def inject(self, context: Tensor, places: RowPlaces, pool: Tensor) -> None:
-        """Write each layer's keys and values of committed positions, made of their conditions, to the pool.
-        # context [rows, hidden]"""
+        """Compute each layer's keys and values of committed positions from their conditions, and write them to the
+        pool. # context [rows, hidden]"""
         for layer, own in zip(self._planned.injected, pool, strict=True):
             layer.store(context, None, places, own)
 
@@ -175,9 +176,9 @@ class ServingNetwork:
         return hidden, delta
 
     def head(self, states: Tensor) -> Tensor:
-        """Return logits. # states [..., hidden] -> [..., draft_vocab]"""
+        """Return the logits of the draft head. # states [..., hidden] -> [..., draft_vocab]"""
         return self._planned.head(states)
 
     def rank_logits(self, states: Tensor, features: Tensor) -> Tensor:
-        """Return scores of the rank classes. # states [..., hidden], features [..., 15] -> [..., 4] float32"""
+        """Return the logits of the rank classes. # states [..., hidden], features [..., 15] -> [..., 4] float32"""
         return self._planned.rank_head(states, features)

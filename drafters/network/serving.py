@@ -1,9 +1,10 @@
-"""Forwards while serving: committed entries into the pool, and blocks for several sequences at once.
+"""Forwards while serving, for several sequences at once: they run committed entries, whose keys and values stay in the
+pool, and blocks of entries that draft.
 
-For attention a block's rows are nodes of a tree below the entries that are committed before its anchor: first the
-anchor's own block, although the first of its entries stay in the pool, then blocks that start at nodes.
-Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun at once in
-one forward, count = entries that wait, nodes = of all forwards of a tree so far, width as in `model.py`.
+For attention, the entries of a tree's blocks count as nodes of a tree below the committed entries before the anchor:
+first the anchor's own block (although its first entries stay in the pool), then the blocks that start at nodes.
+Legend: batch = drafting sequences, entries = pool entries of a position, block = K, starts = blocks begun in one
+forward, count = waiting entries, nodes = of all forwards of a tree so far, width as in `model.py`.
 """
 
 from functools import lru_cache, partial
@@ -22,57 +23,57 @@ from kernels.tree_attention import AttentionRows
 
 
 class BlockNodes(NamedTuple):
-    """The rows of a tree's blocks so far, and the committed entries they stand below."""
+    """The entries of each tree's blocks so far, as nodes for attention below the committed entries."""
 
-    table_rows: Tensor  # [batch] int64, of the table of entries
-    end: Tensor  # [batch] int64, index in its table row of the last entry before the anchor's
-    slots: Tensor  # [batch, nodes] int64, where keys and values are
+    table_rows: Tensor  # [batch] int64, rows of `EntryState.table`
+    end: Tensor  # [batch] int64, index in the table row of the last entry before the anchor's
+    slots: Tensor  # [batch, nodes] int64, pool indices of keys and values
     depths: Tensor  # [batch, nodes] int64, from 1
     ancestors: Tensor  # [batch, nodes, nodes] bool
 
 
 Live = BlockNodes | Tensor
-"""What further blocks of a tree need of the blocks before, besides their states."""
+"""State of a growing tree that its further blocks need, besides the states of its entries."""
 
 Own = TypeVar("Own", bound=Live)
 
 
 class Forward(Protocol[Own]):
-    """Computes blocks from committed positions, and further blocks after their nodes."""
+    """Interface of a kind's forward while serving: blocks at committed positions, and further blocks at tree nodes."""
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Make waiting entries visible to later blocks, without drafting. # rows [batch]"""
+        """Run waiting entries without drafting, so that later blocks attend to them. # rows [batch]"""
 
     def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, Own]:
-        """Run waiting entries as `ingest` does, and compute the block at the newest one.
+        """Run waiting entries as `ingest` does, and in the same forward the block at the newest one.
         # rows [batch] -> states [batch, 1, block, width]"""
 
     def next(self, states: Tensor, picked: Picked, live: Own, roots: Tensor) -> tuple[Tensor, Own]:
-        """Compute a block at each picked node of the last forward. # states [batch, starts before, block, width] of
+        """Run a block at each picked node of the last forward. # states [batch, starts before, block, width] of
         that forward; roots [batch], absolute positions of the trees' roots -> [batch, starts, block, width]"""
 
 
 class Path(NamedTuple):
-    """The ancestors of blocks that begin at nodes, or at the root."""
+    """The ancestors of new blocks, which start at nodes or at the root."""
 
     above: Tensor  # [batch, starts, nodes] bool
     depths: Tensor  # [batch, starts] int64, 0 for the root
 
 
 class _Layout(NamedTuple):
-    """Tensors that depend only on the sizes of a forward."""
+    """Index tensors of a forward that depend only on its sizes."""
 
-    sequence: Tensor  # [rows] int64
-    node: Tensor  # [rows] int64, node whose path a row attends to
-    previous: Tensor  # [rows] int64
-    ahead: Tensor  # [block] int64
+    sequence: Tensor  # [rows] int64, index in the batch
+    node: Tensor  # [rows] int64, node whose path a row attends to; -1 for committed rows
+    previous: Tensor  # [rows] int64, row of the previous entry of the block
+    ahead: Tensor  # [block] int64, distance from the block's first entry
     depths: Tensor  # [batch, nodes begun] int64
     reach: Tensor  # [batch, nodes begun] int64, depth of the last node that each attends to
     inside: Tensor  # [batch, nodes begun, nodes begun] bool, ancestors within the forward
 
 
 class BlockForward:
-    """Runs committed positions through the layers as entries, and blocks on their stored keys and values."""
+    """Forward that runs committed positions through the layers as entries, to whose keys and values blocks attend."""
 
     def __init__(self, network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> None:
         self._network, self._embed = network, embed
@@ -80,7 +81,7 @@ class BlockForward:
         self._size, self._cached = network.config.forward_size, network.config.cached_entries
         self._silent = network.traits.silent
         rotary = partial(network.shape.rotary, dtype=network.dtype)
-        # Blocks continue after the deepest node.
+        # A block may start at the deepest node.
         self._rotary = RotaryTable(rotary, state.max_length + self._size, network.device)
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
@@ -121,8 +122,8 @@ class BlockForward:
     def _begin(
         self, context: Tensor, tokens: Tensor, path: Path, positions: Tensor, nodes: BlockNodes
     ) -> tuple[Tensor, BlockNodes]:
-        """Run blocks after these paths; no entry of theirs is committed. # context [batch, starts, width]; tokens, and
-        positions of first entries, both [batch, starts] -> [batch, starts, block, width]"""
+        """Run blocks below these paths, of which no entry is a committed one. # context [batch, starts, width]; tokens,
+        and positions of first entries, both [batch, starts] -> [batch, starts, block, width]"""
         (batch, number), size, known = tokens.shape, self._size, nodes.slots.shape[1]
         sizes = _Sizes(batch, 0, 1, size, number, known, self._network.traits.two_way)
         layout = _layout(sizes, tokens.device)
@@ -169,11 +170,11 @@ class BlockForward:
             rows, self._state.table, query_heads=shape.query_heads, kv_heads=shape.kv_heads
         )
         cos, sin = self._rotary(positions.flatten())
-        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # `slots` is a view if each sequence has one row
+        return RowPlaces(cos, sin, slots.flatten().contiguous(), plan)  # a view if each sequence has one row
 
 
 class _StoreOnly:
-    """Attention plan of rows that only write keys and values."""
+    """Attention plan for rows that only write keys and values, and must not attend."""
 
     def attend(
         self, query: Tensor, pool: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
@@ -182,15 +183,16 @@ class _StoreOnly:
 
 
 class InjectedForward(BlockForward):
-    """Makes each layer's keys and values of committed positions from their conditions, and runs only blocks. A
-    condition stands at its position, a block's first entry at the token after it."""
+    """Forward with injected context: each layer computes keys and values of committed positions from their conditions,
+    and only blocks run through the layers. A condition has its own position; a block's first entry that of the next
+    token."""
 
     def ingest(self, rows: Tensor, waiting: Waiting) -> None:
-        """Store waiting positions' conditions as keys and values. # rows [batch]"""
+        """Write keys and values of waiting positions to the pool. # rows [batch]"""
         self._inject(waiting)
 
     def first(self, rows: Tensor, waiting: Waiting) -> tuple[Tensor, BlockNodes]:
-        """Store conditions as `ingest` does, and run the block at the newest position.
+        """Write keys and values as `ingest` does, and run the block at the newest position.
         # rows [batch] -> [batch, 1, block, width]"""
         context = self._inject(waiting)
         batch = len(rows)
@@ -202,7 +204,7 @@ class InjectedForward(BlockForward):
         return self._begin(context[:, -1:], waiting.tokens[:, -1:], Path(above, root), positions, nodes)
 
     def _inject(self, waiting: Waiting) -> Tensor:
-        """Store and return the conditions of waiting positions. # -> [batch, count, hidden]"""
+        """Write keys and values of waiting positions, and return their conditions. # -> [batch, count, hidden]"""
         context = self._network.condition(waiting.features.flatten(0, 1))
         cos, sin = self._rotary(waiting.positions.clamp(min=0).flatten())
         places = RowPlaces(cos, sin, self._pool.places(waiting.slots).flatten().contiguous(), _StoreOnly())
@@ -211,13 +213,13 @@ class InjectedForward(BlockForward):
 
 
 def forward_of(network: ServingNetwork, embed: Embed, pool: EntryPool, state: EntryState) -> Forward[Any]:
-    """Return the forward of the network's kind."""
+    """Return the serving forward of the network's kind."""
     found: Forward[Any] = network.structure.serving(network, embed, pool, state)
     return found
 
 
 class _Sizes(NamedTuple):
-    """The numbers that a layout depends on."""
+    """Sizes of a forward, the cache key of its layout."""
 
     batch: int
     committed: int  # rows of committed entries per sequence
@@ -225,13 +227,13 @@ class _Sizes(NamedTuple):
     size: int  # rows of a block
     starts: int  # blocks begun per sequence
     known: int = 0  # nodes of earlier forwards
-    two_way: bool = False  # all rows of a block attend to what its last one does
+    two_way: bool = False  # all rows of a block attend to the whole block
 
 
 @lru_cache(maxsize=256)
 def _layout(sizes: _Sizes, device: torch.device) -> _Layout:
-    """Lay out a forward's rows: of each sequence committed ones, then blocks. Cached, because a captured graph cannot
-    copy from the host."""
+    """Lay out the rows of a forward: for each sequence committed rows, then blocks. Cached, because a captured graph
+    cannot copy from the host."""
     batch, committed, entries, size, starts, known, two_way = sizes
     begun = torch.arange(starts * size, device=device)
     committed_rows = torch.arange(committed, device=device)

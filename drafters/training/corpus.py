@@ -1,6 +1,6 @@
-"""A target's answers with its tapped features and output distributions, as shards on disk that training reads.
+"""The training corpus: a target's answers with tapped features and output distributions, as shards on disk.
 
-One shard is one safetensors file of sequences laid end to end. Legend: sequences; tokens = positions of all sequences;
+A shard is a safetensors file of concatenated sequences. Legend: sequences; tokens = positions of all sequences;
 labels = predicted positions of all sequences: a response of n tokens has n + 1, the last for the token after its end.
 """
 
@@ -20,12 +20,12 @@ TOP = 64
 
 _LABEL_RANKS = 8
 _LABEL_WEIGHT = 0.5
-"""Weight of the labels' alternative tokens: without them a small corpus leaves out common words by chance."""
+"""Weight of the labels' likely tokens in the draft vocabulary; responses alone miss common words of a small corpus."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The content of one shard."""
+    """The content of one shard: sequences with their features and labels, concatenated."""
 
     tokens: Tensor  # [tokens] int32
     features: Tensor  # [tokens, taps * hidden] bfloat16, tapped target layers
@@ -36,24 +36,24 @@ class Shard:
     top_logprobs: Tensor  # [labels, TOP] float16
 
     def save(self, path: Path) -> None:
-        """Write the shard; an interrupted run leaves no partial one. Raises OSError."""
+        """Write the shard atomically. Raises OSError."""
         with replacing(path) as unfinished:
             save_file({name: getattr(self, name) for name in self.__slots__}, unfinished)
 
     @staticmethod
     def load(path: Path) -> "Shard":
-        """Read a shard, memory-mapped. Other tensors, which release 0.3.0 may have written, are ignored."""
+        """Read a shard, memory-mapped. Ignores other tensors, which release 0.3.0 may have written."""
         found = load_file(path)
         return Shard(**{name: found[name] for name in Shard.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence."""
+    """One sequence to train on or to evaluate: tokens, features, and labels of the response."""
 
     tokens: Tensor  # [length] int64
     features: Tensor  # [length, taps * hidden]
-    prompt: int
+    prompt: int  # number of prompt tokens
     top_ids: Tensor  # [length - prompt + 1, TOP]
     top_logprobs: Tensor  # [length - prompt + 1, TOP]
     temperature: float = 0.0  # sampling temperature of the response
@@ -62,7 +62,7 @@ class Example:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response."""
         return self.tokens.shape[0]
 
     def first(self, length: int) -> "Example":
@@ -86,12 +86,13 @@ class Example:
 
     @property
     def prompt_digest(self) -> bytes:
-        """A digest of the prompt."""
+        """SHA-256 digest of the prompt's tokens."""
         return hashlib.sha256(self.tokens[: self.prompt].numpy().tobytes()).digest()
 
 
 def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
-    """Return the sequences of some shards, memory-mapped, each cut to `max_length` tokens."""
+    """Return the sequences of these shards, memory-mapped and each cut to `max_length` tokens; empty responses are left
+    out."""
     examples = []
     for shard in map(Shard.load, paths):
         token, label = 0, 0
@@ -107,7 +108,8 @@ def load_examples(paths: Sequence[Path], *, max_length: int) -> list[Example]:
 
 
 def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[Example], list[Example]]:
-    """Split examples into training and held-out ones by a hash of the prompt, independent of their order."""
+    """Split examples into training and held-out ones by a hash of the prompt, independent of their order. Held out are
+    the examples of a `share` of the prompts, at least one and at most `most`."""
     digests = [example.prompt_digest for example in examples]
     prompts = sorted(set(digests))
     kept = set(prompts[: max(1, min(most, int(share * len(prompts))))])
@@ -117,18 +119,19 @@ def held_out(examples: list[Example], *, share: float, most: int) -> tuple[list[
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences side by side, padded to the longest."""
+    """A batch of sequences, padded to the longest, with their labels."""
 
     tokens: Tensor  # [batch, length] int64, 0 padded
     features: Tensor  # [batch, length, taps * hidden]
-    label_index: Tensor  # [batch, length + block] int64, the label of each position, -1 where there is none
+    label_index: Tensor  # [batch, length + reach] int64, row of each position's label, -1 for none
     top_ids: Tensor  # [labels, TOP] int64
     top_logprobs: Tensor  # [labels, TOP] float32
     num_tokens: int
 
     @staticmethod
     def of(examples: list[Example], reach: int, device: torch.device | str) -> "Batch":
-        """Join examples; up to `reach` positions past the end may be indexed, and have no label."""
+        """Collate examples into a padded batch. `label_index` extends `reach` positions past the longest one, without
+        labels (-1)."""
         longest = max(example.length for example in examples)
         tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
         features = torch.zeros(len(examples), longest, examples[0].features.shape[1], dtype=examples[0].features.dtype)
@@ -151,7 +154,8 @@ class Batch:
 
 
 def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Group indices of sequences of similar length, at most so many tokens with padding; a longer sequence is alone."""
+    """Yield groups of indices of sequences of similar length, each of at most `most_tokens` tokens with padding. A
+    longer sequence forms a group of its own."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     waiting: list[int] = []
     for place in order:
@@ -164,7 +168,7 @@ def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 def batches(examples: list[Example], *, tokens: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """Yield all examples once in random order, in batches of similar length and about `tokens` tokens."""
+    """Yield all examples once in random order, in batches of similar length with at most about `tokens` tokens."""
     order = torch.randperm(len(examples), generator=generator).tolist()
     window = max(1, 32 * tokens // max(1, sum(e.length for e in examples) // max(1, len(examples))))
     groups: list[list[Example]] = []
@@ -176,13 +180,14 @@ def batches(examples: list[Example], *, tokens: int, generator: torch.Generator)
 
 
 def rarest_token(examples: Sequence[Example], *, vocab_size: int) -> int:
-    """Return the token that occurs least in the texts, usually never; of several the one with the largest id."""
+    """Return the token that occurs least often in the examples; in case of a tie the one with the largest id."""
     counts = torch.cat([example.tokens for example in examples]).long().bincount(minlength=vocab_size)
     return int((counts == counts.min()).nonzero()[-1])
 
 
 def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) -> Tensor:
-    """Return the `size` tokens with the largest expected frequency in responses and labels, ascending. # -> [size]
+    """Return the `size` tokens with the largest expected frequency in responses and labels, in ascending order. Raises
+    TrainingError if the examples are of another target. # -> [size]
     int64"""
     frequency = torch.zeros(vocab_size, dtype=torch.float64)
     for example in examples:
@@ -200,4 +205,4 @@ def frequent_tokens(examples: Sequence[Example], *, vocab_size: int, size: int) 
 
 
 class TrainingError(ValueError):
-    """Training cannot start or continue; the message says what to change."""
+    """Raised if training cannot start or continue; the message gives the remedy."""

@@ -1,6 +1,6 @@
-"""The training loop, which reports after each step, its curve, and the file from which an interrupted run continues.
-The order of batches follows from seed and epoch, the random numbers of a step from seed, step and rank. So a resumed
-run has the same results as an uninterrupted one, without storing the state of a generator."""
+"""The training loop, its learning curve, and the file from which an interrupted run resumes. The order of batches is
+determined by seed and epoch, the random numbers of a step by seed, step and rank. So a resumed run has the same results
+as an uninterrupted one, without storing the state of a generator."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from drafters.training.objective import StepScores
 from drafters.training.parallel import Ranks
 from drafters.training.replay import HeldOutScores
 
-_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # a matrix product of some milliseconds
+_PRODUCT_ROWS, _PRODUCT_INPUTS, _PRODUCT_OUTPUTS = 256, 512, 1024  # a matrix product that takes some milliseconds
 _PRODUCT_TRIALS = 5
 CURVE_FILE = "curve.jsonl"
 
@@ -33,13 +33,13 @@ _STEPS_APART = 7_919
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Length of a run: it ends after `steps` steps or `seconds` seconds, whichever comes first. At least one is set."""
+    """Length of a run, which ends after `steps` or `seconds`, whichever comes first. At least one must be set."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def fraction(self, steps: int, seconds: float) -> float:
-        """Return the share of the run that is over, 0 to 1."""
+        """Return the share of the run, 0 to 1, that is over after these steps and seconds."""
         parts = [steps / self.steps] if self.steps is not None else []
         parts += [seconds / self.seconds if self.seconds else 1.0] if self.seconds is not None else []
         return min(1.0, max(parts))
@@ -54,13 +54,13 @@ def rate_factor(step: int, fraction: float, *, warm_up_steps: int, least: float)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Progress of a run."""
+    """Progress of a run, from which it can resume."""
 
     step: int = 0
     epoch: int = 0
-    place: int = 0  # batches of this epoch done by each process
+    place: int = 0  # batches of this epoch that each process has done
     tokens: int = 0
-    skipped: int = 0  # steps without update, because their gradients were not finite
+    skipped: int = 0  # steps without an update, because a gradient was not finite
     skipped_in_a_row: int = 0
     seconds: float = 0.0
 
@@ -74,8 +74,8 @@ def save_state(
     described: Mapping[str, Any],
     notes: Mapping[str, Any],
 ) -> None:
-    """Write the file that `SavedRun.read` reads. Plain JSON values: `described`, settings that a continued run must
-    share; `notes`, facts to keep."""
+    """Write a run to the file that `SavedRun.read` reads. `described`: settings that a resumed run must have; `notes`:
+    facts to keep; both plain JSON values."""
     content = {
         "model": model.state_dict(),
         "d2t": model.get_buffer("d2t"),
@@ -90,10 +90,10 @@ def save_state(
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A saved run, as written by `save_state`."""
+    """An interrupted run, as written by `save_state`."""
 
     path: Path
-    d2t: Tensor  # [draft_vocab] int64, target ids of draft tokens; more data must not change them
+    d2t: Tensor  # [draft_vocab] int64, target ids of draft tokens, which a resumed run keeps
     notes: Mapping[str, Any]
     _described: Mapping[str, Any]
     _position: Mapping[str, Any]
@@ -101,7 +101,7 @@ class SavedRun:
 
     @staticmethod
     def read(path: Path) -> "SavedRun":
-        """Read the file. Raises TrainingError if it is damaged."""
+        """Read a saved run. Raises TrainingError if the file cannot be read."""
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -110,17 +110,17 @@ class SavedRun:
         return SavedRun(path, content["d2t"], content["notes"], content["described"], content["position"], states)
 
     def refuse_others(self, described: Mapping[str, Any]) -> None:
-        """Raise TrainingError unless the run has these settings."""
+        """Raise TrainingError if the saved run has other settings."""
         before = self._described
         changed = [name for name in sorted(before.keys() | described.keys()) if before.get(name) != described.get(name)]
         if changed:
             shown = ", ".join(f"{name} was {before.get(name)!r}, is {described.get(name)!r}" for name in changed[:5])
             raise TrainingError(
-                f"{self.path}: a run with other settings ({shown}); use the same ones or another folder"
+                f"{self.path} is of a run with other settings ({shown}); use the same ones or another folder"
             )
 
     def take_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
-        """Load weights and optimizer state, and return the position."""
+        """Load the saved weights and optimizer state, and return the saved position."""
         weights, moments = self._states
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
@@ -134,33 +134,33 @@ class FitSettings:
     batch_tokens: int = 2000  # per process and step
     learning_rate: float = 5e-4
     warm_up_steps: int = 50
-    least_rate: float = 0.05  # share of the learning rate at the end of the run
+    least_rate: float = 0.05  # final learning rate, as a share of `learning_rate`
     betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0
-    rank_from_step: int | None = 50  # the rank head learns from here on; None = never
-    autocast: bool = True  # products in bf16; weights, sums and the optimizer stay fp32
+    clip: float = 1.0  # maximum norm of the gradients
+    rank_from_step: int | None = 50  # first step that trains the rank head; None: never
+    autocast: bool = True  # matrix products in bf16; weights, sums and optimizer state stay in fp32
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """One training step."""
+    """Report of one training step."""
 
     position: Position
     loss: float
     gradient_norm: float
     learning_rate: float
-    fraction: float  # share of the run that was over when the step began, 0 to 1
+    fraction: float  # share of the run, 0 to 1, that was over at the start of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One evaluation; the training fields are None before the first step."""
+    """Point of the learning curve: one evaluation. The training fields are None before the first step."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    train_loss: float | None = None  # mean since the evaluation before
+    train_loss: float | None = None  # mean since the previous evaluation
     gradient_norm: float | None = None
     learning_rate: float | None = None
     skipped_steps: int = 0
@@ -168,7 +168,7 @@ class CurvePoint:
 
     @staticmethod
     def of(reports: Sequence[FitReport], scores: HeldOutScores) -> "CurvePoint":
-        """Return the evaluation after these steps."""
+        """Build the point from the steps since the previous evaluation and the held-out scores."""
         last = reports[-1]
         return CurvePoint(
             step=last.position.step,
@@ -192,10 +192,11 @@ class CurvePoint:
 
 
 class Curve:
-    """The evaluations of a run, in a file of JSON lines."""
+    """Learning curve of a run: its evaluations, also written to a file of JSON lines."""
 
     def __init__(self, folder: Path, *, up_to_step: int) -> None:
-        """Read the curve of an interrupted run. Points after `up_to_step` are dropped: their steps will run again."""
+        """Read the curve of an interrupted run, without the points after `up_to_step`, whose steps run again; 0: start
+        a new curve."""
         self._file = folder / CURVE_FILE
         self.points = [point for point in _read_points(self._file) if point.step <= up_to_step] if up_to_step else []
         self._file.write_text("".join(_point_line(point) for point in self.points))
@@ -217,17 +218,19 @@ def _read_points(file: Path) -> list[CurvePoint]:
 
 
 Objective = Callable[[Batch, torch.Generator], StepScores]
+"""Computes losses and counts of a batch; the generator draws its random numbers."""
 
 
 def make_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters, without weight decay because they start from the target's."""
+    """Return AdamW over the trainable parameters, without weight decay, because they start as copies of the
+    target's."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0)
 
 
 def clipped_gradients(loss: Tensor, trained: Sequence[nn.Parameter], clip: float, ranks: Ranks | None = None) -> Tensor:
-    """Backpropagate, average over processes, clip to this norm, and return the norm before clipping, which is not
-    finite if a gradient is not. # scalars"""
+    """Backpropagate `loss`, average the gradients over processes, and clip their norm to `clip`. Returns the norm
+    before clipping, which is not finite if a gradient is not. # loss and result: scalars"""
     loss.backward()
     if ranks is not None:
         with torch.no_grad():
@@ -236,7 +239,7 @@ def clipped_gradients(loss: Tensor, trained: Sequence[nn.Parameter], clip: float
 
 
 class FitLoop:
-    """Trains a model's weights on batches of examples."""
+    """Training loop: trains the weights of a model on batches of examples, in one or several processes."""
 
     def __init__(
         self,
@@ -260,7 +263,8 @@ class FitLoop:
         ranks.spread([parameter.detach() for parameter in model.parameters()])
 
     def run(self, examples: list[Example], length: Length) -> Iterator[FitReport]:
-        """Train until the end of the run, and yield a report after each step."""
+        """Train until the end of the run, and yield a report after each step. Raises TrainingError if gradients stay
+        non-finite, or if there are fewer batches than processes."""
         began = time.perf_counter() - self.position.seconds
         while True:
             for batch in self._batches(self._epoch(examples)[self.position.place :]):
@@ -273,7 +277,7 @@ class FitLoop:
             self.position = replace(self.position, epoch=self.position.epoch + 1, place=0)
 
     def _batches(self, groups: Sequence[list[Example]]) -> Iterator[Batch]:
-        """Make each batch on a thread while the step before it runs."""
+        """Yield the batches of groups, each of which is collated on a thread while the previous step runs."""
         with ThreadPoolExecutor(max_workers=1) as maker:
             coming: Future[Batch] | None = None
             for group in groups:
@@ -284,7 +288,7 @@ class FitLoop:
                 yield coming.result()
 
     def _epoch(self, examples: list[Example]) -> list[list[Example]]:
-        """Return this process's share of the epoch's batches; all processes have the same number."""
+        """Return this process's share of the epoch's batches, of which all processes have the same number."""
         order = torch.Generator().manual_seed(self._settings.seed + _EPOCHS_APART * (self.position.epoch + 1))
         groups = list(batches(examples, tokens=self._settings.batch_tokens, generator=order))
         even = len(groups) // self._ranks.size * self._ranks.size
@@ -333,7 +337,8 @@ def bf16_is_faster(device: torch.device, clocked: Callable[[torch.dtype], float]
     """Return whether matrix products in bf16 are faster than in fp32.
 
     On a CPU this is measured, in some hundredths of a second: with matrix units bf16 is up to ten times as fast,
-    without them half as fast, whatever instruction sets the CPU reports. `clocked`: seconds of a product in a type.
+    without them half as fast, whatever instruction sets the CPU reports. `clocked`: measures a product in a dtype, in
+    seconds.
     """
     if device.type != "cpu":
         return True

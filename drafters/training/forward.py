@@ -1,8 +1,8 @@
-"""The forwards of one training step: the committed stream with first blocks at some anchors, then further blocks that
+"""The forwards of a training step: first the committed stream with blocks at some anchors, then further blocks, which
 start at the drafter's own states.
 The stream holds the entries that later positions may attend to, `entries` for each position, and is causal. A block's
 rows attend to the stream up to their anchor, to earlier blocks on their path, and causally within the block (section
-3.3). With injected context the stream is the conditions' keys and values, and has no states to predict from.
+3.3). With injected context, the stream consists of the conditions' keys and values, and has no states that predict.
 Legend: batch, length = tokens of the longest sequence, stream = (length - 1) * entries rows, anchors = positions whose
 whole blocks are trained, block = K entries, own = rows of one block, hidden, width as in `SpecBlock`."""
 
@@ -19,14 +19,14 @@ from drafters.network.model import BlockRows, SpecBlock
 from drafters.training.corpus import Batch
 
 _FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN's, which plans each new shape, and each batch has another: 260 ms of a step of 300 on an H100."""
+"""Attention backends without cuDNN, whose plan for each new batch shape takes 260 of 300 ms of a step on an H100."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """Compute softmax attention, causal where no mask `seen` [batch or 1, rows, all rows] bool is given.
+    """Compute softmax attention, causal if no mask `seen` [batch or 1, rows, all rows] bool is given.
     # query [batch, heads, rows, dim], key and value [batch, kv_heads, all rows, dim] -> like query"""
     group = query.shape[1] // key.shape[1]
-    # No kernel does grouped attention with masks.
+    # No kernel supports grouped attention with masks.
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     mask = None if seen is None else seen[:, None]
     with sdpa_kernel(_FOR_ANY_SHAPE):
@@ -34,14 +34,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
 
 
 class StreamAttention:
-    """Attention by a mask over all earlier forwards' rows and this one's; keeps keys and values for the next
-    forward."""
+    """Masked attention over the rows of this and all earlier forwards, whose keys and values it keeps for the next."""
 
     def __init__(self, seen: Tensor, before: Sequence[KeysValues] = ()) -> None:
         """`before`: keys and values of all earlier forwards, by layer."""
         self._seen = seen  # [batch, rows, rows before + rows] bool
         self._before = before
-        self.layers: list[KeysValues] = []  # keys and values so far, this forward's included
+        self.layers: list[KeysValues] = []  # keys and values of all forwards, this one included
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as `Attend` says. # query [batch, heads, rows, dim] -> the same"""
@@ -55,22 +54,22 @@ class StreamAttention:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBlocks:
-    """The newest block of each anchor's path."""
+    """The newest block of each anchor's path, with all that the next one needs."""
 
-    anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, is k positions after it
+    anchors: Tensor  # [batch, anchors] int64; entry k of a block, from 1, stands k positions after it
     states: Tensor  # [batch, anchors, block, hidden]
-    onward: Tensor  # [batch, anchors, block, hidden], the context of blocks that start at each entry
+    onward: Tensor  # [batch, anchors, block, hidden], context of a block that starts at each entry
     seen: Tensor  # [batch, anchors, block, rows] bool, rows of all forwards so far that each entry attends to
     held: Sequence[KeysValues]  # keys and values of these rows, by layer
-    places: Tensor  # [batch, anchors] int64, positions at which the blocks stand, less one
-    ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], states of one forward for all blocks
+    places: Tensor  # [batch, anchors] int64, rotary position of each block's first entry, minus one
+    ahead: Tensor | None = None  # [batch, anchors, further blocks, hidden], if one forward serves all blocks
 
 
 class TrainingForward:
-    """Runs a drafter over whole answers at once; committed positions run through the layers."""
+    """Training forward over whole answers at once, in which committed positions run through the layers."""
 
     streams = 1
-    """States per committed position that predict a token."""
+    """Number of states per committed position that predict a token."""
 
     def __init__(self, model: SpecBlock, embed: Embed) -> None:
         self._model = model
@@ -80,8 +79,8 @@ class TrainingForward:
         self._own = self._size - self._entries  # entries of an anchor's block outside the stream
 
     def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
-        """Return the states of every position's first entry, and the blocks of some positions.
-        # anchors [batch, anchors] -> [batch, length - 1, hidden]"""
+        """Run the committed stream and the blocks at `anchors`. Returns the states of all first entries, and the
+        blocks. # anchors [batch, anchors] -> [batch, length - 1, hidden]"""
         layer, entries = self._model.input_layer, self._entries
         context = layer.condition(batch.features[:, :-1])
         embedded = self._embed(batch.tokens[:, 1:])
@@ -115,7 +114,7 @@ class TrainingForward:
         return states[:, :num_stream:entries], blocks
 
     def next(self, batch: Batch, before: TrainedBlocks, cuts: Tensor) -> TrainedBlocks:
-        """Run blocks that start at entry `cuts` (1..K) of the ones before, on the true token there.
+        """Run blocks that start at entry `cuts` (1..K) of the previous ones, with the true token there.
         # cuts [batch, anchors]"""
         place = (cuts - 1)[:, :, None, None]
         context, path = (torch.take_along_dim(values, place, dim=2)[:, :, 0] for values in (before.onward, before.seen))
@@ -147,12 +146,13 @@ class TrainingForward:
 
 
 class InjectedTraining(TrainingForward):
-    """For kinds whose committed positions run no layer, and have no states of their own."""
+    """Training forward with injected context: committed positions run through no layer, and have no states."""
 
     streams = 0
 
     def first(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, TrainedBlocks]:
-        """Make the stream of conditions, and run the blocks. # anchors [batch, anchors] -> [batch, 0, hidden]"""
+        """Compute keys and values of the stream from conditions, and run the blocks at `anchors`. # anchors [batch,
+        anchors] -> [batch, 0, hidden]"""
         context = self._model.input_layer.condition(batch.features[:, :-1])
         positions = torch.arange(context.shape[1], device=anchors.device).expand(context.shape[:2])
         held = self._model.injected(context, positions)
@@ -167,7 +167,7 @@ def forward_of(model: SpecBlock, embed: Embed) -> TrainingForward:
 
 
 def after(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return the true token after each anchor, an arbitrary one past the end. # [batch, anchors] -> same, int64"""
+    """Return the true token after each anchor; arbitrary past the end. # [batch, anchors] -> same, int64"""
     return batch.tokens.gather(1, (anchors + 1).clamp(max=batch.tokens.shape[1] - 1))
 
 
@@ -177,7 +177,7 @@ def _up_to(num_stream: int, last: Tensor) -> Tensor:
 
 
 def _blocks(number: int, size: int, device: torch.device) -> Tensor:
-    """Return which rows are of the same block. # -> [number * size, number * size] bool"""
+    """Return which rows belong to the same block. # -> [number * size, number * size] bool"""
     blocks = torch.arange(number, device=device).repeat_interleave(size)
     return blocks[:, None] == blocks
 

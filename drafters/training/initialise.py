@@ -1,13 +1,13 @@
 """Initial weights of a drafter: copies of the target's last layers, output norm and head, and an input layer that
-predicts what those layers received in the target.
+predicts the inputs of those layers in the target.
 
 The input layer is solved by one ridge regression: from the normalised features of one position and the embedding of the
 next token to the top tapped feature of that *next* position. With taps (2, L/2, L-3) and two layers this is exactly
 what the copied layers received. The regression needs only sums over positions, so sequences may come one by one. With
-injected context a position's condition is its own top tapped feature, of which the copied layers make the keys and
-values they made in the target, and the regression is from that feature. If the target's layers are not standard ones,
-the drafter's layers start as the identity; and behind mask tokens, where there is nothing to solve, and where copies
-learn worse (docs/training.md)."""
+injected context, the condition of a position is its own top tapped feature, from which the copied layers compute the
+same keys and values as in the target, and the regression starts from that feature. The drafter's layers start as the
+identity if the target's layers are not standard ones, and for inputs of mask tokens, where there is nothing to solve
+and copied layers train worse (docs/training.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from drafters.training.corpus import Example, TrainingError
 _LEAST_PENALTY = 1e-3
 _MOST_PENALTY = 1.0
 _CROWDING = 0.3
-_APART = 10  # every tenth sequence is for evaluation
+_APART = 10  # every tenth sequence is held out to evaluate the regression
 _TOGETHER = 1024
 """Positions whose products are added at once: on a CPU at 576 dimensions adding costs as much as the products of 256
 positions."""
@@ -33,12 +33,12 @@ _LEAST_DEVIATION = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class TargetEnd:
-    """Layers, norm and head of the target that a drafter copies."""
+    """The layers, norm and head of the target, whose end a drafter copies."""
 
     layers: Sequence[nn.Module]  # all decoder layers, first to last
     norm: nn.Module
     head: Tensor  # [vocab, hidden]
-    standard: bool = True  # False: a drafter cannot have such layers and norm
+    standard: bool = True  # False: drafters do not support such layers and norm
 
 
 def initialise(
@@ -50,8 +50,9 @@ def initialise(
     positions: int,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Set all weights except the rank head's of a model with its vocabulary set, and return how well it was solved.
-    Raises TrainingError."""
+    """Set all weights but the rank head's of a model whose vocabulary is set, from at most `positions` positions of the
+    examples. Returns facts about the regression (`explained`: R^2), empty if there is none. Raises TrainingError for
+    too few examples."""
     copy_end(model, target)
     top = max(model.config.tap_layers)
     if not model.input_layer.is_solved:
@@ -71,15 +72,15 @@ def initialise(
     received_from = len(target.layers) - 1 - model.config.num_layers
     return {
         "explained": explained(model, embed, apart),
-        "exact": top == received_from,  # else it is predicted from a neighbouring layer
+        "exact": top == received_from,  # False: the top tap is not the copied layers' input
         "positions": sums.positions,
     }
 
 
 class FusedSolution(NamedTuple):
-    """A linear guess of the next position's top tap, through a condition that is normed."""
+    """Linear prediction of the next position's top tap through a normed condition, as weights of an input layer."""
 
-    deviations: Tensor  # [taps * hidden], of the taps; norms of taps divide by them
+    deviations: Tensor  # [taps * hidden], root mean square of each tapped value
     condition: Tensor  # [taps * hidden, hidden]
     back: Tensor  # [hidden, hidden], from the normed condition
     token: Tensor  # [hidden, hidden], from the normed token
@@ -103,17 +104,17 @@ class InputSums:
 
     @property
     def positions(self) -> int:
-        """Positions so far."""
+        """Number of positions added so far."""
         return round(float(self._products[-1, self.known - 1])) + sum(len(one) for one in self._waiting)
 
     @property
     def known(self) -> int:
-        """Inputs of the regression."""
+        """Number of inputs of the regression."""
         return self._products.shape[0]
 
     @torch.no_grad()
     def add(self, example: Example, embed: Embed) -> None:
-        """Add all positions of a sequence but the last."""
+        """Add all positions of a sequence except the last."""
         device, hidden = self._squares.device, (self.hidden,)
         features = example.features.to(device).float()
         taps, wanted = features[:-1].unflatten(1, (-1, self.hidden)), features[1:].unflatten(1, (-1, self.hidden))
@@ -126,7 +127,7 @@ class InputSums:
             self._sum_up()
 
     def solve(self, layer: Input, generator: torch.Generator) -> None:
-        """Set all weights of an input layer; `generator` draws the random ones."""
+        """Set all weights of an input layer from the regression; `generator` draws random ones."""
         self._sum_up()
         layer.solve(self, generator)
 
@@ -135,7 +136,7 @@ class InputSums:
         return self._solution(torch.arange(self.known, device=self._squares.device))[: self.known - self.hidden - 1]
 
     def fused(self) -> FusedSolution:
-        """Return the regression's solution in the parts of an input layer with a condition."""
+        """Return the regression's solution, split into the weights of an input layer with a condition."""
         hidden, gram = self.hidden, self._products[:, : self.known]
         taps, count = self.known - hidden - 1, self._ones[-1]
         condition, back, other = self._parts(taps)
@@ -162,12 +163,12 @@ class InputSums:
         return condition, solution[:hidden], solution[hidden:]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the sums, not copied. # products [known, known + hidden], squares [hidden]"""
+        """Return the sums by name, not copied. # products [known, known + hidden], squares [hidden]"""
         self._sum_up()
         return {"products": self._products, "squares": self._squares}
 
     def _sum_up(self) -> None:
-        """Add waiting positions."""
+        """Add the waiting positions to the sums."""
         if not self._waiting:
             return
         both, self._waiting = torch.cat(self._waiting), []
@@ -176,20 +177,20 @@ class InputSums:
 
     @property
     def _ones(self) -> Tensor:
-        """Sums of the inputs; the last one counts positions. # [known]"""
+        """Sums of the inputs; the last one is the number of positions. # [known]"""
         return self._products[-1, : self.known]
 
     def _solution(self, inputs: Tensor) -> Tensor:
-        """Solve ridge regression from some inputs, with a penalty in proportion to each input's magnitude.
+        """Solve the ridge regression from these inputs, with a penalty proportional to each input's magnitude.
         # inputs [n] int64 -> [n, hidden]"""
         damped = self._products[inputs[:, None], inputs]
         damped.diagonal().mul_(1.0 + penalty_for(len(inputs), self.positions))
-        damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # an input that is always 0
+        damped.diagonal().clamp_(min=_LEAST_DEVIATION)  # for inputs that are always 0
         return torch.cholesky_solve(self._products[inputs, self.known :], torch.linalg.cholesky(damped))
 
 
 def sums_bytes(config: DrafterConfig) -> tuple[int, int]:
-    """Return the bytes of a drafter's `InputSums`, and the further bytes of solving: damped products, their factor,
+    """Return the bytes of a drafter's `InputSums`, and the further bytes to solve them: damped products, their factor,
     right-hand side and solution."""
     hidden = config.hidden_size
     known = (len(config.tap_layers) + 1) * hidden + 1
@@ -197,15 +198,15 @@ def sums_bytes(config: DrafterConfig) -> tuple[int, int]:
 
 
 def penalty_for(inputs: int, positions: int) -> float:
-    """Return the ridge penalty: larger with nearly as many inputs as positions, to avoid overfitting; a larger one than
-    this drafts worse."""
+    """Return the ridge penalty, which grows with the ratio of inputs to positions, against overfitting. Larger
+    penalties gave worse drafters."""
     return min(_MOST_PENALTY, max(_LEAST_PENALTY, _CROWDING * (inputs / positions) ** 2))
 
 
 @torch.no_grad()
 def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> float:
-    """Return the explained variance (R^2) of the input layer on held-out sequences; its target is the copied layers'
-    input in the target model."""
+    """Return the explained variance (R^2) of the input layer's prediction of the next position's top tap, on held-out
+    sequences."""
     top = model.config.tap_layers.index(max(model.config.tap_layers))
     missed, wanted = [], []
     for example in examples:
@@ -219,7 +220,7 @@ def explained(model: SpecBlock, embed: Embed, examples: Sequence[Example]) -> fl
 
 @torch.no_grad()
 def _copy_layer(layer: nn.Module, source: Mapping[str, Tensor]) -> None:
-    """Copy a layer; weights for a token that only the copy reads, before the state (EAGLE-3), are 0.
+    """Copy a layer. Weights for the further input of the copy (the token of EAGLE-3) become 0.
     # source [...] each"""
     for name, value in layer.state_dict().items():
         value.zero_()
@@ -239,7 +240,7 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
         same = layer.state_dict().keys() == source.state_dict().keys()
         if target.standard and same and model.input_layer.is_solved:
             _copy_layer(layer, source.state_dict())
-        else:  # the identity; what layers add is learned
+        else:  # the identity at first
             for product in ("self_attn.o_proj", "mlp.down_proj"):
                 layer.get_parameter(f"{product}.weight").zero_()
     gain = model.decoder.norm.get_parameter("weight")
@@ -250,4 +251,4 @@ def copy_end(model: SpecBlock, target: TargetEnd) -> None:
     for shift in model.shift_proj.children():
         weight = shift.get_parameter("weight")
         weight.zero_()
-        weight[:, :hidden] = torch.eye(hidden)  # the identity; what the previous entry adds is learned
+        weight[:, :hidden] = torch.eye(hidden)  # the identity: the previous entry adds nothing at first

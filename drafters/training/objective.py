@@ -1,7 +1,7 @@
-"""The training objective (SpecBlock section 3.3), through as many consecutive blocks as the kind is trained for.
-The drafter's loss is one mean over entries, where equations (6) and (7) add up a mean for each position of a
-block (docs/decisions/0121); the rank head's is taken on detached inputs. A valid-prefix mask leaves out entries after a
-token that could not have been drafted.
+"""The training objective (SpecBlock section 3.3), over the consecutive blocks that the kind is trained for.
+The draft loss is one mean over entries, while equations (6) and (7) add a mean for each position of a block
+(docs/decisions/0121). The rank head's loss has detached inputs. A valid-prefix mask leaves out entries after a token
+that could not have been drafted.
 Legend: batch, anchors, block = K entries, flat = entries of a step that have a label, top = corpus.TOP."""
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
-    """Return 1 - sum_v min(p(v), q(v)), with all mass beyond the likeliest tokens missed. # p, log_q [flat, top] ->
-    [flat]"""
+    """Return 1 - sum_v min(p(v), q(v)), which counts all mass beyond the likeliest tokens as distance. # p, log_q
+    [flat, top] -> [flat]"""
     return 1.0 - torch.minimum(p, log_q.exp()).sum(1)
 
 
@@ -39,27 +39,27 @@ def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
 class ObjectiveSettings:
     """Settings of the objective: the trained entries of a batch, and the rank head's part."""
 
-    anchored_rows: float = 0.875  # entries of whole blocks, after the first ones, for each labelled position
-    blocks: int | None = None  # most consecutive blocks that are trained; None: as many as the kind has
-    valid_prefix: bool = True
-    coupled: bool = True  # half of the rank head's entries carry sampling noise
+    anchored_rows: float = 0.875  # trained entries of blocks, without first entries, per labelled position
+    blocks: int | None = None  # maximum number of consecutive blocks; None: the kind's
+    valid_prefix: bool = True  # leave out entries after a token that could not have been drafted
+    coupled: bool = True  # half of the rank head's entries have sampling noise in their scores
     rank_rows: int = 512  # entries per step that train the rank head
 
 
 @dataclass(frozen=True, slots=True)
 class StepScores:
-    """Losses and counts of one step; counts are by index on the path from the anchor, 0 = the next token."""
+    """Losses and counts of one step; counts are by index on the path from the anchor, where 0 is the next token."""
 
     draft_loss: Tensor
     rank_loss: Tensor
     distance: Tensor  # total variation to the target, mean over all entries
-    hits: Tensor  # [reach], entries that rank the target's likeliest token first
-    covered: Tensor  # [reach], ranked first to fourth
-    seen: Tensor  # [reach], entries with a label and a valid prefix
+    hits: Tensor  # [reach], number of entries that rank the target's likeliest token first
+    covered: Tensor  # [reach], the same for ranks 1 to 4
+    seen: Tensor  # [reach], number of entries with a label and a valid prefix
 
 
 class _LabelledEntries(NamedTuple):
-    """Entries with a label."""
+    """The entries of a step that have a label, flattened."""
 
     states: Tensor  # [flat, hidden]
     labels: Tensor  # [flat] int64, row of the batch's labels
@@ -67,7 +67,7 @@ class _LabelledEntries(NamedTuple):
 
 
 class Objective:
-    """Computes losses and progress counts of a batch."""
+    """The training objective of a model: losses and progress counts of a batch."""
 
     def __init__(self, model: SpecBlock, embed: Embed, settings: ObjectiveSettings) -> None:
         self._model = model
@@ -79,9 +79,10 @@ class Objective:
         self._blocks = min(settings.blocks or trained, trained)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> StepScores:
-        """Score a batch; `generator` draws anchors, cuts, temperatures and noise on its own device."""
+        """Compute losses and counts of a batch. `generator` draws anchors, cuts, temperatures and noise on its
+        device."""
         entries = self._entries(batch, generator)
-        logits = self._model.lm_head(entries.states)  # one product: each one's gradient is as large as the head
+        logits = self._model.lm_head(entries.states)  # one product, as the gradient of each is as large as the head
         favourite = self._model.t2d[batch.top_ids[entries.labels, 0]]
         ranks = _ranks(logits.detach(), favourite)
         distributions = _distributions(logits, entries.labels, batch, self._model.t2d)
@@ -102,7 +103,7 @@ class Objective:
         found = [self._labelled(stream, ahead, batch, place=0)]
         block = torch.arange(self._size, device=anchors.device)
         place = torch.zeros_like(anchors)[:, :, None] + block
-        valid = torch.ones_like(place, dtype=torch.bool)  # validity of the entry a block starts at
+        valid = torch.ones_like(place, dtype=torch.bool)  # whether the entry at which a block starts is valid
         for number in range(self._blocks):
             if number:
                 cuts = 1 + (_uniform(anchors.shape, generator, anchors.device) * self._size).long()
@@ -133,7 +134,7 @@ class Objective:
         tokens = batch.tokens.gather(1, predicted.flatten(1).clamp(max=length - 1)).view(predicted.shape)
         drafted = self._model.t2d[tokens].flatten()
         ranks = _ranks(self._model.lm_head(states).flatten(0, 2), drafted).view(predicted.shape)
-        # Ten ranks are what a tree can hold; the paper's first rank leaves a weak drafter one position to learn from.
+        # A tree holds ten ranks. With the first rank only, as in the paper, a weak drafter would train one position.
         return pad((ranks < TOP).cumprod(2), (1, 0), value=1).bool()
 
     def _labelled(self, states: Tensor, predicted: Tensor, batch: Batch, place: Tensor | int) -> _LabelledEntries:
@@ -147,8 +148,8 @@ class Objective:
         return _LabelledEntries(states[known], labels[known], places[known])
 
     def _rank_loss(self, entries: _LabelledEntries, scored: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Return the rank head's cross-entropy, half of it at a temperature: labels are ranks of the token that the
-        noise selects. # scored [flat, draft_vocab], logits"""
+        """Return the rank head's cross-entropy. If `coupled`, half of the entries have a temperature and noise, and
+        their label is the rank of the token that the noise selects. # scored [flat, draft_vocab], logits"""
         flat = entries.labels.shape[0]
         chosen = _uniform((flat,), generator, entries.labels.device).argsort()[: self._settings.rank_rows]
         logits = scored[chosen].float()
@@ -185,8 +186,8 @@ def _distributions(logits: Tensor, labels: Tensor, batch: Batch, t2d: Tensor) ->
 
 
 def _ranks(logits: Tensor, drafted: Tensor) -> Tensor:
-    """Return how many tokens score higher, all for a token that cannot be drafted. # logits [rows, draft_vocab],
-    drafted [rows] draft ids or -1 -> [rows] int64"""
+    """Return the rank of each token from 0, or draft_vocab for one that cannot be drafted. # logits [rows,
+    draft_vocab], drafted [rows] draft ids or -1 -> [rows] int64"""
     own = logits.gather(1, drafted.clamp(min=0)[:, None])
     return torch.where(drafted >= 0, (logits > own).sum(1), logits.shape[1])
 
@@ -197,5 +198,6 @@ def _uniform(shape: Sequence[int], generator: torch.Generator, device: torch.dev
 
 
 def _gumbel(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
-    """Draw Gumbel noise -log(-log u); torch draws uniform numbers several times as fast as exponential ones."""
+    """Draw Gumbel noise as -log(-log u), since torch draws uniform numbers faster than exponential ones. # -> shape
+    [...]"""
     return _uniform(shape, generator, device).clamp_(min=_SMALLEST).log_().neg_().log_().neg_()

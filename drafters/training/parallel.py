@@ -1,6 +1,5 @@
 """The processes of a training run: one, or several under `torchrun` with the same weights and different batches.
-Gradients are averaged explicitly, because a step calls the network several times, which wrappers such as DDP do not
-expect."""
+Gradients are averaged explicitly, because a step calls the network several times, which DDP does not support well."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -9,11 +8,12 @@ import torch
 from torch import Tensor, distributed
 
 _TIMEOUT = timedelta(days=7)
-"""The first process prepares data and evaluates while the others wait."""
+"""Long, because the other processes wait while the first one prepares data and evaluates."""
 
 
 class Ranks:
-    """The processes of one run, as seen from one of them; without a device there is only this one."""
+    """Collective operations of this process with the others of its run; no-ops without a device, for a single
+    process."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the first process's values to all, in place. # tensors [...] each"""
+        """Copy the first process's values to all processes, in place. # tensors [...] each"""
         for tensor in tensors if self._device is not None else ():
             distributed.broadcast(tensor, src=0)
 
@@ -46,7 +46,7 @@ class Ranks:
         return float(shared)
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
         if self._device is not None:
             distributed.barrier()
 
@@ -57,12 +57,12 @@ class Ranks:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Return this process's device: one GPU each under torchrun."""
+    """Return this process's device, which under torchrun is a GPU of its own."""
     if device.type == "cuda" and distributed.is_torchelastic_launched():
         return torch.device("cuda", distributed.get_node_local_rank())
     return device
 
 
 def join(device: torch.device) -> Ranks:
-    """Return the processes of this run."""
+    """Join the processes of this run, if it was started by torchrun."""
     return Ranks(device if distributed.is_torchelastic_launched() else None)

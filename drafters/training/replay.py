@@ -1,7 +1,7 @@
-"""Scores a drafter on held-out sequences: losses, hits, and drafting replayed as blocks and as trees.
+"""Evaluates a drafter on held-out sequences: losses, hit rates, and replayed drafting with blocks and with trees.
 Nothing is generated: a replayed step accepts the proposed tokens that continue the sequence. Blocks are ranked with the
 sequence's sampling noise if its seed is known; trees grow at temperature 0.
-Legend: batch = sequences side by side, nodes, depth as in drafters/tree.py."""
+Legend: batch = sequences of a batch, nodes, depth as in drafters/tree.py."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,35 +33,35 @@ _REPLAYED = 24
 _REPLAYED_TOKENS = 64
 
 _LEAST_POSITIONS = 4
-"""Length of the paths that are replayed without a tree, if the drafter is trained for as many positions."""
+"""Minimum length of the paths that are replayed without a tree, if the drafter is trained for as many positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Steps over some sequences, and the tokens they emitted."""
+    """Number of replayed steps, and of the tokens that they emitted."""
 
     tokens: int = 0
     steps: int = 0
 
     @property
     def tau(self) -> float:
-        """Tokens per step."""
+        """Emitted tokens per step."""
         return self.tokens / max(1, self.steps)
 
 
 def replay_blocks(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay a step at every `every`-th position of the answer, each with a block's `nodes` likeliest paths."""
+    """Replay a step at each `every`-th position of the answer, with the `nodes` likeliest paths of a block."""
     return _emitted(accepted_of_blocks(model, embed, example, every, nodes))
 
 
 def replay_memory(example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay consecutive steps, each with a tree that copies from the sequence so far. (A mean over positions would
-    count one long copy at each of its tokens.)"""
+    """Replay consecutive steps of the memory, whose trees copy from the sequence so far. (A mean over positions would
+    count a long copy at each of its tokens.)"""
     return walked(_accepted_of_copies(example, every, nodes), every)
 
 
 def replay_beside_memory(model: SpecBlock, embed: Embed, example: Example, *, every: int, nodes: int) -> Replayed:
-    """Replay consecutive steps with blocks and copies, of which the better one counts."""
+    """Replay consecutive steps with blocks and the memory, of which the longer accepted path counts."""
     copied = _accepted_of_copies(example, every, nodes).to(model.d2t.device)
     return walked(torch.maximum(accepted_of_blocks(model, embed, example, every, nodes), copied), every)
 
@@ -73,7 +73,8 @@ def _emitted(accepted: Tensor) -> Replayed:
 
 
 def walked(accepted: Tensor, every: int) -> Replayed:
-    """Walk from step to step by what each emits; between two anchors the earlier one counts. # accepted [anchors]"""
+    """Count the consecutive steps that these accepted lengths give. Between two anchors the earlier one applies.
+    # accepted [anchors]"""
     lengths, place, steps = accepted.tolist(), 0, 0
     while place < every * len(lengths):
         place += lengths[place // every] + 1
@@ -87,8 +88,8 @@ def _anchors(example: Example, every: int) -> Tensor:
 
 @torch.no_grad()
 def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: int, nodes: int) -> Tensor:
-    """Return how many tokens a block's likeliest paths have right, ranked with the sequence's sampling noise if its
-    seed is known. # -> [anchors] int64"""
+    """Return the accepted length of the `nodes` likeliest paths of a block at each anchor, ranked with the sequence's
+    sampling noise if its seed is known. # -> [anchors] int64"""
     anchors = _anchors(example, every).to(model.d2t.device)
     states, wanted = _along(model, embed, example, anchors, -(-_LEAST_POSITIONS // model.config.block_size))
     temperature = 0.0 if example.seed is None else example.temperature
@@ -107,7 +108,7 @@ def accepted_of_blocks(model: SpecBlock, embed: Embed, example: Example, every: 
 
 @torch.no_grad()
 def _accepted_of_copies(example: Example, every: int, nodes: int) -> Tensor:
-    """Return how many tokens the memory's copies have right at each position, from the sequence up to there.
+    """Return the accepted length of the memory's tree at each anchor, from the sequence up to there.
     # -> [anchors] int64"""
     anchors, tokens = _anchors(example, every), example.tokens.cpu()
     number = anchors.shape[0]
@@ -152,7 +153,7 @@ def _along(model: SpecBlock, embed: Embed, example: Example, anchors: Tensor, bl
 
 
 def serving(model: SpecBlock, embed: Embed) -> Callable[[DraftingSizes], Drafter]:
-    """Return a factory of serving drafters for this model."""
+    """Return a factory of serving drafters with this model's weights."""
     network = ServingNetwork(model.config, weights_of(model))
     weights = TrainedWeights(network, embed, blocks=model.config.trained_blocks)
     return lambda sizes: SpecBlockDrafter(sizes, weights)
@@ -166,7 +167,7 @@ def replay_trees(
     max_nodes: int,
     device: torch.device | str = "cpu",
 ) -> Replayed:
-    """Replay a serving drafter with trees of at most `max_nodes` nodes, at temperature 0."""
+    """Replay a serving drafter on examples, with trees of at most `max_nodes` nodes, at temperature 0."""
     tokens = pad_sequence([e.tokens for e in examples], batch_first=True, padding_value=-1).to(device)
     features = pad_sequence([e.features for e in examples], batch_first=True).to(device)
     ends = torch.tensor([e.length for e in examples], device=device)
@@ -183,7 +184,7 @@ def replay_trees(
         last = examples[row].prompt - 1
         drafter.read(Read(row, 0, tokens[row, 1 : last + 1], slots[row, :last], features[row, :last]))
     reach = torch.arange(min(max_nodes, MAX_DEPTH) + 1, device=device)
-    tree, done = DraftTree.empty(len(rows), device), Replayed()  # no tree drafts the first token of a response
+    tree, done = DraftTree.empty(len(rows), device), Replayed()  # the first token of a response is not drafted
     while len(rows):
         at = roots[rows]
         ahead = at[:, None] + 1 + reach
@@ -219,14 +220,15 @@ def replay_trees(
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScores:
-    """Scores of a drafter; tuples are by index on the path from the anchor, the next token first."""
+    """Scores of a drafter on held-out sequences; tuples are by index on the path from the anchor, the next token
+    first."""
 
     loss: float  # cross-entropy to the target
     rank_loss: float
-    alpha: tuple[float | None, ...]  # share of entries whose likeliest token is the target's; None: none reached
+    alpha: tuple[float | None, ...]  # share of entries whose likeliest token is the target's; None: no entries
     covered: tuple[float | None, ...]  # the same for the first four ranks
-    seen: tuple[int, ...]  # entries counted
-    tree_tau: float  # best-first trees of 16 nodes
+    seen: tuple[int, ...]  # number of entries
+    tree_tau: float  # emitted tokens per step with best-first trees of 16 nodes
     total_variation: float | None = None  # distance to the target over its likeliest tokens; None: not measured
 
 
@@ -234,7 +236,7 @@ class HeldOutScores:
 def examine(
     model: SpecBlock, embed: Embed, examples: Sequence[Example], *, batch_tokens: int, autocast: bool
 ) -> HeldOutScores:
-    """Score a drafter on sequences that it is not trained on."""
+    """Evaluate a drafter on held-out sequences."""
     device, reach = model.d2t.device, model.config.reach
     replayed = _to_replay(examples)
     objective = Objective(model, embed, ObjectiveSettings(anchored_rows=_ANCHORED_ROWS))
@@ -261,7 +263,7 @@ def examine(
 
 
 def _to_replay(examples: Sequence[Example]) -> list[Example]:
-    """Return the beginnings of a few sequences, greedy ones if there are any."""
+    """Return the beginnings of a few sequences for `replay_trees`, greedy ones if there are any."""
     long_enough = [example for example in examples if example.length >= example.prompt + 2]
     greedy = [example for example in long_enough if example.temperature == 0.0]
     chosen = sorted(greedy or long_enough, key=lambda example: example.prompt_digest)[:_REPLAYED]
