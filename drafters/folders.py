@@ -136,7 +136,7 @@ def read_tensors(folder: Path, form: PublishedForm) -> dict[str, Tensor]:
         for file in [] if found else sorted(folder.glob("*.bin")):
             found |= {name: value for name, value in _unpickled(file).items() if form.reads(name)}
     if not found:
-        raise DrafterError(f"drafter {folder}: no .safetensors or .bin file with its weights")
+        raise DrafterError(f"drafter {folder}: holds no .safetensors or .bin file with its weights")
     return found
 
 
