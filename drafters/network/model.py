@@ -78,10 +78,7 @@ class SpecBlock(nn.Module):
     def forward(self, rows: BlockRows, attend: Attend) -> Tensor:
         """Run the layers, and return the states after the output norm, for the heads and for further blocks.
         # -> [batch, rows, width], split by `heads_and_context`"""
-        inputs, width = (
-            rows.inputs.to(self.dtype),
-            self.config.hidden_size,
-        )  # autocast rounds only matrix products
+        inputs, width = rows.inputs.to(self.dtype), self.config.hidden_size  # autocast rounds only matrix products
         hidden, extra = inputs[..., :width], inputs[..., width:]
         rotary = self.decoder.shape.rotary(rows.positions, self.dtype)
         for number, layer in enumerate(self.decoder.layers):
