@@ -1,1 +1,1 @@
-"""HTTP in, server-sent events out; knows records and queues, never tensors."""
+"""HTTP interface: JSON requests in, JSON and server-sent events out. Handles records and queues, never tensors."""

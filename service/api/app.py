@@ -47,7 +47,7 @@ _CONTENT_TYPES: Mapping[str, tuple[str, ...]] = {
     "/adaptree/feed": (_STREAM,),
     "/metrics": ("text/plain", "application/openmetrics-text"),
 }
-"""Content types of answers, where they are not JSON alone."""
+"""Content types of responses that are not only JSON."""
 
 _TEXT = {"type": ["string", "null"]}
 _ERROR = {
@@ -65,7 +65,7 @@ REFUSAL: dict[str, Any] = {
 
 
 def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_metrics: RenderMetrics) -> FastAPI:
-    """The application; its lifespan starts and stops the runtime."""
+    """Create the application; its lifespan starts and stops the runtime."""
     server, feed = Server(runtime, settings), Feed(live, runtime)
     app = FastAPI(
         title="adaptree",
@@ -96,7 +96,8 @@ def create_app(runtime: Runtime, settings: ApiSettings, *, live: Live, render_me
 
 
 def _cross_origin(settings: ApiSettings) -> list[Middleware]:
-    """Admit pages of the configured origins. It precedes the check of keys: a preflight request has none."""
+    """Build the middleware that admits pages of the configured origins. It precedes the key check, because a preflight
+    request has no key."""
     if not settings.cors_origins:
         return []
     exposed = [REQUEST_ID_HEADER, RELAXED_HEADER, "retry-after"]
@@ -124,7 +125,7 @@ def _lifespan(runtime: Runtime, tenants: Tenants, feed: Feed) -> Callable[[FastA
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the bodies that the routes parse themselves."""
+    """Build the OpenAPI document, including the bodies that the routes parse themselves."""
     document = FastAPI.openapi(app)
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in BODIES.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")

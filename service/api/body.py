@@ -16,20 +16,20 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 LARGE_BODY_BYTES = 64 * 1024
 _MAX_QUOTED_CHARACTERS = 80
-_PIECE_BYTES = 4096  # input chunk of decompression; after each gzip member the rest of the chunk is copied
+_PIECE_BYTES = 4096  # input per decompression call; small, as the rest is copied after each gzip member
 _MAX_MEMBERS = 1024  # gzip members per body; block-wise gzip has one per 64 KiB or less
 _GZIP = 16  # flag in zlib's window bits: expect gzip header and trailer
 
 
 async def read_body(request: Request, schema: type[Schema], server: Server) -> Schema:
-    """Read and validate the body. Raises RequestError."""
+    """Read, decompress and validate the JSON body of a request. Raises RequestError."""
     _check_content_type(request)
     was_packed, max_bytes = is_packed(request.headers), server.settings.max_request_bytes
     body = await request.body()
     if len(body) < LARGE_BODY_BYTES and not was_packed:
         return parse_body(body, schema)
 
-    # Parsing takes milliseconds, which would delay all streams; a few packed bytes may unpack to megabytes.
+    # Parsing a large body takes milliseconds and would delay all streams; compressed bytes may expand to megabytes.
     def parse() -> Schema:
         return parse_body(unpack(body, max_bytes) if was_packed else body, schema)
 
@@ -46,25 +46,25 @@ def is_packed(headers: Headers) -> bool:
 
 
 def unpack(body: bytes, max_bytes: int) -> bytes:
-    """Decompress all members of a gzip body. Raises InvalidRequest, and RequestTooLarge before output exceeds
-    `max_bytes`."""
+    """Decompress all members of a gzip body. Raises InvalidRequest for invalid gzip, and RequestTooLarge before the
+    output exceeds `max_bytes`."""
     num_members, unpacked, at, member = 1, bytearray(), 0, zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
         while at < len(body):
             if member.eof:
                 num_members += 1
                 if num_members > _MAX_MEMBERS:
-                    message = f"A packed body may have {_MAX_MEMBERS} gzip members at most."
+                    message = f"A gzip body may have at most {_MAX_MEMBERS} members."
                     raise InvalidRequest(message, param="content-encoding")
                 member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
             piece = body[at : at + _PIECE_BYTES]
             unpacked += member.decompress(piece, max_bytes + 1 - len(unpacked))
             if len(unpacked) > max_bytes:
-                message = f"The request is larger than {max_bytes} bytes once it is unpacked."
+                message = f"The request is larger than {max_bytes} bytes after decompression."
                 raise RequestTooLarge(message, code="request_too_large")
             at += len(piece) - len(member.unused_data)
         if body and not member.eof:
-            raise InvalidRequest("The body is not valid gzip: it ends too soon.", param="content-encoding")
+            raise InvalidRequest("The body is not valid gzip: it is truncated.", param="content-encoding")
     except zlib.error as error:
         raise InvalidRequest(f"The body is not valid gzip: {error}.", param="content-encoding") from error
     return bytes(unpacked)
@@ -78,7 +78,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def parse_body(body: bytes, schema: type[Schema]) -> Schema:
-    """Validate a body. Raises InvalidRequest naming the field."""
+    """Validate a JSON body against its schema. Raises InvalidRequest naming the field."""
     refuse_deep_json(body)
     try:
         return schema.model_validate_json(body)
@@ -116,7 +116,7 @@ def _describe(path: str, failure: pydantic_core.ErrorDetails) -> InvalidRequest:
 
 
 def _path(failure: pydantic_core.ErrorDetails, value: JsonValue) -> list[int | str]:
-    """Location of a failure in the body, without names of union members."""
+    """Return the location of a failure in the body as keys and indices, without the names of union members."""
     path: list[int | str] = []
     location, is_missing = failure["loc"], failure["type"] == "missing"
     for position, part in enumerate(location):

@@ -27,7 +27,7 @@ _LOWEST_LOGPROB = -9999.0
 
 
 def completions_router(server: Server) -> APIRouter:
-    """Router of chat completions and text completions."""
+    """Build the router of chat completions and text completions."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
@@ -56,7 +56,8 @@ async def _answer(request: Request, body: Completion, server: Server, form: type
 
 
 class ChatReply(Reply):
-    """Chat completion. Its chunks are the role, then content, then the finish reason in a chunk of its own."""
+    """Response format of chat completions. A stream has a chunk with the role, chunks of content, and a chunk with the
+    finish reason."""
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
@@ -121,7 +122,7 @@ class ChatReply(Reply):
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
     def _begun_call(self, number: int, call: int, name: str) -> Json:
-        """Start of a call whose arguments follow."""
+        """Build a call without its arguments."""
         function: Json = {"name": name, "arguments": ""}
         return {"id": self._job.call_id(number, call), "type": "function", "function": function}
 
@@ -153,7 +154,7 @@ def _delta(number: int, delta: Json) -> Json:
 
 
 class _LogprobRecord(NamedTuple):
-    """Log-probabilities at one token of a text completion."""
+    """Log-probabilities of one token of a text completion and its alternatives."""
 
     text: str
     logprob: float | None
@@ -171,7 +172,8 @@ def _in_parallel(records: Sequence[_LogprobRecord]) -> Json:
 
 
 class TextReply(Reply):
-    """Text completion. It has one chunk per output; the last one of a choice has the finish reason."""
+    """Response format of text completions. A stream has one chunk per output; the last chunk of a choice has the finish
+    reason."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -179,7 +181,7 @@ class TextReply(Reply):
         super().__init__(job, card, tokenizer)
         self._echoes = isinstance(job.body, CompletionRequest) and job.body.echo is True
         self._text_length: Counter[int] = Counter()  # characters of tokens sent with log-probabilities, by choice
-        self._offsets: dict[int, IncrementalDetokenizer] = {}  # detokenizers that measure these lengths, by choice
+        self._offsets: dict[int, IncrementalDetokenizer] = {}  # detokenizers that count these characters, by choice
 
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
         output = self._shown(output)
@@ -213,7 +215,7 @@ class TextReply(Reply):
         )
 
     def _prompt_records(self, number: int, scores: Sequence[TokenLogprob]) -> list[_LogprobRecord]:
-        """Records of the prompt's tokens; the first one has no log-probability."""
+        """Build the records of the prompt's tokens; the first token has no log-probability."""
         first, *others = self._job.prompt_of(number)
         detokenizer = self._tokenizer.detokenizer(self._job.sampling.skip_special_tokens)
         records = [_LogprobRecord(self._tokenizer.token_text(first, at_start=True), None, None, 0)]
@@ -224,7 +226,8 @@ class TextReply(Reply):
         return records
 
     def _record(self, number: int, token: TokenLogprob) -> _LogprobRecord:
-        """Record of the next token. Its offset points to the first character that it contributes to."""
+        """Build the record of the next token. Its offset points to the first character that the token contributes
+        to."""
         if number not in self._offsets:
             self._offsets[number] = self._detokenizer(number)
         record = self._scored(token, self._offsets[number], self._text_length[number])
@@ -232,12 +235,13 @@ class TextReply(Reply):
         return record
 
     def _scored(self, token: TokenLogprob, before: IncrementalDetokenizer, length: int) -> _LogprobRecord:
-        """Record of a token after `length` sent characters and the characters that `before` holds back."""
+        """Build the record of a token. `before`: detokenizer of the preceding tokens, which may hold back characters;
+        `length`: number of characters before those."""
         text_of = partial(self._tokenizer.token_text, at_start=before.is_at_start)
         top: dict[str, JsonValue] = {}
-        # The sampled token is always included beside the most likely ones.
+        # The sampled token is always included, in addition to the most likely ones.
         for token_id, logprob in (*token.top[: self._job.sampling.num_logprobs], (token.token_id, token.logprob)):
-            # Different partial characters have the same text: keep the most likely one.
+            # Tokens for different parts of characters have the same text: keep the most likely one.
             top.setdefault(text_of(token_id), _finite(logprob))
         offset = length + before.num_held_before(token.token_id)
         return _LogprobRecord(text_of(token.token_id), _finite(token.logprob), top, offset)

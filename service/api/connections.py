@@ -1,5 +1,5 @@
 """Protections that uvicorn lacks: time limits for the headers of a request and for reading its answer, a cap on
-connections, half-closed connections, and answers to bytes that are no HTTP."""
+connections, half-closed connections, and answers to bytes that are not HTTP."""
 
 import asyncio
 import json
@@ -19,13 +19,14 @@ from service.errors import HeadersTooLarge, InvalidRequest, NotReady, RequestErr
 HEADER_SECONDS = 10.0
 READ_SECONDS = 30.0
 PROBE_SECONDS = 1.0
-_BACKLOG = 2048  # connections that may wait to be accepted, as uvicorn has it
+_BACKLOG = 2048  # connections that may wait to be accepted; uvicorn's default
 
 
 def server_config(
     app: Callable[..., Any], host: str, port: int, *, shutdown_seconds: int, max_connections: int | None = None
 ) -> uvicorn.Config:
-    """The settings of an HTTP server of this application. `shutdown_seconds`: time for open answers at the end."""
+    """Build the configuration of an HTTP server for this application. `shutdown_seconds`: time for open answers at
+    shutdown."""
     return uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -40,7 +41,7 @@ def server_config(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there; port 0 takes a free one. Raises StartupError."""
+    """Return a socket that listens on this address; port 0 takes a free port. Raises StartupError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -53,14 +54,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def started(server: uvicorn.Server, serving: "asyncio.Task[None]") -> bool:
-    """Wait until the server listens. # -> False: it has ended before"""
+    """Wait until the server listens. Returns False if it has ended before."""
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     return not serving.done()
 
 
 def url_of(server: uvicorn.Server) -> str:
-    """The address of a server that has started, with the port in use."""
+    """Return the URL of a server that has started, with the port in use."""
     host, port = server.config.host, server.servers[0].sockets[0].getsockname()[1]
     return f"http://{f'[{host}]' if ':' in host else '127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
@@ -99,7 +100,7 @@ class GuardedProtocol(H11Protocol):
         self._limit_time()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, or headers larger than h11 keeps (64 KiB)."""
+        """Answer bytes that are not HTTP, or headers larger than h11's limit (64 KiB)."""
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer is already being sent
@@ -117,7 +118,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer what was requested before closing a connection whose client has closed its half; returns whether the
+        """Complete the open answer before closing a connection whose client has closed its half. Returns whether the
         connection stays open.
 
         A client that has left looks the same until something is written to it, so only unstreamed answers need probes.
@@ -139,12 +140,12 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Start the time limit of reading."""
+        """Start the time limit for reading the answer."""
         super().pause_writing()
         self._limit_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Stop the time limit of reading."""
+        """Stop the time limit for reading the answer."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -196,7 +197,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Send an error without the application, and close the connection."""
+        """Send an error, bypassing the application, and close the connection."""
         body = json.dumps(error_body(error))
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -26,12 +26,12 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
 
 
 def error_event(error: RequestError) -> dict[str, str | None]:
-    """Event that ends a failed stream of `/v1/responses`."""
+    """Build the event that ends a failed stream of `/v1/responses`."""
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """HTTP response of an error."""
+    """Build the HTTP response of an error."""
     headers = {} if error.retry_after_seconds is None else {"retry-after": str(error.retry_after_seconds)}
     if isinstance(error, RequestTimeout | RequestTooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
@@ -39,7 +39,7 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 def internal_error() -> EngineFailure:
-    """Error that clients see for a bug; the log has the details."""
+    """Return the error that clients see for a bug; the log has the details."""
     return EngineFailure("The server had an error while processing this request.", code="internal_error")
 
 
@@ -68,14 +68,14 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 def _near(request: Request) -> str:
-    """Hint at the route with the most similar path; empty if there is none."""
+    """Return a hint at the known path that is most similar to the request's, or an empty text."""
     paths = [path for path in request.app.openapi()["paths"] if "{" not in path]
     found = difflib.get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Undelivered response; its status is for the access log."""
+    """Return a response that is never delivered; its status is for the access log."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

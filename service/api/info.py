@@ -32,7 +32,7 @@ RenderMetrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
 def info_router(server: Server, live: Live, render_metrics: RenderMetrics) -> APIRouter:
-    """The routes of models, tokenization, probes, metrics and version."""
+    """Build the router of models, tokenization, probes, metrics and version."""
     router = APIRouter()
 
     @router.get("/v1/models")
@@ -115,7 +115,7 @@ def _tokenize(body: TokenizeRequest, tokenizer: ChatTokenizer, control: bool) ->
 
 
 def memory_router(server: Server) -> APIRouter:
-    """Routes that forget past answers. A drafter that learnt from them stays as it is."""
+    """Build the router that forgets past answers. A drafter that has learnt from them stays as it is."""
     router = APIRouter()
 
     @router.delete("/v1/memory", name="forget_own")
@@ -138,7 +138,7 @@ def _forgotten(server: Server, scope: str | None) -> Response:
 
 
 def adaptation_router(server: Server) -> APIRouter:
-    """The operators' routes of learning. Answers may wait for an update under way."""
+    """Build the router of the operators' commands for learning. Responses may wait for an update in progress."""
     router = APIRouter()
 
     @router.get("/v1/adaptation")
@@ -157,7 +157,7 @@ def adaptation_router(server: Server) -> APIRouter:
 
 
 async def _state_after(server: Server, change: Callable[[AdaptationControl], object] = lambda _: None) -> Response:
-    """Apply a command, and answer with the state after it."""
+    """Apply a command and respond with the status of learning after it."""
 
     def changed(control: AdaptationControl) -> AdaptationStatus:
         change(control)
@@ -168,7 +168,7 @@ async def _state_after(server: Server, change: Callable[[AdaptationControl], obj
 
 
 async def _load(body: UpdateWeightsRequest, server: Server) -> Response:
-    """Load a drafter. A refusal is an answer with `success: false`, as other servers with this route send it."""
+    """Load a drafter. A refused drafter is reported with `success: false`, as other servers with this route do."""
     for name in body.model_extra or {}:
         server.note_ignored(name)
     try:

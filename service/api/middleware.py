@@ -1,7 +1,7 @@
-"""ASGI middleware around every route: request ids, the access log, hosts, keys, limits of a key and of a body.
+"""ASGI middleware around every route: request ids, access log, checks of hosts and keys, limits of keys and bodies.
 
-Whether a key is needed depends on `scope["path"]` alone: everything else that describes the address comes from the
-client.
+Whether a request needs a key depends on `scope["path"]` alone: everything else that describes the address comes from
+the client.
 """
 
 import asyncio
@@ -44,10 +44,11 @@ _NO_ADMIN_KEY = (
 
 
 class AccessMiddleware:
-    """Gives every answer an `X-Request-Id`, the client's own if it is well-formed, and logs method, path, status, id
-    and duration once its last byte is sent.
+    """Gives every response an `X-Request-Id`, the client's own if it is well-formed, and logs method, path, status, id
+    and duration after the last byte is sent.
 
-    The log holds no keys, addresses, queries or bodies. Probes, observers and the page are logged at level debug.
+    The log holds no keys, addresses, queries or bodies. Requests to probes, `/metrics`, the feed and the page are
+    logged at level debug.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -99,7 +100,7 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
 
 
 class RefusingMiddleware:
-    """Refuses requests by host, origin, key and announced size, before their body is read."""
+    """Refuses requests by host, origin, key and Content-Length, before their body is read."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
@@ -126,10 +127,11 @@ class RefusingMiddleware:
 
 
 def _foreign_host(scope: Scope, headers: Headers, settings: ApiSettings) -> RequestError | None:
-    """Refuse a foreign host name, or a change that a page of a foreign origin requests; None: admitted.
+    """Return an error for a foreign host name, or for a state-changing request from a page of a foreign origin;
+    otherwise return None.
 
-    A web page can make its own name resolve to this machine (DNS rebinding), so that its browser takes our answers for
-    the page's own; but the browser sends that name.
+    A web page can make its own host name resolve to this machine (DNS rebinding), so that the browser treats our
+    responses as the page's own; but the browser still sends that name.
     """
     if settings.allowed_hosts is None:
         return None
@@ -148,10 +150,10 @@ def _foreign_host(scope: Scope, headers: Headers, settings: ApiSettings) -> Requ
 
 
 def _unknown_key(scope: Scope, headers: Headers, settings: ApiSettings) -> Unauthorized | None:
-    """Refuse a request without the key that it needs; a valid key is stored in the scope's state as `tenant`.
+    """Return an error if a request lacks the key that it needs. A valid key is stored in the scope's state as `tenant`.
 
-    Probes, the files of the page, and `/metrics` and the feed if opened, need no key. Without configured API keys
-    everything is open but the operators' routes: they need the admin key, and are closed if there is none.
+    Probes and the files of the page need no key, nor do `/metrics` and the feed with `open_metrics`. Without configured
+    API keys all routes are open except the operators', which need the admin key and are closed if there is none.
     """
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     offered = digest_of(sent.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
@@ -178,8 +180,8 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class LimitMiddleware:
-    """Applies the limits of a key to every POST before its body is read. Response headers report the remaining limits,
-    whether the request was admitted or not."""
+    """Applies the limits of an API key to every POST before its body is read. Response headers report the remaining
+    limits, whether or not the request was admitted."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -254,6 +256,6 @@ class HeadMiddleware:
         async def send_head(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await send(message)
-                await send({"type": "http.response.body", "body": b""})  # ends a stream, which sees its client as gone
+                await send({"type": "http.response.body", "body": b""})  # ends a stream as if its client had gone
 
         await self._app({**scope, "method": "GET"}, receive, send_head)

@@ -1,4 +1,4 @@
-"""Encode the texts of a body: conversations by the model's chat template, and prompts of `/v1/completions`, with
+"""Encode the texts of a body: conversations with the model's chat template, and prompts of `/v1/completions`, with
 `suffix` in the model's fill-in-the-middle format."""
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _ENDS = frozenset(
     | {"<file_sep>", "<|file_sep|>", "<|file_separator|>", "<filename>", "<repo_name>", "<reponame>", "<|repo_name|>"}
 ).union(*_LAYOUTS)
 """Control tokens that end the filled gap: fill-in-the-middle tokens, ends of text, file separators."""
-_ANCHOR = "\u263a"  # a character that is never merged with a neighbour
+_ANCHOR = "\u263a"  # a character that tokenizers never merge with its neighbours
 
 
 def render(
@@ -98,8 +98,8 @@ def _past_call(call: ToolCall, param: str, traits: Traits) -> JsonValue:
 def encode_prompts(
     body: CompletionRequest, tokenizer: ChatTokenizer, most_tokens: int | None = None, *, control: bool
 ) -> list[list[int]]:
-    """Encode each prompt, of `most_tokens` tokens at most. `control`: names of control tokens in a prompt are encoded
-    as control tokens, unless there is a `suffix`. Raises InvalidRequest."""
+    """Encode each prompt; a text that cannot fit `most_tokens` is refused. `control`: names of control tokens in a
+    prompt are encoded as control tokens, unless there is a `suffix`. Raises InvalidRequest."""
     prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
     if not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -115,13 +115,13 @@ def encode_prompts(
 
 
 def encode_begun(predicted: Prediction, tokenizer: ChatTokenizer, most_tokens: int) -> list[int]:
-    """First `most_tokens` tokens of a predicted answer. No more text than they can stand for is encoded."""
+    """Encode the first `most_tokens` tokens of a predicted answer, reading no more text than they can stand for."""
     begun = text_of(predicted.content).encode()[: most_tokens * tokenizer.longest_token_bytes]
     return tokenizer.encode(begun.decode(errors="ignore"))[:most_tokens]  # errors="ignore" drops a cut character
 
 
 def gap_ends(body: CompletionFields, tokenizer: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end a filled gap, in addition to the model's end tokens."""
+    """Return the tokens that end a filled gap, in addition to the model's end tokens; none without `suffix`."""
     if not isinstance(body, CompletionRequest) or not body.suffix or body.ignore_eos:
         return frozenset()
     return frozenset(token_id for name, token_id in tokenizer.special_ids.items() if name in _ENDS)

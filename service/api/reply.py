@@ -1,5 +1,5 @@
-"""Totals over the outputs of an answer (tokens, timings, acceptance), and the response format that both completion
-routes share."""
+"""Totals over the outputs of an answer (tokens, timings, acceptance), and the base of both completion routes' response
+formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _DIGITS = 4  # decimals of a survival probability
 
 
 class Totals:
-    """Accumulated usage of an answer over all choices."""
+    """Usage, acceptance and timings of an answer, accumulated over all choices."""
 
     def __init__(self, job: Job, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         self._job = job
@@ -65,7 +65,7 @@ class Totals:
         return sum(thought.count for thought in self._thoughts.values())
 
     def usage(self) -> Json:
-        """OpenAI's `usage` object."""
+        """Build OpenAI's `usage` object."""
         prompt_tokens = sum(len(request.prompt) for request in self._job.requests)
         return {
             "prompt_tokens": prompt_tokens,
@@ -80,11 +80,12 @@ class Totals:
         }
 
     def metrics(self) -> Json:
-        """The `metrics` object: acceptance and timings."""
+        """Build the `metrics` object: acceptance and timings."""
         return {"speculative_decoding": self._speculative_decoding(), "timings": self._merged_timings()}
 
     def _speculative_decoding(self) -> Json | None:
-        """Acceptance statistics in vLLM's format, and the drafter."""
+        """Build the acceptance statistics in vLLM's format, with the drafter. Returns None before any sequence has
+        reported."""
         if not self._speculation:
             return None
         accepted = list(chain.from_iterable(record.accepted_per_step for record in self._speculation))
@@ -117,7 +118,7 @@ class Totals:
 
 
 class Reply(ABC):
-    """Response of a completion route, whole or in chunks. Subclasses define the format of a choice."""
+    """Response format of a completion route, whole or in chunks. Subclasses define the format of a choice."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -140,7 +141,7 @@ class Reply(ABC):
         """Format one choice of an unstreamed answer; `output` contains all of it."""
 
     def whole(self, outputs: Iterable[SequenceOutput]) -> Json:
-        """Body of an unstreamed answer."""
+        """Build the body of an unstreamed answer."""
         by_choice: list[list[SequenceOutput]] = [[] for _ in range(self._job.num_choices)]
         for output in map(self._shown, outputs):
             by_choice[self._totals.add(output)].append(output)
@@ -149,12 +150,12 @@ class Reply(ABC):
         )
 
     def trailer(self) -> Iterator[Json]:
-        """Last chunk with the totals, if the client requested usage."""
+        """Yield the last chunk, with the totals, if the client requested usage."""
         if self._options.include_usage:
             yield self._body(self.chunk_object, [])
 
     def failure(self, error: RequestError) -> Json:
-        """Chunk that ends a failed stream."""
+        """Build the chunk that ends a failed stream."""
         return {name: {**fields} for name, fields in error_body(error).items()}
 
     def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
@@ -177,12 +178,12 @@ class Reply(ABC):
         return bool(output.prompt_logprobs) or (bool(output.token_ids) and bool(details))
 
     def _tokens(self, token_ids: Sequence[int]) -> Json:
-        """Token ids of a piece, if the client requested them."""
+        """Return the field with the token ids of a piece, if the client requested them."""
         return {"token_ids": list(token_ids)} if self._job.return_token_ids else {}
 
     def _trace(self, number: int, output: SequenceOutput) -> Json:
-        """Draft tree of a step, for streams with `speculation: {"trace": true}`, an extension of OpenAI's API. The
-        accepted path may end with a token that stopped the answer and is not sent."""
+        """Build the draft tree of a step, for streams with `speculation: {"trace": true}`, an extension of OpenAI's
+        API. The accepted path may end with a token that stopped the answer and is not sent."""
         tree = output.tree
         if tree is None:
             return {}
@@ -200,7 +201,7 @@ class Reply(ABC):
         return {"speculation": step}
 
     def _texts(self, number: int, output: SequenceOutput) -> list[str]:
-        """Text of each token. A character that several tokens share is part of the last one's text."""
+        """Return the text of each token. A character that several tokens share is part of the last one's text."""
         if number not in self._traced:
             self._traced[number] = self._detokenizer(number)
         texts = [self._traced[number].push(token) for token in output.token_ids]
@@ -219,12 +220,12 @@ class Reply(ABC):
         }
 
     def _body(self, object_name: str, choices: list[JsonValue]) -> Json:
-        """Body of an unstreamed answer or of the last chunk of a stream."""
+        """Build the body of an unstreamed answer or of the last chunk of a stream."""
         totals: Json = {"usage": self._totals.usage(), "metrics": self._totals.metrics()}
         return {**self._head(object_name), "choices": choices, **totals}
 
     def _chunk(self, choice: Json) -> Json:
-        """One chunk of a stream, with `usage` only if the client requested it."""
+        """Build one chunk of a stream, with `usage` only if the client requested it."""
         chunk: Json = {**self._head(self.chunk_object), "choices": [choice]}
         if self._options.include_usage:
             chunk["usage"] = self._totals.usage() if self._options.continuous_usage_stats else None

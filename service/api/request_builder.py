@@ -1,7 +1,7 @@
-"""From a request body to engine requests, in one line: check the fields, encode the texts, compile the grammar.
+"""Convert a request body to engine requests: check the fields, encode the texts, compile the grammar (`build`).
 
-`build` is that line. What may take long leaves the event loop twice: once to encode, in the account's turn, and once to
-compile, unless the grammar is known.
+Work that may take long leaves the event loop twice: to encode, one request of an account at a time, and to compile,
+unless the grammar is cached.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ RELAXED_HEADER = "x-adaptree-relaxed"
 """Response header that lists paths of unenforced constraints, such as
 tools.0.function.parameters.properties.mail.pattern."""
 _MAX_RELAXED_PATHS = 8
-_TAG_TOKENS = 16  # upper bound of the tokens of a trailing tag with white space
+_TAG_TOKENS = 16  # upper bound for the length of a trailing tag with white space
 
 # Known but unsupported fields, each with the values that have no effect; other values are refused.
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
@@ -63,7 +63,7 @@ Completion = ChatCompletionRequest | CompletionRequest
 
 
 class AnswerIdentity(NamedTuple):
-    """Random values drawn once per answer. A resumed answer keeps them."""
+    """Id, creation time and seed of an answer. A resumed answer keeps them."""
 
     uid: str  # 32 hexadecimal digits
     created: int  # seconds since the epoch
@@ -71,7 +71,7 @@ class AnswerIdentity(NamedTuple):
 
     @staticmethod
     def drawn(seed: int | None) -> "AnswerIdentity":
-        """Draw a new identity. `seed`: taken from the request if it has one."""
+        """Create the identity of a new answer. Draws a random seed if `seed` is None."""
         seed = secrets.randbelow(_SEED_RANGE) if seed is None else seed
         return AnswerIdentity(uuid.uuid4().hex, int(time.time()), seed)
 
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Id of the answer."""
+        """Id of the answer, as the client sees it."""
         return f"{'chatcmpl' if isinstance(self.body, ChatCompletionRequest) else 'cmpl'}-{self.origin.uid}"
 
     @property
@@ -108,11 +108,11 @@ class Job:
         return {request.request_id: index * request.n for index, request in enumerate(self.requests)}
 
     def choice_of(self, output: SequenceOutput) -> int:
-        """Index of the choice that an output belongs to."""
+        """Return the index of the choice that an output belongs to."""
         return self.first_choice[output.request_id] + output.index
 
     def prompt_of(self, choice: int) -> Sequence[int]:
-        """Prompt of a choice, as token ids."""
+        """Return the prompt of a choice, as token ids."""
         return self.requests[choice // self.requests[0].n].prompt
 
     @property
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers: the first unenforced paths of function schemas, limited in number."""
+        """Response headers that list the first unenforced paths of function schemas; empty if all are enforced."""
         return {RELAXED_HEADER: ", ".join(map(quote, self.relaxed[:_MAX_RELAXED_PATHS]))} if self.relaxed else {}
 
     def id_of(self, prefix: str, *part: object) -> str:
@@ -131,12 +131,12 @@ class Job:
         return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}"
 
     def call_id(self, choice: int, call: int) -> str:
-        """Id of a call, in the form that the chat template requires."""
+        """Return the id of a call, in the form that the chat template requires."""
         made, calling = self.id_of("call", choice, call), self.form.calling
         return short_id(made) if calling is not None and calling.short_ids else made
 
     def reader(self) -> AnswerReader:
-        """New parser for one choice."""
+        """Create a parser for one choice."""
         thinking, calling = self.form.thinking, self.form.calling
         if calling is None:
             return AnswerReader(thinking, None)
@@ -235,8 +235,8 @@ def _requests(
 
 
 def start(job: Job, server: Server, request: Request) -> OutputStream:
-    """Reserve the job's maximum of tokens within the limits of its key, and submit it to the engine. Raises
-    RequestError."""
+    """Reserve the job's prompt tokens and maximum output tokens against the limits of its API key, and submit it to the
+    engine. Raises RequestError."""
     admission: AdmittedRequest | None = getattr(request.state, "admission", None)
     if admission is None:
         return server.runtime.generate(*job.requests)
@@ -253,7 +253,8 @@ def start(job: Job, server: Server, request: Request) -> OutputStream:
 
 
 def _length_field(body: CompletionFields) -> str:
-    """Name of the field that limits the answer's length: the one in the request, otherwise the current name."""
+    """Return the name of the field that limits the answer's length: the one in the request, otherwise the current
+    name."""
     is_older = body.max_tokens is not None or isinstance(body, CompletionRequest)
     return "max_tokens" if is_older and body.max_completion_tokens is None else "max_completion_tokens"
 
@@ -279,7 +280,7 @@ def _check_fields(body: Completion, server: Server) -> None:
     if body.max_tokens == 0 and not (isinstance(body, CompletionRequest) and body.echo):
         raise InvalidRequest("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
     if extra.get("best_of") not in (None, body.n or 1):
-        raise InvalidRequest("This server does not support 'best_of' other than 'n'.", param="best_of")
+        raise InvalidRequest("This server supports 'best_of' only if it equals 'n'.", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     card = server.runtime.card
@@ -291,7 +292,8 @@ def _check_fields(body: Completion, server: Server) -> None:
 
 
 def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValue, ...]], *, prefix: str = "") -> None:
-    """Raise InvalidRequest for the first field whose value has an unsupported effect."""
+    """Raise InvalidRequest for the first field whose value has an unsupported effect. `harmless`: unsupported fields,
+    each with the values that have no effect."""
     for name, value in extra.items():
         if value is None or name not in harmless or value in harmless[name]:
             continue
@@ -303,7 +305,7 @@ def refuse(extra: Mapping[str, JsonValue], harmless: Mapping[str, tuple[JsonValu
 
 
 def _num_logprobs(body: Completion) -> int | None:
-    """Number of alternatives reported per token; None: no log-probabilities."""
+    """Return the number of alternatives to report per token, or None if no log-probabilities are requested."""
     if isinstance(body, ChatCompletionRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
@@ -319,8 +321,8 @@ def _speculation(body: CompletionFields) -> SpeculationParams:
 
 
 def _max_tokens(body: CompletionFields, prompt_tokens: int, server: Server, *, source: str) -> int:
-    """Limit of generated tokens: the request's, at most the rest of the context and the server's cap. Raises
-    InvalidRequest for an empty prompt or one that leaves no room."""
+    """Return the maximum number of generated tokens: the request's limit, but at most the rest of the context and the
+    server's limit. Raises InvalidRequest for an empty prompt or one that leaves no room."""
     context = server.runtime.card.max_model_len
     room, cap = context - prompt_tokens, server.settings.max_output_tokens or context
     if prompt_tokens == 0:

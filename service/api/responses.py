@@ -1,6 +1,6 @@
-"""`/v1/responses`: chat completions in the form of OpenAI's newer API, with conversations that the server stores.
+"""`/v1/responses`: chat completions in the format of OpenAI's Responses API, with conversations that the server stores.
 
-A stored response holds what its turn added to a conversation, and the turn before it.
+A stored response holds the items that its turn added to the conversation, and a reference to the previous turn.
 """
 
 import re
@@ -52,7 +52,7 @@ _RENAMED = (
     (r"^response_format(\.json_schema)?", "text.format"),
     (r"^max_completion_tokens", "max_output_tokens"),
 )
-"""Fields of chat completions, and their names on this route."""
+"""Patterns for field names of chat completions, with the names on this route."""
 _SAME_AS_CHAT = ("stream", "store", "resume_from", "parallel_tool_calls", "metadata")
 _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
@@ -60,22 +60,22 @@ _HARMLESS: dict[str, tuple[JsonValue, ...]] = {
     "top_logprobs": (0,),
     "prompt": (),
 }
-"""Fields of chat completions that a response cannot report, with the values that have no effect."""
+"""Fields of chat completions that this route does not support, with the values that are accepted as without effect."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A response and what its turn added to the conversation, as JSON: text takes its size in memory, and is copied,
-    not written again, when it is read."""
+    """Stored response and the items that its turn added to the conversation, as encoded JSON: its memory use is known,
+    and reading it back needs no encoding."""
 
     previous: "Turn | None"
-    items: tuple[bytes, ...]  # input and output that the next turn reads; some may be joined by commas
-    head: bytes  # the response without its braces and `output`
-    outputs: Mapping[str, bytes]  # the items of the response, by id
-    num_holders: int = field(default=0, init=False)  # its owner, and later turns that are stored
-    item_bytes: int = field(init=False)  # memory held while num_holders > 0
-    other_bytes: int = field(init=False)  # memory held while its owner can find it
-    conversation_bytes: int = field(init=False)  # items of the conversation up to this turn
+    items: tuple[bytes, ...]  # items that later turns read; an entry may hold several, joined by commas
+    head: bytes  # the response, without braces and without `output`
+    outputs: Mapping[str, bytes]  # output items of the response, by id
+    num_holders: int = field(default=0, init=False)  # references: by the shelf of its owner, and by later turns
+    item_bytes: int = field(init=False)  # bytes that are held while num_holders > 0
+    other_bytes: int = field(init=False)  # bytes that are held while the owner can find the response
+    conversation_bytes: int = field(init=False)  # size of the conversation's items up to this turn
 
     def __post_init__(self) -> None:
         read = {id(item) for item in self.items}
@@ -84,20 +84,21 @@ class Turn:
         self.conversation_bytes = self.item_bytes + (self.previous.conversation_bytes if self.previous else 0)
 
     def conversation(self) -> bytes:
-        """The items of the conversation up to this turn, in order, joined by commas. For any thread."""
+        """Return the items of the conversation up to this turn, in order, joined by commas. May be called from any
+        thread."""
         turns = [self]
         while turns[-1].previous is not None:
             turns.append(turns[-1].previous)
         return b",".join(item for turn in reversed(turns) for item in turn.items)
 
     def response(self) -> bytes:
-        """The whole response."""
+        """Return the whole response as JSON."""
         return b'{%b,"output":[%b]}' % (self.head, b",".join(self.outputs.values()))
 
 
 class _Shelf:
-    """The responses of one owner. A turn's items stay while it, or a later turn of its conversation, can be found:
-    forgetting a turn never breaks a later one."""
+    """Stored responses of one owner. The items of a turn are kept while it or a later turn of its conversation is
+    stored, so that forgetting a turn never breaks later ones."""
 
     def __init__(self) -> None:
         self.found: OrderedDict[str, Turn] = OrderedDict()  # keys: response ids, least recently used first
@@ -119,7 +120,8 @@ class _Shelf:
         self._hold(turn, -1)
 
     def _hold(self, turn: Turn | None, change: int) -> None:
-        """Count one holder more (1) or less (-1). A turn holds the one before it while it is held itself."""
+        """Add (1) or remove (-1) a reference to a turn. A referenced turn itself holds a reference to its previous
+        turn."""
         while turn is not None:
             turn.num_holders += change
             if turn.num_holders != (1 if change > 0 else 0):
@@ -129,13 +131,12 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Responses of each owner (`Scope.owner`) by id, invisible to other owners.
+    """Stores the responses of each owner (`Scope.owner`) by id, invisible to other owners.
 
-    If all take too much memory, the owner of the most loses the least recently used one. Of n owners each may thus hold
-    an n-th, whatever the others do; what some leave free the others may use. Response by response, the last turn of a
-    conversation outlives the turns before it: clients continue from it, and it needs their items.
-
-    Used on the event loop only, but for `item`.
+    If all responses together exceed `max_bytes`, the owner with the most bytes loses its least recently used response.
+    Each of n owners can thus always hold 1/n of the memory, and more while others use less. The last turn of a
+    conversation outlives the earlier turns, because clients continue from it, and it keeps their items. Used on the
+    event loop only, except `item`.
     """
 
     def __init__(self, *, max_bytes: int = _MAX_STORED_BYTES) -> None:
@@ -143,7 +144,8 @@ class ResponseStore:
         self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
 
     def keep(self, owner: str, response_id: str, turn: Turn) -> None:
-        """Store a response; replaces the owner's one with the same id. The turn before it may have been deleted."""
+        """Store a response, replacing the owner's response with the same id. Its previous turn may have been
+        deleted."""
         shelf = self._shelves[owner]
         if response_id in shelf.found:
             shelf.forget(response_id)
@@ -153,14 +155,14 @@ class ResponseStore:
             fullest.forget(next(iter(fullest.found)))
 
     def find(self, owner: str, response_id: str) -> Turn | None:
-        """The owner's response with this id; None: there is none."""
+        """Return the owner's response with this id, or None if there is none."""
         found = self._shelves[owner].found
         if response_id in found:
             found.move_to_end(response_id)
         return found.get(response_id)
 
     def get(self, owner: str, response_id: str) -> Turn:
-        """The owner's response with this id. Raises NotFound."""
+        """Return the owner's response with this id. Raises NotFound."""
         turn = self.find(owner, response_id)
         if turn is None:
             message = f"Response with id '{response_id}' not found."
@@ -173,22 +175,22 @@ class ResponseStore:
         self._shelves[owner].forget(response_id)
 
     def item(self, owner: str, item_id: str) -> bytes | None:
-        """The item with this id of the owner's responses; None: there is none. For any thread."""
+        """Return the item with this id from the owner's responses, or None. May be called from any thread."""
         shelf = self._shelves.get(owner)
         return None if shelf is None else shelf.items.get(item_id)
 
 
 class _Prepared(NamedTuple):
-    """A request as a chat completion, and the parts of it that a stored response repeats, as JSON."""
+    """Request converted to a chat completion, with the parts that a stored response repeats."""
 
     chat: ChatCompletionRequest
-    items: bytes  # new items of this turn, joined by commas
+    items: bytes  # JSON of this turn's new items, joined by commas
     echo: Json
     echo_text: bytes
 
 
 def responses_router(server: Server) -> APIRouter:
-    """The routes of responses, with a store of their own."""
+    """Build the router of `/v1/responses`, with its own response store."""
     router, store = APIRouter(), ResponseStore()
 
     @router.post("/v1/responses")
@@ -231,8 +233,8 @@ def responses_router(server: Server) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
-            how = f"send the request that made it again, with '{HEADER}'"
-            raise InvalidRequest(f"Stored responses are not streamed; to resume a stream {how}.", param="stream")
+            how = f"repeat its request with the header '{HEADER}'"
+            raise InvalidRequest(f"Stored responses are not streamed; to resume a stream, {how}.", param="stream")
         turn = store.get(server.scope_of(request).owner, response_id)
         return Response(turn.response(), media_type="application/json")
 
@@ -245,7 +247,7 @@ def responses_router(server: Server) -> APIRouter:
 
 
 def _previous(body: ResponsesRequest, store: ResponseStore, owner: str) -> Turn | None:
-    """The turn before this one; None: the conversation begins. Raises InvalidRequest."""
+    """Return the stored turn before this one, or None if the conversation begins here. Raises InvalidRequest."""
     if body.previous_response_id is None:
         return None
     turn = store.find(owner, body.previous_response_id)
@@ -259,8 +261,8 @@ def _previous(body: ResponsesRequest, store: ResponseStore, owner: str) -> Turn 
 
 
 async def _is_large(request: Request, body: ResponsesRequest, previous: Turn | None) -> bool:
-    """Whether preparing the conversation may take milliseconds. A packed body and references stand for more text than
-    was sent."""
+    """Whether preparing the conversation may take milliseconds. A compressed body and item references count as large,
+    because they stand for more text than was sent."""
     num_bytes = len(await request.body()) + (0 if previous is None else previous.conversation_bytes)
     if num_bytes >= LARGE_BODY_BYTES or "content-encoding" in request.headers:
         return True
@@ -274,8 +276,8 @@ def _prepared(
     find: Callable[[str], bytes | None],
     max_bytes: int,
 ) -> _Prepared:
-    """Read and validate the conversation. `find`: the stored item with an id; `max_bytes`: largest size of the stored
-    items, equal to the limit of a body, in which a client could send them. Raises RequestError."""
+    """Read and validate the conversation. `find`: looks up a stored item by id; `max_bytes`: limit for the stored
+    items, equal to the limit of a body, in which a client could send them instead. Raises RequestError."""
     sent: Sequence[Item]
     sent = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     found = {index: _found(item, find, index) for index, item in enumerate(sent) if isinstance(item, ItemReference)}
@@ -293,26 +295,26 @@ def _prepared(
 
 
 def _found(reference: ItemReference, find: Callable[[str], bytes | None], index: int) -> bytes:
-    """The stored item for a reference. Raises InvalidRequest."""
+    """Return the stored item that a reference names. Raises InvalidRequest."""
     found = find(reference.id)
     if found is None:
-        quoted, what = reference.id[:_MAX_QUOTED_CHARACTERS], "an item that a stored response put out"
+        quoted, what = reference.id[:_MAX_QUOTED_CHARACTERS], "an output item of a stored response"
         message = f"Item with id '{quoted}' not found: an 'item_reference' stands for {what}."
         raise InvalidRequest(message, param=f"input.{index}", code="item_not_found")
     return found
 
 
 def _parsed(items: bytes) -> list[Item]:
-    """Stored items, joined by commas."""
+    """Parse stored items, which are joined by commas."""
     return _ITEMS.validate_json(b"[%b]" % items)
 
 
 def _turn(response: Json, prepared: _Prepared, previous: Turn | None) -> Turn:
-    """The stored form of a finished response. It writes the answer only; the rest has been written before."""
+    """Build the stored form of a finished response. It encodes only the answer; the rest is encoded already."""
     output: Any = response["output"]
     rest = {name: value for name, value in response.items() if name != "output" and name not in prepared.echo}
     outputs = {item["id"]: pydantic_core.to_json(item) for item in output}
-    read = (outputs[item["id"]] for item in output if item["type"] != "reasoning")  # thoughts are not sent again
+    read = (outputs[item["id"]] for item in output if item["type"] != "reasoning")  # reasoning is not sent again
     head = b"%b,%b" % (pydantic_core.to_json(rest)[1:-1], prepared.echo_text)
     return Turn(previous, (*filter(None, [prepared.items]), *read), head, outputs)
 
@@ -320,8 +322,8 @@ def _turn(response: Json, prepared: _Prepared, previous: Turn | None) -> Turn:
 def _as_chat(
     body: ResponsesRequest, items: Sequence[Item], num_stored: int, tools: ClientTools
 ) -> ChatCompletionRequest:
-    """The request as a chat completion; the first `num_stored` items come from the store. Raises InvalidRequest with
-    the field names of chat completions."""
+    """Convert the request to a chat completion; the first `num_stored` items come from the store. Raises InvalidRequest
+    with the field names of chat completions."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += _messages(items, num_stored)
     fields: dict[str, Any] = {
@@ -336,7 +338,7 @@ def _as_chat(
     choice = body.tool_choice
     if isinstance(choice, ToolReference):
         fields["tool_choice"] = {"type": "function", "function": {"name": function_name(choice)}}
-    elif body.tools or choice != "auto":  # clients send 'auto' without tools, too
+    elif body.tools or choice != "auto":  # clients also send 'auto' without tools
         fields["tool_choice"] = choice
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_schema":
@@ -350,11 +352,12 @@ def _as_chat(
 
 
 def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]]:
-    """Items as chat messages: a text of the assistant and the calls after it are one message. Raises InvalidRequest.
+    """Convert items to chat messages; a text of the assistant and the calls after it are one message. Raises
+    InvalidRequest.
 
-    A truncated call is left out, because chat templates cannot write half an object.
+    A truncated call is left out, because chat templates cannot render an incomplete object.
     """
-    turn: dict[str, Any] | None = None  # a message of the assistant, to which calls may be added
+    turn: dict[str, Any] | None = None  # assistant message to which calls may be added
     for index, item in enumerate(items, start=-num_stored):
         if isinstance(item, PastCall | PastCustomCall):
             if item.status != "incomplete":
@@ -377,7 +380,8 @@ def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]
 
 
 def _with_relaxed(tools: ClientTools, job: Job, server: Server) -> Job:
-    """The job with the paths of unenforced constraints as this route names them."""
+    """Return the job with the paths of unenforced constraints as this route names them, and log the grammars among
+    them."""
     if job.form.calling is None:
         return job
     for path in tools.grammars:
@@ -387,7 +391,7 @@ def _with_relaxed(tools: ClientTools, job: Job, server: Server) -> Job:
 
 @contextmanager
 def _renamed_errors(tools: ClientTools) -> Iterator[None]:
-    """Raise errors of the block under the names that fields have on this route."""
+    """Raise InvalidRequest errors of the block with the field names of this route."""
     try:
         yield
     except InvalidRequest as error:

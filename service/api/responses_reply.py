@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: items of thoughts, text and calls, whole or as a sequence of events."""
+"""Response format of `/v1/responses`: output items (reasoning, messages, calls), whole or as a stream of events."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,13 +18,13 @@ from service.text.tokenizer import ChatTokenizer
 
 
 class _ItemType(NamedTuple):
-    """How items of one type are written."""
+    """Field and event names of one type of output item."""
 
     name: str
     prefix: str  # prefix of ids
-    events: str  # name of the events with which one grows
-    part: Json | None  # the fixed fields of its content part; None: it is a call
-    field: str = "text"  # name of the field that grows
+    events: str  # name of the events that extend an item
+    part: Json | None  # fixed fields of the content part; None for calls, which have none
+    field: str = "text"  # name of the field that is streamed
 
 
 _DUMPED = {"metadata", "text", "tool_choice", "tools"}
@@ -36,29 +36,29 @@ _CUSTOM = _ItemType("custom_tool_call", "ctc", "custom_tool_call_input", None, "
 
 
 class _Item(NamedTuple):
-    """An item of the output while it grows."""
+    """Output item that is being streamed."""
 
     kind: _ItemType
-    position: int  # index among the items
-    head: Json  # the fields that do not grow
+    position: int  # index among the output items
+    head: Json  # fields that are complete from the start
 
     @property
     def location(self) -> Json:
-        """The fields by which events refer to the item."""
+        """Fields by which events refer to the item."""
         inside: Json = {} if self.kind.part is None else {"content_index": 0}
         return {"item_id": self.head["id"], "output_index": self.position, **inside}
 
     @property
     def extra(self) -> Json:
-        """Further fields of the events of its text."""
+        """Additional fields of the item's text events."""
         return _NO_LOGPROBS if self.kind is _MESSAGE else {}
 
     def part(self, text: str) -> Json:
-        """Its content part with this text."""
+        """Build the item's content part with this text."""
         return {**(self.kind.part or {}), "text": text}
 
     def whole(self, text: str, status: str) -> Json:
-        """The item with this text."""
+        """Build the item with this text and status."""
         if self.kind.part is None:
             return {**self.head, "status": status, self.kind.field: text}
         content: list[JsonValue] = [] if status == "in_progress" else [self.part(text)]
@@ -66,7 +66,7 @@ class _Item(NamedTuple):
 
 
 class ResponseReply:
-    """A response, whole or as events; `keep` is called with the finished one."""
+    """Builds the response of a job, whole or as events, and passes the finished response to `keep`."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class ResponseReply:
         self._has_begun = False
 
     def whole(self, outputs: Iterable[SequenceOutput]) -> Json:
-        """The body of an unstreamed answer."""
+        """Build the body of an unstreamed answer."""
         for output in outputs:
             for _ in self.chunks(output):
                 pass
         return self._finished()
 
     def chunks(self, output: SequenceOutput) -> Iterator[Json]:
-        """The events of one engine output."""
+        """Yield the events of one engine output."""
         self._totals.add(output)
         if not self._has_begun:
             self._has_begun = True
@@ -114,20 +114,20 @@ class ResponseReply:
             yield from self._close("completed" if self._reason == "stop" else "incomplete")
 
     def trailer(self) -> Iterator[Json]:
-        """The event that holds the finished response."""
+        """Yield the event that holds the finished response."""
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: RequestError) -> Json:
-        """The event that ends a failed stream."""
+        """Build the event that ends a failed stream."""
         return {**error_event(error)}
 
     def numbered(self, chunk: Mapping[str, JsonValue], number: int) -> Mapping[str, JsonValue]:
-        """The event with its sequence number."""
+        """Return the event with its sequence number."""
         return {**chunk, "sequence_number": number}
 
     def _events_of(self, piece: Piece) -> Iterator[Json]:
-        """The events of one piece of the answer, which may end an item and begin another."""
+        """Yield the events of one piece of the answer. A piece may end an item and begin another."""
         if piece.kind == "name":
             yield from self._close("completed")
             tool, call_id = self._tools.find(piece.text), self._job.call_id(0, piece.call)
@@ -141,7 +141,7 @@ class ResponseReply:
             yield from self._begin(_MESSAGE, role="assistant")
         assert self._open is not None, "an item has begun"
         self._text += piece.text
-        if self._open.kind is not _CUSTOM:  # the text of a custom call is known when its JSON is complete
+        if self._open.kind is not _CUSTOM:  # a custom call's text is known only when its JSON is complete
             yield self._delta(self._open, piece.text)
 
     def _delta(self, item: _Item, text: str) -> Json:
@@ -204,7 +204,7 @@ class ResponseReply:
         usage = self._totals.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            # Clients' types require the second field: tokens that are charged for being cached.
+            # Clients' types require `cache_write_tokens`, the tokens billed for being cached.
             "input_tokens_details": {"cached_tokens": self._totals.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._totals.reasoning_tokens},
@@ -213,7 +213,7 @@ class ResponseReply:
 
 
 def echo_of(request: ResponsesRequest) -> Json:
-    """The fields of a response that repeat its request, with defaults for fields that were left out."""
+    """Build the response fields that repeat the request, with defaults for omitted fields."""
     sent: Json = request.model_dump(mode="json", by_alias=True, exclude_none=True, include=_DUMPED)
     return {
         "instructions": request.instructions,
@@ -233,7 +233,7 @@ def echo_of(request: ResponsesRequest) -> Json:
 
 
 def _parsed(arguments: str) -> dict[str, JsonValue] | None:
-    """The arguments of a call; None: they are truncated."""
+    """Parse the arguments of a call. Returns None if they are truncated."""
     try:
         found: dict[str, JsonValue] = json.loads(arguments)
     except ValueError:

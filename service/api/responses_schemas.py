@@ -1,5 +1,5 @@
-"""The body of `POST /v1/responses`, and its tools as functions, which are what models call: a custom tool takes one
-string, and a tool of a namespace is called by both names."""
+"""Body of `POST /v1/responses`, and the conversion of its tools to functions, which models call: the function of a
+custom tool takes one string, and the function of a namespace's tool is named after both."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from service.text.chat_template import past_arguments
 
 
 class InputText(Body):
-    """Text of a message."""
+    """Text part of a message's content."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -62,13 +62,13 @@ class CallOutput(Body):
 
 
 class Reasoning(Body):
-    """A thought of an earlier turn; it is not sent to the model."""
+    """Reasoning of an earlier turn; it is not sent to the model."""
 
     type: Literal["reasoning"]
 
 
 class ItemReference(Body):
-    """An item of a stored response."""
+    """Reference to an item of a stored response."""
 
     type: Literal["item_reference"] | None = None
     id: str
@@ -78,7 +78,7 @@ _MAX_TYPE_CHARACTERS = 80  # longest unknown type that an error's message quotes
 
 
 def item_type(item: object) -> str:
-    """The type of an item; clients may leave it out of messages and references."""
+    """Return the type of an item, which clients may leave out of messages and references."""
     if not isinstance(item, dict):
         return "message"
     if item.get("type") is not None:
@@ -99,7 +99,7 @@ Item = Annotated[
 
 
 class TextFormat(StrictBody):
-    """The required form of the answer."""
+    """Required format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
@@ -126,13 +126,13 @@ class FunctionTool(Body):
 
 
 class AnyInput(StrictBody):
-    """Any text."""
+    """Format of a custom tool's input: any text."""
 
     type: Literal["text"]
 
 
 class GrammarInput(StrictBody):
-    """Text that a grammar describes."""
+    """Format of a custom tool's input: text that matches a grammar."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -177,7 +177,8 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""Contents that a response never has, so that nothing is left out. Log-probabilities of text are refused."""
+"""Values of `include` that have no effect, because responses never have these contents. Log-probabilities of text are
+refused."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -204,11 +205,11 @@ class ResponsesRequest(SamplingFields):
 
 
 INPUT = "input"
-"""The argument of a custom tool."""
+"""Name of the one argument of a custom tool's function."""
 
 
 class ToolName(NamedTuple):
-    """A tool of the client."""
+    """Name and kind of a client's tool."""
 
     name: str
     namespace: str | None
@@ -216,12 +217,13 @@ class ToolName(NamedTuple):
 
 
 def function_name(item: ToolName | ToolReference | PastCall | PastCustomCall) -> str:
-    """The name of the function that represents a tool."""
+    """Return the name of the function that represents a tool."""
     return item.name if item.namespace is None else f"{item.namespace}__{item.name}"
 
 
 def past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
-    """A call in the form of chat completions; `index`: of the item in the request. Raises InvalidRequest."""
+    """Convert a call to the format of chat completions. `index`: position of the item in the request. Raises
+    InvalidRequest."""
     if isinstance(item, PastCustomCall):
         arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
     else:
@@ -231,13 +233,13 @@ def past_call(item: PastCall | PastCustomCall, index: int) -> dict[str, Any]:
 
 
 class ClientTools:
-    """The tools of a request, as functions."""
+    """Tools of a request, converted to functions."""
 
     def __init__(self, tools: Sequence[FunctionTool | CustomTool | Namespace]) -> None:
         self.functions: list[dict[str, Any]] = []
-        """The tools in the form of chat completions."""
+        """The tools in the format of chat completions."""
         self.grammars: dict[str, str] = {}
-        """Lark grammars of custom inputs, by their paths in the request. They are not enforced: calls are JSON."""
+        """Lark grammars of custom inputs, by path in the request. They are not enforced, because calls are JSON."""
         self._tools: dict[str, ToolName] = {}
         self._paths: list[str] = []
         for index, tool in enumerate(tools):
@@ -248,11 +250,11 @@ class ClientTools:
                 self._add(tool, f"tools.{index}", None)
 
     def find(self, function: str) -> ToolName:
-        """The tool that this function represents."""
+        """Return the tool that this function represents."""
         return self._tools[function]
 
     def renamed(self, param: str) -> str:
-        """The path of a function's field as a path in the tools of this route."""
+        """Convert the path of a field in `functions` to its path in the tools of this route."""
         if not (found := re.match(r"tools\.(\d+)(\.function)?", param)):
             return param
         return self._paths[int(found[1])] + param[found.end() :]
@@ -274,7 +276,7 @@ class ClientTools:
         self._paths.append(path)
 
     def _input_of(self, tool: CustomTool, path: str) -> dict[str, Any]:
-        """The schema of a custom tool's arguments; a grammar in Lark is described to the model only."""
+        """Build the schema of a custom tool's arguments. A Lark grammar is described to the model, but not enforced."""
         text: dict[str, Any] = {"type": "string"}
         if isinstance(tool.format, GrammarInput) and tool.format.syntax == "regex":
             text["pattern"] = f"^(?:{tool.format.definition})$"

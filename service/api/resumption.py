@@ -1,11 +1,11 @@
-"""Resumed streams: what the id of an event holds, and which chunks a client has already received.
+"""Resume interrupted streams: what an event id contains, and which chunks a client has already received.
 
-An answer is a function of target, prompt, parameters and seed. The server therefore keeps nothing of a broken stream:
-it generates the answer again and leaves out what the client has. A position in a choice is a count of tokens and,
-within the tokens of one step, a count of chunks. The id of an event holds the positions, the number of events so far,
-digests of what must be the same again, and the identity of the answer; behind a `~` it holds the tokens that are new
-with this event, with their choice and first position. A client that returns these from all events in a row has the
-tokens verified instead of generated.
+An answer is a function of target, prompt, parameters and seed. The server therefore stores nothing of an interrupted
+stream: it generates the answer again and leaves out what the client has received. A position in a choice is a number of
+tokens and, within the tokens of one step, a number of chunks. An event id contains the positions, the number of events
+so far, digests of model and request, which must be unchanged, and the identity of the answer; after a `~` it contains
+the new tokens of this event, with their choice and first position. If a client returns the tokens of all events in a
+row, they are verified instead of generated.
 """
 
 import base64
@@ -38,10 +38,10 @@ _TOKENS = re.compile(r"(\d{1,9})@(\d{1,9}):(\d{1,9}(?:,\d{1,9})*)")
 
 
 class StreamPosition(NamedTuple):
-    """How much of one choice a client has received."""
+    """Part of one choice that a client has received."""
 
     tokens: int = 0  # tokens received completely
-    partial: int = 0  # further tokens, which came in several chunks
+    partial: int = 0  # further tokens, sent in several chunks of which some are missing
     chunks: int = 0  # number of these chunks received
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class StreamPosition(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """Hashes of what must be unchanged for an answer to be resumed."""
+    """Hashes that must be unchanged for an answer to be resumed."""
 
     model: bytes
     request: bytes
@@ -57,15 +57,15 @@ class Digests(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What a client has received of an answer."""
+    """Part of an answer that a client has received, as the client reports it."""
 
-    param: str  # the field or header that reports it
+    param: str  # field or header that the client sent
     positions: tuple[StreamPosition, ...]  # one per choice
     num_events: int = 0
     has_end: bool = False  # only the end of the stream is missing
-    origin: AnswerIdentity | None = None  # None: a bare count does not hold it
+    origin: AnswerIdentity | None = None  # None if the client sent bare token counts
     digests: Digests | None = None
-    tokens: tuple[tuple[int, ...], ...] = ()  # the first tokens of each choice, as far as the client returns them
+    tokens: tuple[tuple[int, ...], ...] = ()  # first tokens of each choice that the client returned
 
     def check(self, job: Job, digests: Digests) -> None:
         """Raise Conflict or InvalidRequest if the answer cannot be resumed with this job."""
@@ -82,15 +82,15 @@ class ResumePoint:
                 code="other_request",
             )
         if self.origin is None and len(job.requests) > 1 and job.requests[0].sampling.temperature:
-            message = f"'{self.param}' as counts goes with one prompt, for each has a seed: send the last event's id."
+            message = f"Counts in '{self.param}' work with a single prompt only: send the last event's id."
             raise InvalidRequest(message, param=self.param)
         if len(self.positions) != job.num_choices:
-            count = f"it counts tokens of {len(self.positions)} choices, and the request has {job.num_choices}"
+            count = f"it counts tokens of {len(self.positions)} choices, but the request has {job.num_choices}"
             raise InvalidRequest(f"Invalid value for '{self.param}': {count}.", param=self.param)
 
 
 def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
-    """The resume point in the field `resume_from` or the header `Last-Event-ID`; None: the stream begins.
+    """Return the resume point in the field `resume_from` or the header `Last-Event-ID`, or None if there is none.
     Raises InvalidRequest."""
     value, param = (header, HEADER) if body.resume_from is None else (body.resume_from, _FIELD)
     if value is None:
@@ -98,17 +98,18 @@ def resume_point(body: Completion, header: str | None) -> ResumePoint | None:
     if not body.stream:
         raise InvalidRequest(f"'{param}' is only allowed when 'stream' is true.", param=param)
     if body.speculation is not None and body.speculation.trace:
-        reason = "the steps of the first run cannot be repeated, so a trace cannot be resumed."
-        raise InvalidRequest(f"'speculation.trace' beside '{param}': {reason}", param="speculation.trace")
+        reason = f"cannot be combined with '{param}': the steps of the first run cannot be repeated."
+        raise InvalidRequest(f"'speculation.trace' {reason}", param="speculation.trace")
     if isinstance(value, str):
         return _parsed(value, param)
     if body.seed is None and body.temperature != 0:
-        raise InvalidRequest(f"'{param}' as a count needs the answer's 'seed'.", param="seed")
+        raise InvalidRequest(f"'{param}' as a token count needs the 'seed' of the answer.", param="seed")
     return ResumePoint(param, tuple(map(StreamPosition, [value] if isinstance(value, int) else value)))
 
 
 async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runtime: Runtime) -> tuple[Job, EventIds]:
-    """The job prepared for streaming, and the ids of its events. `sent`: the request's body. Raises RequestError."""
+    """Prepare a job for streaming. Returns it with the ids of its events. `sent`: the request's body. Raises
+    RequestError."""
     if job.requests[0].speculation.trace:
         return job, EventIds()
     digests = await runtime.off_loop(partial(_digests_of, job, sent, runtime.card.system_fingerprint))
@@ -121,15 +122,15 @@ async def resumable(job: Job, sent: BaseModel, resumed: ResumePoint | None, runt
 
 
 def _digests_of(job: Job, sent: BaseModel, system_fingerprint: str) -> Digests:
-    """Digests of the model and the request. Prompts are included, because a template may insert the time; fields that
-    only concern streaming are not."""
+    """Compute the digests of model and request. They cover the encoded prompts, because a template may insert the time,
+    but no fields that only concern streaming."""
     fields = sent.model_dump_json(exclude={"stream_options", _FIELD})
     prompts = [(list(request.prompt), request.sampling.max_tokens) for request in job.requests]
     return Digests(_digest(system_fingerprint), _digest(f"{type(sent).__name__} {prompts} {fields}"))
 
 
 class ResumableIds(EventIds):
-    """Events with the ids by which a stream is resumed, without those that its client has received."""
+    """Assigns the ids by which a stream can be resumed, and drops the events that the client has received."""
 
     def __init__(self, job: Job, digests: Digests, resumed: ResumePoint | None) -> None:
         self._job = job
@@ -138,11 +139,12 @@ class ResumableIds(EventIds):
         self._resumed = resumed or ResumePoint("", (StreamPosition(),) * job.num_choices)
         self.num_received = self._num_events = self._resumed.num_events
         self._positions = [StreamPosition() for _ in range(job.num_choices)]
-        self._held: dict[int, list[SequenceOutput]] = {}  # outputs whose chunks the client has in part, by choice
-        self._new_tokens: dict[int, list[int]] = {}  # tokens that no id has held yet, by choice
+        self._held: dict[int, list[SequenceOutput]] = {}  # outputs that the client has in part, by choice
+        self._new_tokens: dict[int, list[int]] = {}  # tokens not yet sent in an event id, by choice
 
     def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
-        """The events that are new to the client. Raises InvalidRequest if it claims more than the answer has."""
+        """Yield the events that are new to the client. Raises InvalidRequest if the client claims more tokens than the
+        answer has."""
         choice = self._job.choice_of(output)
         received, before = self._resumed.positions[choice], self._positions[choice].tokens
         held = [*self._held.pop(choice, ()), output]
@@ -172,13 +174,13 @@ class ResumableIds(EventIds):
         self._positions[choice] = StreamPosition(after)
 
     def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
-        """The new events after the last output."""
+        """Yield the new events after the last output."""
         for chunk in trailer:
             if not self._resumed.has_end:
                 yield chunk, f"{self._next_id()}.{_END}"
 
     def _next_id(self) -> str:
-        """The id of the next event, without its new tokens."""
+        """Return the id of the next event, without its new tokens."""
         self._num_events += 1
         # Some choices may not have been generated up to the client's position yet.
         positions = ",".join(map(str, map(max, self._positions, self._resumed.positions)))
@@ -186,7 +188,8 @@ class ResumableIds(EventIds):
 
 
 def _resumed(job: Job, resumed: ResumePoint) -> Job:
-    """The job with outputs cut where the client may have been cut off, and with the tokens that it returned."""
+    """Return the job with one output per token up to the client's position, and with the tokens that the client
+    returned."""
     counts = [position.tokens + position.partial for position in resumed.positions]
     requests = []
     for request in job.requests:
@@ -203,12 +206,12 @@ def _resumed(job: Job, resumed: ResumePoint) -> Job:
 
 
 def _encoded(choice: int, end: int, tokens: Sequence[int]) -> str:
-    """The part of an id that holds new tokens of a choice; `end`: the position after them."""
+    """Encode new tokens of a choice as the last part of an event id; `end`: the position after them."""
     return f"~{choice}@{end - len(tokens)}:{','.join(map(str, tokens))}" if tokens else ""
 
 
 def _parsed(event_id: str, param: str) -> ResumePoint:
-    """The resume point that an event id holds. Raises InvalidRequest."""
+    """Parse an event id. Raises InvalidRequest."""
     event_id, *tokens = event_id.split("~")
     head, positions, count, end = [*event_id.split(".", 3), "", "", ""][:4]
     matches = [_POSITION.fullmatch(position) for position in positions.split(",")]
@@ -218,7 +221,7 @@ def _parsed(event_id: str, param: str) -> ResumePoint:
     except (binascii.Error, struct.error, ValueError):
         matches = [None]
     if None in matches or None in runs or _COUNT.fullmatch(count) is None or end not in ("", _END):
-        raise InvalidRequest(f"Invalid value for '{param}': it is no id of this server's events.", param=param)
+        raise InvalidRequest(f"Invalid value for '{param}': it is not an event id of this server.", param=param)
     found = tuple(
         StreamPosition(*(int(number or 0) for number in match.groups())) for match in matches if match is not None
     )
@@ -228,7 +231,7 @@ def _parsed(event_id: str, param: str) -> ResumePoint:
 
 
 def _joined(num_choices: int, runs: Iterable[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """The first tokens of each choice: the runs (choice, start, tokens) without gaps."""
+    """Join runs (choice, start, tokens) to the first tokens of each choice; runs after a gap are left out."""
     known: list[list[int]] = [[] for _ in range(num_choices)]
     for choice, start, tokens in runs:
         if int(choice) < num_choices and int(start) == len(known[int(choice)]):

@@ -29,7 +29,7 @@ class StrictBody(Body):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """`stream_options` of OpenAI, with extensions of vLLM and of this server."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -38,7 +38,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Options of speculation; they change the speed of an answer, never its text."""
+    """Options of speculative decoding; they change the speed of an answer, never its text."""
 
     enabled: bool | None = None
     max_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -47,14 +47,14 @@ class Speculation(Body):
 
 
 class TextPart(Body):
-    """Text of a message."""
+    """Text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Body):
-    """A refusal in a message of the assistant."""
+    """Refusal in the content of an assistant message."""
 
     type: Literal["refusal"]
     refusal: str
@@ -75,7 +75,7 @@ class _HasText(Protocol):
 
 
 def text_of(content: str | Sequence[_HasText]) -> str:
-    """Content as one string. Parts are joined by line breaks, so that no word forms across a border."""
+    """Return content as one string. Parts are joined by line breaks, so that no word forms across two parts."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -87,14 +87,14 @@ class Prediction(Body):
 
 
 class FunctionCall(Body):
-    """Name and arguments of a call."""
+    """Name of a called function, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant."""
+    """Function call in an assistant message."""
 
     id: str
     type: Literal["function"]
@@ -109,13 +109,13 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same field under the name that newer servers use
+    reasoning: str | None = None  # alternative name of reasoning_content
     refusal: str | None = None
     tool_call_id: str | None = None
 
 
 class Function(Body):
-    """A function that the client runs."""
+    """Function that the client runs, with the schema of its arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -131,7 +131,7 @@ class ToolDefinition(Body):
 
 
 class ChosenFunction(Body):
-    """The name of a function."""
+    """Function named by a `ToolChoice`."""
 
     name: str
 
@@ -147,7 +147,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
 
 
 class JsonSchema(StrictBody):
-    """OpenAI's named schema."""
+    """The `json_schema` object of OpenAI's `response_format`: a schema with its name."""
 
     name: FunctionName
     description: str | None = None
@@ -156,7 +156,7 @@ class JsonSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """OpenAI's field; `schema` beside `json_object` is llama.cpp's."""
+    """OpenAI's `response_format`; `schema` with the type `json_object` is llama.cpp's extension."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -164,7 +164,7 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's field; exactly one of its constraints may be set."""
+    """vLLM's `structured_outputs`; exactly one of its constraints may be set."""
 
     json_: Annotated[str | dict[str, JsonValue] | None, Field(alias="json")] = None
     json_object: bool | None = None

@@ -19,7 +19,7 @@ MAX_REQUEST_BYTES = 4 * 1024**2
 _MAX_LOGGED_NAMES = 256
 _MAX_NAME_CHARACTERS = 128
 _KEY_BYTES = 32
-_NAMING = b"names of clients"  # no message that is signed with the same secret begins like this
+_NAMING = b"names of clients"  # no other message that is signed with the secret begins like this
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,12 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     max_request_bytes: int = MAX_REQUEST_BYTES
     release_seconds: float | None = None  # seconds between two tokens of a choice; None: as steps produce them
-    allowed_hosts: frozenset[str] | None = None  # names beside this machine's own; None: any
+    allowed_hosts: frozenset[str] | None = None  # names besides this machine's own; None: any
     cors_origins: tuple[str, ...] = ()  # origins of web pages whose scripts are admitted
     separate_names: bool = False  # setting `prefix_cache: per_client`
     control_in_prompts: bool = True  # setting `raw_prompts: special`
-    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)  # hashes scopes
+    # key of the hash that replaces API keys, user names and addresses in scopes
+    naming_key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Server:
 
     runtime: Runtime
     settings: ApiSettings
-    _seen: set[str] = field(default_factory=set)  # names that were logged, a bounded number
+    _seen: set[str] = field(default_factory=set)  # names that were logged; limited in number
 
     def note_ignored(self, name: str) -> None:
         """Log an unknown request field, once per name."""
@@ -54,7 +55,7 @@ class Server:
 
     def note_relaxed(self, path: str) -> None:
         """Log a part of a function's schema that is not enforced, once per path."""
-        self._note("%r is not enforced, because no grammar can express it; 'strict': true refuses it", path)
+        self._note("%r is not enforced, because no grammar can express it; with 'strict': true it is refused", path)
 
     def _note(self, message: str, name: str) -> None:
         name = name[:_MAX_NAME_CHARACTERS]
@@ -63,8 +64,8 @@ class Server:
             logger.warning(message, name)
 
     def scope_of(self, request: Request, user: str | None = None) -> Scope:
-        """Scope of a request's sender: the key that the middleware has checked, and a name: `user` (the request's
-        `safety_identifier`, else its `user`), or else the address."""
+        """Return the scope of a request's sender: the API key, which the middleware has checked, and a name: `user`
+        (the request's `safety_identifier`, else its `user`), or without it the address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         assert tenant is not None or not self.settings.tenants, "the middleware admits no request without a key"
         account = self.account_of(request)
@@ -77,7 +78,7 @@ class Server:
         )
 
     def account_of(self, request: Request) -> str:
-        """Hashed account of a request: its API key, or else its network address."""
+        """Return the hashed account of a request: its API key, or without one its network address."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         return self._hash(_address_of(request) if tenant is None else f"key:{tenant.digest.hex()}")
 
@@ -90,8 +91,8 @@ def _address_of(request: Request) -> str:
 
 
 def network_of(host: str) -> str:
-    """The network of an address that one client has to itself: a whole /64 of IPv6, whose addresses it may use at
-    will."""
+    """Return the network that one client has to itself: an IPv4 address, or the /64 of an IPv6 address, all of which
+    the client may use."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a host name
@@ -101,6 +102,6 @@ def network_of(host: str) -> str:
 
 
 def naming_key(secret: bytes | None) -> bytes:
-    """The 32-byte key that hashes scopes. With a secret it is the same over restarts and in all replicas, of which one
-    counts the queries of all. Without one it is random, for this process only."""
+    """Return the 32-byte key that hashes scopes. With a secret it is the same across restarts and replicas, so that one
+    replica can count the queries of all. Without a secret it is random, for this process only."""
     return secrets.token_bytes(_KEY_BYTES) if secret is None else hmac.digest(secret, _NAMING, "sha256")

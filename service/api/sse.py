@@ -1,7 +1,7 @@
-"""How answers leave the server: as server-sent events with pings or whole, as steps produce them or at a constant rate
-in events of one size, which hide what speculation did. A client that goes away ends its request.
+"""Send answers: whole, or as server-sent events with pings. Events are sent as steps produce them, or at a constant
+rate and in one size, which hides what speculation did. A request ends when its client goes away.
 
-One task sends, so a client that reads slowly delays only itself.
+Each stream is sent by its own task, so that a client that reads slowly delays only itself.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Chunk = Mapping[str, JsonValue]
 Event = tuple[Chunk, str | None]
-"""A chunk and its event id, if it has one."""
+"""A chunk and its event id, or None without ids."""
 
 PING = b": ping\n"
-"""A comment without the empty line that ends an event: OpenAI's client would take that for an empty event."""
+"""A comment without the empty line that ends an event, because OpenAI's client would read it as an empty event."""
 PING_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
 EVENT_BYTES = 1024
@@ -44,13 +44,13 @@ _OBFUSCATION = "obfuscation"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """How one answer is released to its client."""
+    """Rate and padding at which one answer is sent to its client."""
 
-    seconds: float | None = None  # between two events; None: as steps produce them
+    seconds: float | None = None  # time between two events; None: as steps produce them
     pads: bool = False  # pad events to one size
 
     def apply(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with one output per token if the release hides steps."""
+        """Return the request, with one output per token if the release hides steps."""
         return request if self.seconds is None else replace(request, single_token_outputs=request.sampling.max_tokens)
 
 
@@ -58,7 +58,8 @@ IMMEDIATE = Release()
 
 
 def release_of(body: CompletionFields, *, choices: int, server_seconds: float | None) -> Release:
-    """The slower release of server and request. Raises InvalidRequest for fields that would undo it."""
+    """Combine the release settings of server and request: the slower rate applies. Raises InvalidRequest for fields
+    that would reveal what it hides."""
     options = body.stream_options
     requested = None if options is None else options.release_seconds
     pads = None if options is None else options.include_obfuscation
@@ -66,28 +67,28 @@ def release_of(body: CompletionFields, *, choices: int, server_seconds: float | 
     if seconds is None:
         return Release(pads=pads is True)
     if pads is False:
-        message = "Tokens leave at a constant rate here, in events of one size: 'include_obfuscation' cannot be false."
+        message = "Tokens are sent at a constant rate, in events of one size: 'include_obfuscation' cannot be false."
         raise InvalidRequest(message, param="stream_options.include_obfuscation")
     for name in ("trace", "detailed"):
         if body.speculation is not None and getattr(body.speculation, name):
-            message = f"Tokens leave at a constant rate: 'speculation.{name}' would reveal what steps did."
+            message = f"Tokens are sent at a constant rate: 'speculation.{name}' would reveal what steps did."
             raise InvalidRequest(message, param=f"speculation.{name}")
     return Release(max(seconds / choices, LEAST_RELEASE_SECONDS), pads=True)
 
 
 def _padding(size: int) -> str:
-    """Incompressible characters that fill an event of `size` bytes up to the padded size."""
+    """Return incompressible characters that fill an event of `size` bytes up to the padded size."""
     missing = -size % EVENT_BYTES
     return secrets.token_urlsafe(missing)[:missing]
 
 
 def padded(lines: bytes) -> bytes:
-    """An event, or nothing, behind a comment that pads it."""
+    """Return an event, or no event, after a comment that pads it."""
     return b": %s\n" % _padding(len(b": \n" + lines)).encode() + lines
 
 
 async def at_constant_rate(frames: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yield one frame per tick; where none is ready, a comment of the same size."""
+    """Yield one frame per tick of `seconds`, or a comment of the same size if no frame is ready."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Queue[bytes | None] = asyncio.Queue(1)
     reading = loop.create_task(_read(frames, ready))
@@ -113,40 +114,41 @@ async def _read(frames: AsyncGenerator[bytes, None], ready: asyncio.Queue[bytes 
 
 
 class StreamForm(Protocol):
-    """The chunk format of one route."""
+    """Chunk format of one route."""
 
     def chunks(self, output: SequenceOutput) -> Iterator[Chunk]:
-        """The chunks of one engine output."""
+        """Return the chunks of one engine output."""
 
     def trailer(self) -> Iterator[Chunk]:
-        """The chunks after the last output."""
+        """Return the chunks after the last output."""
 
     def failure(self, error: RequestError) -> Chunk:
-        """The chunk that ends a failed stream."""
+        """Return the chunk that ends a failed stream."""
 
     def numbered(self, chunk: Chunk, number: int) -> Chunk:
-        """The chunk with its sequence number, if the route reports one."""
+        """Return the chunk with its sequence number, if the route reports one."""
 
 
 class EventIds:
-    """Gives a stream's events their ids, and drops those that the client has already received; here there are none."""
+    """Assigns ids to the events of a stream, and drops events that the client has already received. This base class
+    assigns no ids and drops nothing."""
 
     num_received = 0
     """Number of events that the client received before the stream was resumed."""
 
     def events(self, output: SequenceOutput, form: StreamForm) -> Iterator[Event]:
-        """The new events of one engine output."""
+        """Return the new events of one engine output."""
         return ((chunk, None) for chunk in form.chunks(output))
 
     def at_end(self, trailer: Iterator[Chunk]) -> Iterator[Event]:
-        """The new events after the last output."""
+        """Return the new events after the last output."""
         return ((chunk, None) for chunk in trailer)
 
 
 async def events(
     stream: OutputStream, form: StreamForm, ids: EventIds, *, done: bytes = DONE, pads: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of a stream. The status line has been sent, so an error becomes an event."""
+    """Yield the frames of a stream. As the status line has been sent, an error becomes an event."""
     numbers = count(ids.num_received)
 
     def framed(chunk: Chunk, event_id: str | None = None) -> bytes:
@@ -185,7 +187,8 @@ def _json(payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as they come, and a ping after a silence; always exits the context `outputs`."""
+    """Response that sends frames as they become ready, and a ping after `ping_seconds` without one. Always exits the
+    context `outputs`."""
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class EventStream(StreamingResponse):
 
 
 async def collect(request: Request, stream: OutputStream, release: Release) -> list[SequenceOutput]:
-    """All outputs of a stream, which is always closed, at once if the client goes away."""
+    """Collect all outputs of a stream. It is always closed, and at once if the client goes away."""
     with stream:
         return await unless_client_gone(request.receive, _all(stream, release))
 
@@ -250,7 +253,7 @@ async def _all(stream: OutputStream, release: Release) -> list[SequenceOutput]:
 
 
 def json_response(payload: Chunk, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
-    """An unstreamed answer."""
+    """Build a JSON response."""
     return Response(_json(payload), status, headers, media_type="application/json")
 
 

@@ -35,7 +35,7 @@ _STRUCTURED = {name: name.rstrip("_") for name in ("json_", "json_object", "rege
 
 
 class Constraint(NamedTuple):
-    """Constraint, with the request field that sets it."""
+    """Constraint on the answer's text, with the request field that sets it."""
 
     param: str
     kind: GrammarKind
@@ -43,10 +43,10 @@ class Constraint(NamedTuple):
 
 
 class AnswerForm(NamedTuple):
-    """Form of an answer: reasoning, function calls, constraint on the text. None: not present."""
+    """Parts of an answer: reasoning, function calls, text and its constraint. A part that is absent is None."""
 
     calling: Calling | None
-    functions: Sequence[Function]  # all functions of the request, each of which is checked
+    functions: Sequence[Function]  # all functions of the request; all their schemas are checked
     chosen: str | None  # name of the only function that the answer may call
     constraint: Constraint | None
     described: Mapping[str, str]  # Lark grammars by path, checked but not enforced
@@ -59,21 +59,21 @@ class AnswerForm(NamedTuple):
 
     @property
     def tags(self) -> list[str]:
-        """Strings that separate the parts of an answer."""
+        """Strings that mark the parts of an answer."""
         calls = [] if self.calling is None else [self.calling.form.trigger]
         return calls if self.thinking is None else [*calls, BEGIN, END]
 
 
 class CompiledForm(NamedTuple):
-    """Grammar of an answer (None: unconstrained), and paths of the request that it does not enforce."""
+    """Grammar of an answer, or None if it is unconstrained, and the paths of constraints that it does not enforce."""
 
     grammar: Grammar | None
     relaxed: tuple[str, ...]
 
 
 def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: Mapping[str, str]) -> AnswerForm:
-    """Read the form of an answer from the request, except for reasoning. Raises InvalidRequest for conflicting
-    constraints."""
+    """Return the form of an answer as the request describes it, without reasoning. Raises InvalidRequest for
+    conflicting constraints."""
     functions, chosen, calling = list[Function](), None, None
     if isinstance(body, ChatCompletionRequest):
         functions, chosen = _functions(body), _chosen(body)
@@ -132,7 +132,8 @@ def _named_errors(param: str) -> Iterator[None]:
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:
-    """Functions that the answer may call. Raises InvalidRequest for duplicate names."""
+    """Return the functions that the answer may call. Raises InvalidRequest for duplicate names, and for `tool_choice`
+    without `tools`."""
     if body.tools is None and body.tool_choice not in (None, "none"):
         raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
     functions = [tool.function for tool in body.callable_tools]
@@ -145,7 +146,8 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
 
 
 def _chosen(body: ChatCompletionRequest) -> str | None:
-    """Function that `tool_choice` names. Raises InvalidRequest if `tools` lacks it."""
+    """Return the name of the function in `tool_choice`, or None. Raises InvalidRequest if `tools` lacks the
+    function."""
     if not isinstance(body.tool_choice, ToolChoice):
         return None
     name = body.tool_choice.function.name
@@ -155,7 +157,7 @@ def _chosen(body: ChatCompletionRequest) -> str | None:
 
 
 def _calling(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Calling:
-    """Call syntax and rules for the answer."""
+    """Return the call syntax and rules for the answer."""
     traits, choice = tokenizer.traits(with_tools=True), body.tool_choice
     parallel = traits.calls != "one" if body.parallel_tool_calls is None else body.parallel_tool_calls
     return Calling(
@@ -167,7 +169,8 @@ def _calling(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Calling:
 
 
 def _constraints(body: CompletionFields) -> Iterator[Constraint]:
-    """All constraints that a request sets, by any field. Raises InvalidRequest for a schema that is not valid JSON."""
+    """Yield all constraints that a request sets, by any field. Raises InvalidRequest for a schema that is not valid
+    JSON."""
     structured = body.structured_outputs or StructuredOutputs()
     if body.structured_outputs is not None and not any(getattr(structured, name) for name in _STRUCTURED):
         message = f"'structured_outputs' must have one of {', '.join(_STRUCTURED.values())}."
@@ -195,7 +198,7 @@ def _constraints(body: CompletionFields) -> Iterator[Constraint]:
 
 
 def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, JsonValue]]:
-    """Constraints of `response_format`."""
+    """Yield the constraints of `response_format`."""
     if form is None:
         return
     named = None if form.json_schema is None else form.json_schema.schema_ or _ANY_OBJECT

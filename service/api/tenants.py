@@ -1,9 +1,9 @@
 """API keys and their limits: admission, reservation of tokens, and refusals.
 
-Limits per minute are buckets that refill; a calendar month is counted in a file that survives restarts. The file is
-written every two seconds while tokens are used, and at the end. A killed process therefore loses the counts since the
-last write, and the tokens of its running answers. Everything here runs on the event loop and counts the requests of
-this process only.
+Limits per minute are buckets that refill; the tokens of a calendar month are counted in a file that survives restarts.
+The file is written every two seconds while tokens are used, and at shutdown. A killed process therefore loses the
+counts since the last write, and the tokens of its running answers. Everything here runs on the event loop and counts
+the requests of this process only.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 BUDGETS_FILE = "budgets.json"
 SAVE_SECONDS = 2.0
 
-Clock = Callable[[], float]  # seconds, from any beginning
+Clock = Callable[[], float]  # seconds since an arbitrary time
 
 _CODE, _QUOTA_CODE = "rate_limit_exceeded", "insufficient_quota"
 _SOON_SECONDS = 1  # retry delay after which running requests may have released their reservations
@@ -40,7 +40,7 @@ _SLACK = 1e-6  # rounding error of summed refills
 
 
 class _Limit(ABC):
-    """A limit, and the sum reserved by running requests."""
+    """Base of the limits of an API key. Running requests reserve parts of a limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -52,12 +52,12 @@ class _Limit(ABC):
         """The amount that can be reserved now."""
 
     def reserve(self, amount: int) -> None:
-        """Set aside the most that a request may use; the caller has checked that it remains."""
+        """Reserve the most that a request may use; the caller has checked that `remaining` covers it."""
         assert amount <= self.remaining, "the caller checks"
         self._reserved += amount
 
     def release(self, amount: int) -> None:
-        """Give back an unused part of a reservation."""
+        """Release the unused part of a reservation."""
         self._reserved -= amount
 
 
@@ -95,7 +95,7 @@ class PerMinute(_Limit):
         return max(0.0, amount - self._free() - _SLACK) * _MINUTE_SECONDS / self.limit
 
     def use(self, amount: int, *, reserved: int) -> None:
-        """Use an amount, of which so much was reserved."""
+        """Charge an amount, of which `reserved` was reserved."""
         self._refill()
         self._reserved -= reserved
         self._level -= amount
@@ -121,7 +121,7 @@ class MonthlyUse:
     """Tokens used by each account in this calendar month (UTC). Used on the event loop only."""
 
     def __init__(self, folder: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-        """Read the counts of an earlier process. Raises StartupError if that fails, or another server has the file."""
+        """Read the counts of an earlier process. Raises StartupError if that fails or another server uses the file."""
         self._now = now
         self._file = folder / BUDGETS_FILE
         try:
@@ -129,7 +129,7 @@ class MonthlyUse:
             self._lock = lock(self._file.with_suffix(".lock"))
             saved = _read(self._file)
         except BlockingIOError:
-            message = f"another server keeps its budgets in {folder}; give this one a state_dir of its own"
+            message = f"another server keeps its budgets in {folder}; give this one its own state_dir"
             raise StartupError(message) from None
         except OSError as error:
             raise StartupError(f"budgets cannot be kept in {folder}: {error}; change state_dir") from error
@@ -138,7 +138,7 @@ class MonthlyUse:
         self._write_failed = False  # the last write failed, and this was logged
 
     def of(self, account: str) -> int:
-        """Tokens that an account has used."""
+        """Return the tokens that an account has used this month."""
         self._start_month()
         return self._used.get(account, 0)
 
@@ -150,7 +150,7 @@ class MonthlyUse:
 
     @property
     def next_month(self) -> tuple[str, float]:
-        """The start of the next month as text, and the seconds until then."""
+        """Start of the next month as text, and the seconds until then."""
         now = self._now()
         begins = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
         return f"{begins:%Y-%m-%dT%H:%M:%SZ}", (begins - now).total_seconds()
@@ -183,7 +183,7 @@ class MonthlyUse:
             await asyncio.to_thread(replace_file, self._file, data)  # a slow disk must not delay the streams
         except OSError as error:
             if not self._write_failed:
-                logger.error("budgets are counted but cannot be written to %s: %s", self._file, error)
+                logger.error("cannot write token budgets to %s: %s; a restart would lose the counts", self._file, error)
             self._changed = self._write_failed = True
         else:
             self._write_failed = False
@@ -214,13 +214,13 @@ class PerMonth(_Limit):
         return max(0, self.limit - self.used - self._reserved)
 
     def use(self, amount: int, *, reserved: int) -> None:
-        """Use an amount, of which so much was reserved."""
+        """Charge an amount, of which `reserved` was reserved."""
         self._reserved -= reserved
         self.months.add(self._account, amount)
 
 
 def duration(seconds: float) -> str:
-    """A duration in the form of OpenAI's headers, rounded up: `0s`, `12ms`, `1s`, `8.64s`, `6m0s`, `1h0m5.5s`."""
+    """Format a duration as in OpenAI's headers, rounded up: `0s`, `12ms`, `1s`, `8.64s`, `6m0s`, `1h0m5.5s`."""
     milliseconds = math.ceil(seconds * 1000 - _SLACK)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds > 0 else "0s"
@@ -237,12 +237,12 @@ def _read(file: Path) -> _Saved | None:
         return _Saved.model_validate_json(file.read_bytes())
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
-        message = f"the budgets in {file} cannot be read: {reason}; remove the file to begin this month with none used"
+        message = f"the budgets in {file} cannot be read: {reason}; remove the file to count this month again from 0"
         raise StartupError(message) from error
 
 
 class Tenant:
-    """One API key with its limits and its use."""
+    """API key with its limits and its current use."""
 
     def __init__(self, key: ApiKey, use: MonthlyUse | None, *, clock: Clock) -> None:
         self.digest = digest_in(key.key)
@@ -257,12 +257,13 @@ class Tenant:
 
     @property
     def _account(self) -> str:
-        """The name under which the budget is stored: a hash of the hash, which no client can send as a key."""
+        """Name under which the budget is stored: the key's name, or a hash of its hash, which no client can send as a
+        key."""
         return self.name or "sha256:" + hashlib.sha256(self.digest).hexdigest()[:16]
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers `x-ratelimit-*` of the limits per minute."""
+        """Response headers `x-ratelimit-*` for the limits per minute."""
         found: dict[str, str] = {}
         for name, limit in (("requests", self._requests), ("tokens", self._tokens)):
             if limit is not None:
@@ -272,7 +273,7 @@ class Tenant:
         return found
 
     def admit(self) -> "AdmittedRequest":
-        """Count a request of this key until its `end`. Raises RequestLimit."""
+        """Admit a request of this key; it counts as running until its `end`. Raises RequestLimit."""
         if self.max_concurrent is not None and self.num_running >= self.max_concurrent:
             what = f"concurrent requests: Limit {self.max_concurrent}, Running {self.num_running}, Requested 1"
             raise self._refusal("concurrency", RequestLimit, what, _SOON_SECONDS)
@@ -286,17 +287,17 @@ class Tenant:
         return AdmittedRequest(self)
 
     def _refusal(self, reason: str, error: type[RequestError], what: str, wait_seconds: float) -> RequestError:
-        """Count a refusal after which a retry may succeed. # -> its error"""
+        """Count a refusal after which a retry may succeed, and return its error."""
         self.refused[reason] += 1
         wait = _whole(wait_seconds)
         message = f"Rate limit reached for this API key on {what}. Please try again in {duration(wait)}."
         return error(message, code=_CODE, retry_after_seconds=wait)
 
     def reserve(self, prompts: int, answers: int, *, param: str) -> "dict[PerMinute | PerMonth, int]":
-        """Reserve the most tokens that a request may use, per minute at most the whole limit: answers are seldom as
-        long as they may be. Raises InvalidRequest for what can never fit, naming `param`, the field that bounds the
-        answer's length, where that would help; TokenLimit or QuotaUsedUp if it does not fit now. # -> the reservation,
-        by limit"""
+        """Reserve the most tokens that a request may use, but per minute at most the whole limit, because answers are
+        seldom as long as they may be. Returns the reserved tokens by limit. Raises InvalidRequest if the request can
+        never fit, naming `param`, the field that bounds the answer's length, if lowering it would help; TokenLimit or
+        QuotaUsedUp if it does not fit now."""
         # 400, not 429: clients repeat a 429, and this request could never be admitted.
         tokens, found = prompts + answers, dict[PerMinute | PerMonth, int]()
         if (budget := self._budget) is not None:
@@ -332,12 +333,12 @@ class Tenant:
             return self._refusal("budget", TokenLimit, what, _SOON_SECONDS)
         self.refused["budget"] += 1
         begins, wait = budget.months.next_month
-        message = f"You exceeded your current quota on {what}. It begins anew at {begins}."
+        message = f"You exceeded your current quota on {what}. It resets at {begins}."
         return QuotaUsedUp(message, code=_QUOTA_CODE, retry_after_seconds=_whole(wait))
 
 
 class AdmittedRequest:
-    """One request of a key, and the tokens that it has reserved until it ends."""
+    """Running request of a key, with the tokens that it has reserved."""
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant = tenant
@@ -355,7 +356,7 @@ class AdmittedRequest:
             limit.use(tokens, reserved=covered)
 
     def release(self) -> None:
-        """Release the unused reservation; may be called again."""
+        """Release the unused reservation; may be called repeatedly."""
         for limit, left in self._reserved.items():
             limit.release(left)
             self._reserved[limit] = 0
@@ -370,7 +371,7 @@ class Tenants:
     """All API keys of this server."""
 
     def __init__(self, keys: Sequence[ApiKey], folder: Path, *, clock: Clock = time.monotonic) -> None:
-        """`folder`: holds the file of used budgets. Raises StartupError when it cannot be used."""
+        """`folder`: holds the file of used budgets. Raises StartupError if the file cannot be used."""
         self._use = MonthlyUse(folder) if any(key.budget_tokens is not None for key in keys) else None
         self._all = [Tenant(key, self._use, clock=clock) for key in keys]
 
@@ -379,12 +380,13 @@ class Tenants:
         return bool(self._all)
 
     def find(self, digest: bytes) -> Tenant | None:
-        """The key with this digest. All are compared, so that the time taken does not reveal a near match."""
+        """Return the tenant whose key has this digest, or None. All keys are compared, so that the time taken does not
+        reveal a near match."""
         found = [tenant for tenant in self._all if is_same(digest, tenant.digest)]
         return found[0] if found else None
 
     def refusals(self) -> Mapping[str, int]:
-        """Number of refused requests by `reason:name of the key`."""
+        """Return the number of refused requests by `reason:name of the key`."""
         found: Counter[str] = Counter()
         for tenant in self._all:
             found.update({f"{reason}:{tenant.name}": count for reason, count in tenant.refused.items()})

@@ -1,8 +1,9 @@
-"""The live page: `GET /` and the files of the page, and `GET /adaptree/feed`, the server-sent events that it shows.
+"""Live page: `GET /` and the page's files, and the server-sent events that the page shows, `GET /adaptree/feed`.
 
-The content policy lets the page reach this server only. Its files hold no secrets and need no key; the routes that it
-reads check keys themselves. The feed begins with the last minutes and continues with one moment per second. One clock
-serves all readers. Each takes the newest moment when it is ready, so that a slow reader skips some and delays no other.
+The content security policy lets the page reach this server only. The files hold no secrets and need no key; the routes
+that the page reads check keys themselves. The feed begins with the history of the last minutes and continues with one
+sample per second. One clock serves all readers; each reader gets the newest sample when it is ready for one, so that a
+slow reader skips samples and delays no other reader.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ _HEADERS: Final = {
 
 
 def page_router() -> APIRouter:
-    """The routes of the page's files."""
+    """Build the router of the page's files."""
     paths = {"/" if name == _START else _FOLDER + name: name for name in _FILES}
     return APIRouter(routes=[_route(path, name) for path, name in paths.items()])
 
@@ -67,7 +68,7 @@ def _route(path: str, name: str) -> Route:
 
 
 class Feed:
-    """A clock that publishes a moment per tick to all readers."""
+    """Publishes a sample of the live figures to all readers, once per tick."""
 
     def __init__(self, live: Live, runtime: Runtime, *, tick_seconds: float = _TICK_SECONDS) -> None:
         self._live = live
@@ -76,7 +77,7 @@ class Feed:
         self._changed = asyncio.Condition()
         self._number = 0
         self._frame = b""
-        self._ends = False  # whether this frame is the last one
+        self._ends = False  # whether `_frame` is the last one
         self._num_readers = 0
         self._status_query: asyncio.Task[None] | None = None
 
@@ -93,7 +94,8 @@ class Feed:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The frames for one reader, until the server drains, which waits for open connections."""
+        """Yield the frames for one reader: the history, then each new sample. Ends when the server drains, because
+        draining waits for open connections."""
         seen = self._number
         self._num_readers += 1
         try:
@@ -113,7 +115,7 @@ class Feed:
             await asyncio.sleep(self._tick_seconds)
             if self._num_readers or not self._live.is_quiet:
                 self._query_learning()
-            # No await in this block: a reader must not find a moment in the past and then receive it again.
+            # No await in this block: a reader must not get the same sample in the history and again as a new frame.
             async with self._changed:
                 moment = pydantic_core.to_jsonable_python(self._live.tick())
                 state = self._runtime.state
@@ -122,7 +124,7 @@ class Feed:
                 self._changed.notify_all()
 
     def _query_learning(self) -> None:
-        """Query the state of learning, unless the last query is still waiting for an update."""
+        """Start to read the status of learning, unless the previous query is still waiting for an update."""
         if self._status_query is None or self._status_query.done():
             self._status_query = asyncio.create_task(self._observe_learning())
 
@@ -132,11 +134,11 @@ class Feed:
         except RequestError:
             return  # learning is off, not started or stopped
         except Exception:
-            logger.exception("the state of learning could not be read")
+            logger.exception("could not read the status of learning for the live feed")
 
 
 def feed_router(feed: Feed) -> APIRouter:
-    """The route of the feed."""
+    """Build the router of the feed."""
     router = APIRouter()
 
     @router.get(FEED_PATH)

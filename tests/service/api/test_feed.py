@@ -98,7 +98,7 @@ async def test_learning_that_breaks_leaves_the_feed_running(caplog: pytest.LogCa
         frames = feed.frames()
         for _ in range(4):
             await next_of(frames)
-    assert "the state of learning could not be read" in caplog.text
+    assert "could not read the status of learning" in caplog.text
 
 
 async def test_a_slow_reader_gets_the_newest_and_delays_no_one() -> None:

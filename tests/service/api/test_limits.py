@@ -131,7 +131,7 @@ async def test_a_damaged_file_stops_the_start(tmp_path: Path, text: str) -> None
 
 async def test_two_servers_cannot_keep_one_file(tmp_path: Path) -> None:
     async with MonthlyUse(tmp_path).kept():
-        with pytest.raises(StartupError, match="give this one a state_dir of its own"):
+        with pytest.raises(StartupError, match="give this one its own state_dir"):
             MonthlyUse(tmp_path)
     async with MonthlyUse(tmp_path).kept():
         pass

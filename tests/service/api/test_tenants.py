@@ -244,7 +244,7 @@ async def test_a_budget_is_used_up_and_outlives_the_server(tmp_path: Path) -> No
         refused = await client.post(TEXT, json={**PROMPT, "max_tokens": 4})
         error = error_of(refused)
         assert (refused.status_code, error["type"], error["code"]) == (429, "insufficient_quota", "insufficient_quota")
-        assert "tokens per month: Limit 24, Used 16, Requested 9. It begins anew at 20" in error["message"]
+        assert "tokens per month: Limit 24, Used 16, Requested 9. It resets at 20" in error["message"]
         assert int(refused.headers["retry-after"]) >= 1
         refused = await client.post(TEXT, json={**PROMPT, "max_tokens": 20})
         assert (refused.status_code, "limited to 24 tokens per month" in error_of(refused)["message"]) == (400, True)
