@@ -1,4 +1,4 @@
-"""API keys of the configuration with their limits. Only hashes of keys are kept."""
+"""API keys of the configuration with their limits. Only hashes of the keys are stored."""
 
 import hashlib
 import hmac
@@ -24,7 +24,7 @@ _MAX_LIMIT = 10**12
 
 
 def digest_of(key: bytes) -> bytes:
-    """The SHA-256 hash of a key."""
+    """Return the SHA-256 hash of a key."""
     return hashlib.sha256(key).digest()  # not a slow hash: keys are drawn at random, and every request would pay
 
 
@@ -34,7 +34,7 @@ def is_same(digest: bytes, other: bytes) -> bool:
 
 
 def _hashed(key: SecretStr) -> SecretStr:
-    """`sha256:HEX` of a key, which may be given in this form already. Raises ValueError."""
+    """Convert a key to `sha256:HEX`, unless it is given in this form already. Raises ValueError."""
     text = key.get_secret_value()
     if text.startswith(_HASHED):
         if not _HASH.fullmatch(text.lower()):
@@ -52,7 +52,7 @@ KeyHash = Annotated[SecretStr, AfterValidator(_hashed)]
 
 
 def digest_in(key: SecretStr) -> bytes:
-    """The hash in a `KeyHash`, as bytes."""
+    """Return the hash in a `KeyHash`, as bytes."""
     return bytes.fromhex(key.get_secret_value().removeprefix(_HASHED))
 
 
@@ -60,7 +60,7 @@ Amount = Annotated[int | None, Field(ge=1, le=_MAX_LIMIT, strict=True)]
 
 
 class ApiKey(BaseModel):
-    """An API key and its limits; None: unlimited. A key without limits may be given as a string."""
+    """API key and its limits; a limit of None is unlimited. A key without limits may be given as a string."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 

@@ -1,5 +1,5 @@
 """Builds an engine from the settings; no other module unpacks the configuration. The server, the benchmarks and the
-checks all use it, so that measurements are of the engine that serves."""
+checks all use it, so that they measure the engine that serves."""
 
 import hashlib
 import importlib.util
@@ -56,7 +56,7 @@ NO_KERNELS = "none compiled for this processor: install the wheel, or g++ and ru
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A loaded target with its tokenizer, from which engines are made."""
+    """Loaded target with its tokenizer and limits, from which engines are made."""
 
     config: ServiceConfig
     loaded: LoadedModel
@@ -108,8 +108,8 @@ class Assembly:
         learning: LearningHooks | None = None,
         ledger: RegretLedger | None = None,
     ) -> Engine:
-        """An idle engine as configured; arguments replace its drafter, budget policy, limits or ledger. `learning`:
-        receives finished queries."""
+        """Build an idle engine as configured; arguments replace its drafter, budget policy, limits or ledger.
+        `learning`: receives finished queries."""
         ledger = ledger or RegretLedger()
         with memory_for("captured steps", "lower kv_cache"):
             return Engine(
@@ -123,14 +123,14 @@ class Assembly:
             )
 
     def _policy(self, ledger: RegretLedger) -> Budget:
-        """A budget by measured costs, or a fixed one where nothing was measured."""
+        """Build a budget policy by measured costs, or a fixed one if nothing was measured."""
         costs = self.costs
         return FixedBudget(self.limits.max_budget) if costs is None else CostBudget(costs.verify, costs.drafts, ledger)
 
 
 def assemble(config: ServiceConfig, *, graphs: bool | None = None) -> Assembly:
     """Load the model, check its numerics and measure its costs. `graphs`: whether decoding is captured in CUDA graphs,
-    which changes no text; None: on a GPU. Raises StartupError naming the setting to change."""
+    which changes no text; by default on a GPU. Raises StartupError naming the setting to change."""
     use_threads(config.num_threads)
     check_writable(config.state_dir)
     device = device_of(config.device)
@@ -183,14 +183,14 @@ def load_target(config: ServiceConfig, device: torch.device, dtype: torch.dtype 
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where there are kernels for the device, which halves what every step reads; else fp32."""
+    """Return bf16 if the device has kernels for it, which halves the bytes that every step reads; otherwise fp32."""
     return torch.bfloat16 if device.type == "cuda" or library.variant() else torch.float32
 
 
 def _draft_model(
     config: ServiceConfig, drafter_name: str, loaded: LoadedModel, limits: EngineLimits
 ) -> DraftModel | None:
-    """The language model that drafts, if the drafter is one."""
+    """Load the language model that drafts. Returns None if the drafter has none."""
     if "model" not in drafter_needs(drafter_name):
         return None
     name = str(config.drafter_path)
@@ -209,7 +209,7 @@ def _target(
     *,
     captures: bool,
 ) -> Target:
-    """The target with its pool of keys and values; on a GPU, the memory of all other parts is set aside first."""
+    """Build the target with its KV cache; on a GPU, the memory of all other parts is reserved first."""
     beside = 0 if drafting is None else drafting.model.pool.shape.bytes_per_slot
     network, device = weights.network if weights else None, loaded.model.device
     taps = taps_of(drafter_name, loaded.kv_shape.num_layers, network.config.tap_layers if network else ())
@@ -222,7 +222,7 @@ def _target(
         plan = MemoryPlan(torch.cuda.mem_get_info(device)[0], needs)
         pool_bytes = config.kv_cache_bytes(device.type, plan.left_bytes)
         plan.check(pool_bytes)
-        logger.info("device memory set aside beside keys and values: %s", plan.described())
+        logger.info("device memory reserved in addition to the KV cache: %s", plan.described())
     else:
         memory_planner.check_free_memory(0, pool_bytes)
     num_slots = slots_for(
@@ -248,7 +248,7 @@ def _learning(config: ServiceConfig, loaded: LoadedModel) -> memory_planner.Lear
 
 
 def _numerics(target: Target, limits: EngineLimits, *, captures: bool) -> Numerics:
-    """Check whether rows depend on other rows of a forward, in forwards as they will run."""
+    """Check whether rows of a forward depend on its other rows, with the forwards that will serve."""
     logger.info("checking that requests that run together do not change each other's answers")
     if captures:
         with memory_for("captured forwards", "lower kv_cache"):
@@ -282,7 +282,7 @@ def _costs(assembly: Assembly) -> Costs:
 
 
 def start_up_line(assembly: Assembly) -> str:
-    """Model, device, dtype, slots, numerics, kernels, drafter and ends in one line."""
+    """Describe model, device, dtype, slots, numerics, kernels, drafter and end tokens in one line."""
     target, loaded = assembly.target, assembly.loaded
     kernels = ops.kernel_set(target.device)
     if kernels == "torch":
@@ -312,7 +312,8 @@ def check_writable(state_dir: Path) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The device with this name, or for `auto` the best one. Raises StartupError if it or its kernels are missing."""
+    """Return the device with this name, or for `auto` the best one. Raises StartupError if it or its kernels are
+    missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -336,7 +337,7 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
     length = config.max_model_len or model_positions
     if length > model_positions:
         raise StartupError(
-            f"max_model_len is {length}, but the model was made for {model_positions}: lower max_model_len"
+            f"max_model_len is {length}, but the model supports {model_positions} tokens: lower max_model_len"
         )
     return EngineLimits(
         max_model_len=length,
@@ -350,7 +351,8 @@ def _limits(config: ServiceConfig, model_positions: int) -> EngineLimits:
 
 
 def _memory_sizes(config: ServiceConfig) -> MemorySizes:
-    """Sizes of past answers: a share per API key, and if the users of a key are separated, one per concurrent user."""
+    """Return the sizes of the memory for past answers: a share per API key, and if the users of a key are separated,
+    one per concurrent user."""
     scopes = config.max_sequences if config.prefix_cache == "per_client" else 1
     owners, has_keys = max(1, len(config.api_keys)), bool(config.api_keys)
     return MemorySizes(num_bytes=config.memory_bytes, owners=owners, scopes=scopes, has_keys=has_keys)

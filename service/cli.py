@@ -1,6 +1,6 @@
 """The `adaptree` command. Its options are derived from `ServiceConfig`, so that each setting is declared once.
 
-This module imports nothing heavy: a command imports torch only when it runs, so that help and typing errors answer at
+This module imports nothing heavy: a command imports torch only when it runs, so that help and usage errors appear at
 once. Sub-apps (modules with a `typer.Typer`) follow the same rule.
 """
 
@@ -128,7 +128,7 @@ def _serve(loaded: LoadedConfig) -> None:
 @app.command("doctor")
 @with_settings
 def _doctor(loaded: LoadedConfig) -> None:
-    """Check whether serve can start here, and say how to solve each problem. Exit code 1 if there is one."""
+    """Check whether serve can start here, and say how to solve each problem. Exit code 1 if there is a problem."""
     from service.doctor import show
     from service.logging import configure_logging
 
@@ -168,7 +168,7 @@ def _ingress(
     host: Annotated[str, typer.Option(help="Address to listen on. The servers check keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
-    """Serve several servers of one model under one address; a stream goes on if its server stops."""
+    """Serve several servers of one model under one address; streams continue when a server stops."""
     from service.ingress.app import serve
     from service.logging import configure_logging
 
@@ -184,7 +184,7 @@ def _trainer(
         str | None, typer.Option("--redis", metavar="URL", help="The same as --adaptation.redis-url.")
     ] = None,
 ) -> None:
-    """Learn for the replicas that share a Redis server, in a process of its own that serves no requests."""
+    """Learn for the replicas that share a Redis server, in a separate process that serves no requests."""
     from service.learning.adaptive import train, with_url
     from service.logging import configure_logging
 

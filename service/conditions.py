@@ -1,4 +1,4 @@
-"""The conditions of a measurement, and the report they are written to."""
+"""Conditions of a measurement (command, commit, machine, versions), and the report that holds them."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Conditions = Mapping[str, str | int]
 
 
 def conditions_of(assembly: Assembly) -> Conditions:
-    """Conditions of a measurement on this assembly."""
+    """Return the conditions of a measurement on this assembly."""
     device = assembly.target.device
     return {
         **surroundings(),
@@ -39,7 +39,7 @@ def conditions_of(assembly: Assembly) -> Conditions:
 
 
 def surroundings() -> Conditions:
-    """Conditions of any measurement: command, commit, machine, versions, date."""
+    """Return the conditions of any measurement: command, commit, machine, versions, date."""
     return {
         "command": command_line(sys.argv),
         "commit": commit_of(CHECKOUT),
@@ -67,7 +67,7 @@ def refuse_unwritable(file: Path | None) -> None:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Command line without secrets and without the folders of paths."""
+    """Return the command line without secrets and without the folders of paths."""
     name, *rest = arguments
     program = Path(name)
     shown = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
@@ -81,18 +81,18 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _without_folders(argument: str) -> str:
-    """Argument with only the last part of each path, also in lists and after `=`."""
+    """Return an argument with only the last part of each path, also in lists and after `=`."""
     return "".join(part if part in ",=" else _without_folder(part) for part in re.split("([,=])", argument))
 
 
 def _without_folder(part: str) -> str:
-    """Last part of a path. A hub id has one slash and no leading dot, and stays."""
+    """Return the last part of a path. A hub id has one slash and no leading dot, and stays."""
     is_path = part.startswith(("/", ".", "~")) or part.count("/") > 1
     return Path(part).name if is_path else part
 
 
 def commit_of(folder: Path) -> str:
-    """Commit of a checkout, with `-modified` if files differ from it; elsewhere the version."""
+    """Return the commit of a checkout, with `-modified` if files differ from it; without a checkout, the version."""
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return f"v{__version__}"
     commit = _git(folder, "rev-parse", "HEAD")

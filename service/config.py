@@ -34,7 +34,7 @@ _DRAFTER = re.compile(rf"{_KIND}(?:\+{_KIND})?")
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|MiB|%)\s*", re.IGNORECASE)
 _CPU_MEMORY, _CUDA_MEMORY = "1GiB", "80%"
 _PAST_MEMORY = "64MiB"  # three million tokens
-_LARGEST_SHARE = 95  # percent; steps need what is left
+_LARGEST_SHARE = 95  # percent; steps need the rest
 
 
 def _setting(default: Any, description: str, *, panel: str | None = None, **limits: Any) -> Any:
@@ -81,13 +81,13 @@ def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if not _ORIGIN.fullmatch(value):
             raise ValueError(
-                f"{value!r} is no origin: give each exactly, as in https://chat.example or http://localhost:3000"
+                f"{value!r} is not an origin: give each exactly, as in https://chat.example or http://localhost:3000"
             )
     return values
 
 
 def _word_for_switch(value: object) -> object:
-    """Map booleans, as which YAML reads `on` and `off`, to words."""
+    """Map booleans to words, because YAML reads `on` and `off` as booleans."""
     return {False: "off", True: "shared"}[value] if isinstance(value, bool) else value
 
 
@@ -132,7 +132,7 @@ class ServiceConfig(BaseModel):
         "32 columns, as GGUF's Q8_0.",
     )
     unverified: bool = _setting(
-        False, "Also serve a family of models whose scores no test compares with those of other engines."
+        False, "Also serve model families whose logits no test compares with the logits of other engines."
     )
     device: str = _setting(
         "auto",
@@ -189,7 +189,7 @@ class ServiceConfig(BaseModel):
     memory: Annotated[str, BeforeValidator(_off), AfterValidator(_past)] = _setting(
         "auto",
         "Memory for past answers, from which drafts copy: a size (256MiB; some 20 bytes per token), auto (64MiB) or "
-        "off. It changes the speed of answers, never their text. Each API key has an equal part of its own.",
+        "off. It changes the speed of answers, never their text. Each API key has an equal share.",
     )
     memory_file: Path | None = _setting(
         None,
@@ -205,7 +205,7 @@ class ServiceConfig(BaseModel):
     )
     budget_policy: Literal["cost", "fixed"] = _setting(
         "cost",
-        "How many draft tokens a step verifies. cost: as many as pay off under the present load. fixed: max_budget, "
+        "How many draft tokens a step verifies. cost: as many as pay off under the current load. fixed: max_budget, "
         "for measurements.",
     )
     stream_release: Annotated[str, AfterValidator(_release)] = _setting(
@@ -275,7 +275,7 @@ class ServiceConfig(BaseModel):
     @classmethod
     def _pace_with_effect(cls, release: str, info: ValidationInfo) -> str:
         if release.startswith("paced") and info.data.get("budget_policy") == "fixed":
-            raise ValueError("a fixed budget_policy keeps no pace; set it to cost")
+            raise ValueError("budget_policy fixed cannot keep a pace; set it to cost")
         return release
 
     @field_validator("state_dir", "memory_file")
@@ -290,18 +290,18 @@ class ServiceConfig(BaseModel):
 
     @property
     def pace_seconds(self) -> float | None:
-        """Seconds per token that the cost budget aims at; None: no pace."""
+        """Seconds per token that the cost budget aims at, or None without a pace."""
         match = _RELEASE.fullmatch(self.stream_release)
         return None if match is None or match[2] is None else float(match[2])
 
     @property
     def release_seconds(self) -> float | None:
-        """Seconds between two tokens sent at a constant rate; None: tokens are sent as steps produce them."""
+        """Seconds between two tokens sent at a constant rate, or None if tokens are sent as steps produce them."""
         return self.pace_seconds if self.stream_release.startswith("constant_rate") else None
 
     @property
     def revision(self) -> str | None:
-        """Branch, tag or commit of a Hugging Face id; None: the main branch."""
+        """Branch, tag or commit of a Hugging Face id, or None for the main branch."""
         return None if self._is_path else self.model.partition("@")[2] or None
 
     @property
@@ -310,14 +310,14 @@ class ServiceConfig(BaseModel):
 
     @property
     def public_model_name(self) -> str:
-        """The name of the model for clients."""
+        """Name of the model for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
         return Path(self.model).name.removesuffix(".gguf") if self._is_path else self.model_source
 
     @property
     def checked_hosts(self) -> frozenset[str] | None:
-        """Host names accepted in addition to this machine's own; None: any."""
+        """Host names accepted in addition to this machine's own, or None for any."""
         if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback(self.host)):
             return None
         return frozenset(name.lower() for name in self.allowed_hosts)
@@ -329,18 +329,19 @@ class ServiceConfig(BaseModel):
 
     @property
     def num_threads(self) -> int:
-        """CPU threads for tensor work; fixed for the whole run: without compiled kernels torch divides sums by them."""
+        """CPU threads for tensor work. Fixed for the whole run, because torch without compiled kernels splits sums by
+        thread, which changes their rounding."""
         return usable_cores() if self.threads is None else self.threads
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes for past answers; 0: none are kept."""
+        """Bytes for past answers; 0 if none are kept."""
         match = _MEMORY.fullmatch({"auto": _PAST_MEMORY, "off": "0MiB"}.get(self.memory, self.memory))
         assert match is not None, "checked when it was set"
         return int(float(match[1]) * {"gib": GIB, "mib": 1024**2}[match[2].lower()])
 
     def kv_cache_bytes(self, device_type: str, free_bytes: int) -> int:
-        """Bytes for keys and values on a device of this type with `free_bytes` of free memory."""
+        """Return the bytes for the KV cache on a device of this type with `free_bytes` of free memory."""
         match = _MEMORY.fullmatch(self.kv_cache or (_CPU_MEMORY if device_type == "cpu" else _CUDA_MEMORY))
         assert match is not None, "checked when it was set"
         unit = {"gib": GIB, "mib": 1024**2, "%": free_bytes / 100}[match[2].lower()]
@@ -351,11 +352,11 @@ SETTINGS: Mapping[str, FieldInfo] = {
     **{name: field for name, field in ServiceConfig.model_fields.items() if name != "adaptation"},
     **{f"adaptation.{name}": field for name, field in AdaptationConfig.model_fields.items()},
 }
-"""All settings by their flat names; those of the section `adaptation` as `adaptation.name`."""
+"""All settings by flat name; settings of the section `adaptation` as `adaptation.name`."""
 
 
 def panel_of(name: str) -> str:
-    """The panel of the help that lists a setting."""
+    """Return the title of the help panel that lists a setting."""
     names = list(ServiceConfig.model_fields)
     before = names[: names.index(name.partition(".")[0]) + 1]
     return next(title for name in reversed(before) if (title := ServiceConfig.model_fields[name].title))
@@ -363,7 +364,7 @@ def panel_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The settings in force, and a description of where each was set, by its flat name."""
+    """Settings in force, and by flat name a description of where each was set."""
 
     config: ServiceConfig
     origin: Mapping[str, str]

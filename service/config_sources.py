@@ -27,8 +27,8 @@ Entry = tuple[str, object, str]  # flat name, value, where it was set
 
 
 def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """Load the settings. `flags`: the given ones by their flat names, and `config`, the path of the file. Raises
-    StartupError with a line per invalid value."""
+    """Load the settings. `flags`: values of the given flags by flat setting name, and `config`, the path of the file.
+    Raises StartupError with a line per invalid value."""
     variables = dict(os.environ if environ is None else environ)
     named = variables.pop(CONFIG_VARIABLE, None)
     file = flags.get("config") or named
@@ -49,7 +49,7 @@ def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None =
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values under their flat names."""
+    """Convert nested values to values by flat name."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         inside = isinstance(value, dict)
@@ -58,7 +58,7 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values under flat names as nested ones."""
+    """Convert values by flat name to nested values."""
     tree: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for name in values.keys() - tree.keys():
         section, _, key = name.partition(".")
@@ -92,7 +92,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterator[Entry]:
         if variable.startswith(ENV_PREFIX):
             name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _check(name, "the environment sets", _variable)
-            if value:  # an empty one counts as unset: compose files pass such for omitted settings
+            if value:  # empty counts as unset: compose files pass empty variables for omitted settings
                 yield name, value, f"environment {variable}"
 
 
@@ -107,20 +107,20 @@ def _variable(name: str) -> str:
 
 
 def _check(name: str, subject: str, spelt: Callable[[str], str] = str) -> None:
-    """Raise StartupError for an unknown setting, with the most similar name."""
+    """Raise StartupError for an unknown setting, suggesting the most similar name."""
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
-        fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists the settings there are"
-        raise StartupError(f"{subject} {spelt(name)}, which is no setting; {fix}")
+        fix = f"did you mean {spelt(nearest[0])}?" if nearest else "`adaptree config show` lists all settings"
+        raise StartupError(f"{subject} {spelt(name)}, which is not a setting; {fix}")
 
 
 def flag_name(field_name: str) -> str:
-    """The command line flag of a setting."""
+    """Return the command-line flag of a setting."""
     return "--" + field_name.replace("_", "-")
 
 
 def allowed_values(field: FieldInfo) -> str:
-    """A short description of the accepted values; empty if any text is accepted."""
+    """Describe the accepted values in short; empty if any text is accepted."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(get_args(field.annotation))
     if field.annotation is bool:
@@ -136,8 +136,8 @@ def _holds_keys(field: FieldInfo) -> bool:
 
 
 def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin: Mapping[str, str]) -> str:
-    """An error message with the setting and its source, or with all set ones of a section that contradict each
-    other."""
+    """Build the message of an invalid value, with its setting and source. For settings of a section that contradict
+    each other, the message names all that were set."""
     section, *inside = map(str, problem["loc"])
     name = next((name for name in (section, ".".join([section, *inside[:1]])) if name in SETTINGS), section)
     text = str(problem["msg"]).removeprefix("Value error, ")
@@ -145,7 +145,7 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
     if name not in SETTINGS:
         ours = [other for other, source in origin.items() if other.startswith(f"{name}.") and source != "default"]
         given = ", ".join(f"{other} (from {origin[other]})" for other in ours)
-        return f"{name} is impossible: {reason}. Fix: change {given}."
+        return f"{name} is invalid: {reason}. Fix: change {given}."
     if inside and name == section:  # an entry of a list
         index, *field = inside
         reason = f"{' of '.join([*field, f'entry {int(index) + 1}'])}: {reason}"
@@ -155,4 +155,4 @@ def _explained(problem: Mapping[str, Any], values: Mapping[str, object], origin:
     fix = f"change `{name}` in {source}" if kind == "file" else f"change or drop {source}"
     accepts = allowed_values(SETTINGS[name])
     fix += f"; it takes {accepts}" if accepts else ""
-    return f"{name} = {shown}, from {origin[name]}, is impossible: {reason}. Fix: {fix}."
+    return f"{name} = {shown}, from {origin[name]}, is invalid: {reason}. Fix: {fix}."

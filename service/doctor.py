@@ -1,4 +1,4 @@
-"""`adaptree doctor`: makes the checks of a start on this machine, with the same messages, and loads no weights."""
+"""`adaptree doctor`: runs the checks of a start on this machine, with the same messages, without loading weights."""
 
 import os
 import platform
@@ -26,12 +26,12 @@ from service.engine.weights import Described, describe, gguf_file
 from service.errors import StartupError
 from service.text.tokenizer import ChatTokenizer
 
-_ANSWER_SECONDS = 2.0  # a probe takes milliseconds, and the server may be busy
+_ANSWER_SECONDS = 2.0  # a probe takes milliseconds, but the server may be busy
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: what was found, or the problem and its remedy."""
+    """Result of one check: what was found, or the problem and its remedy."""
 
     subject: str
     text: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def findings(config: ServiceConfig) -> Iterator[Finding]:
-    """Run all checks of this configuration. A problem that several of them find is yielded once."""
+    """Run all checks of this configuration. A problem that several checks find is yielded once."""
     problems = set[str]()
     for subject, check in _CHECKS.items():
         try:
@@ -51,15 +51,13 @@ def findings(config: ServiceConfig) -> Iterator[Finding]:
 
 
 def show(config: ServiceConfig) -> bool:
-    """Print what each check finds, one line each. # -> whether a server can start as configured"""
+    """Print what each check finds, one line each. Returns whether a server can start as configured."""
     print(f"adaptree {__version__}")
     problems = 0
     for one in findings(config):
         problems += one.is_problem
         print(f"{'problem' if one.is_problem else 'ok':9}{one.subject:11}{one.text}")
-    print(
-        f"{problems} to solve before `adaptree serve`" if problems else "no problem found: start with `adaptree serve`"
-    )
+    print(f"{problems} problem(s) to solve first" if problems else "no problem found: start with `adaptree serve`")
     return not problems
 
 
@@ -67,7 +65,7 @@ def _processor(config: ServiceConfig) -> str:
     device = device_of(config.device)
     kernels = ops.kernel_set(device)
     if kernels == "torch":
-        raise StartupError(f"{processor_name()}: kernels {NO_KERNELS}; plain torch serves until then, slower")
+        raise StartupError(f"{processor_name()}: kernels {NO_KERNELS}; until then plain torch is used, which is slower")
     return f"{processor_name()}, {os.cpu_count()} logical cores; kernels: {kernels}"
 
 
@@ -102,7 +100,7 @@ def _ends(config: ServiceConfig) -> str:
 def _template(config: ServiceConfig) -> str:
     tokenizer = ChatTokenizer(_target(config).tokenizer)
     if tokenizer.chat_template is None:
-        return "none: only /v1/completions is of use"
+        return "none: only /v1/completions works"
     return tokenizer.traits(with_tools=True).described
 
 
@@ -120,7 +118,7 @@ def _memory(config: ServiceConfig) -> str:
 
 
 def _weight_bytes(model: str) -> int:
-    """Size of a model's files in bytes; 0 for one on the hub, which is not downloaded for this."""
+    """Return the size of a model's files in bytes, or 0 for a model on the hub, which is not downloaded for this."""
     file = gguf_file(model)
     files = part_paths(file) if file is not None else Path(model).expanduser().glob("*.safetensors")
     return sum(one.stat().st_size for one in files)
@@ -141,7 +139,7 @@ def _port(config: ServiceConfig) -> str:
 
 
 def _serving_there(config: ServiceConfig) -> str:
-    """State of an adaptree server at the configured address, as the end of a message; empty: none is ready there."""
+    """Describe an adaptree server at the configured address, as the end of a message; empty if none is ready there."""
     host = "127.0.0.1" if config.host in ("", "0.0.0.0", "::") else config.host
     try:
         url = httpx.URL(scheme="http", host=host, port=config.port, path="/readyz")
@@ -149,7 +147,7 @@ def _serving_there(config: ServiceConfig) -> str:
     except (httpx.HTTPError, ValueError, TypeError, KeyError):
         return ""
     since = [f"{part} (since {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M})" for part, seconds in parts.items()]
-    return f"; adaptree serves there, switched off after errors: {', '.join(since) or 'nothing'}"
+    return f"; adaptree is running there, switched off after errors: {', '.join(since) or 'nothing'}"
 
 
 _CHECKS: Mapping[str, Callable[[ServiceConfig], str]] = {

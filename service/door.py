@@ -1,4 +1,5 @@
-"""Admission to the waiting queue, and the output streams of admitted bodies. Used on the event loop only."""
+"""Admission of request bodies to the waiting queue, and the output streams of admitted bodies. Used on the event loop
+only."""
 
 import asyncio
 from collections import Counter
@@ -9,7 +10,7 @@ from service.engine.requests import SequenceOutput, Submission
 from service.errors import EngineFailure, InvalidRequest, NotReady, QueueFull, RequestError
 
 _MAX_RETRY_SECONDS = 30
-_TOKENS_PER_CHARACTER = 3  # a character of a compiled grammar takes 100 bytes of memory, a prompt's token 36
+_TOKENS_PER_CHARACTER = 3  # a character of a compiled grammar takes 100 bytes of memory, a prompt token 36
 _LOADING_RETRY_SECONDS = 5
 
 
@@ -20,7 +21,7 @@ class Meter(Protocol):
         """Charge tokens."""
 
     def release(self) -> None:
-        """Release the unused rest; may be called again."""
+        """Release the unused rest of the reservation; may be called repeatedly."""
 
 
 class OutputStream:
@@ -37,7 +38,7 @@ class OutputStream:
         release: Callable[["OutputStream"], None],
         meter: Meter | None,
     ) -> None:
-        """`num_places`: places of the queue that the body holds while it waits."""
+        """`num_places`: places in the queue that the body holds while it waits."""
         self.account = body.requests[0].scope.account
         self._body, self._num_places = body, num_places
         self._unfinished = {request.request_id: request.n for request in body.requests}  # sequences per request
@@ -70,12 +71,12 @@ class OutputStream:
 
     @property
     def request_ids(self) -> Iterable[str]:
-        """Ids of its requests; none once it is closed."""
+        """Ids of the body's requests; empty once the stream is closed."""
         return self._unfinished.keys()
 
     @property
     def num_places(self) -> int:
-        """Places of the queue that it holds now."""
+        """Places in the queue that the body holds now."""
         return self._num_places if self._body.waits else 0
 
     def put(self, item: SequenceOutput) -> None:
@@ -85,13 +86,13 @@ class OutputStream:
             self._meter.use(len(item.token_ids))
 
     def fail(self, error: RequestError) -> None:
-        """End with an error and drop queued outputs, so that a slow reader receives the error too."""
+        """End with an error and drop queued outputs, so that a slow reader receives the error next."""
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(error)
 
     def close(self) -> None:
-        """Abort unfinished requests and release the reservation; harmless when repeated."""
+        """Abort unfinished requests and release the reservation; may be called repeatedly."""
         self._release(self)
         if unfinished := [request_id for request_id, count in self._unfinished.items() if count]:
             self._abort(*unfinished)
@@ -101,10 +102,11 @@ class OutputStream:
 
 
 class Door:
-    """The streams of all open bodies, and the places that their clients hold in the waiting queue."""
+    """Admits bodies to the waiting queue by the places that their clients hold, and tracks the streams of open
+    bodies."""
 
     def __init__(self, max_waiting: int) -> None:
-        """`max_waiting`: number of places of the queue."""
+        """`max_waiting`: number of places in the queue."""
         self.num_refused = 0  # bodies refused because the queue was full
         self._max_waiting = max_waiting
         self._streams: dict[str, OutputStream] = {}  # open streams by request id
@@ -114,20 +116,21 @@ class Door:
         return len(self._open)
 
     def places(self, body: Submission, max_model_len: int) -> int:
-        """Places of a body in the queue: the memory of its prompts and grammar in units of `max_model_len` tokens,
-        rounded up. Raises InvalidRequest for more prompt tokens than a client can have waiting."""
+        """Return the places that a body takes in the queue: the memory of its prompts and grammar in units of
+        `max_model_len` tokens, rounded up. Raises InvalidRequest for more prompt tokens than a client can have
+        waiting."""
         tokens, grammar = sum(len(request.prompt) for request in body.requests), body.requests[0].grammar
         most = self._max_waiting // 2 * max_model_len
         if tokens > most:
-            message = f"Request too large: its prompts are {tokens} tokens, and at most {most} of a client may wait."
+            message = f"Request too large: its prompts have {tokens} tokens, and a client may have {most} waiting."
             raise InvalidRequest(message, param="prompt", code="request_too_large")
         held = tokens + (0 if grammar is None else _TOKENS_PER_CHARACTER * grammar.num_characters)
         return min(-(-held // max_model_len), self._max_waiting // 2)
 
     def check(self, account: str, num_places: int, num_running: int) -> None:
-        """Raise QueueFull where a client would hold more places than it leaves free: so one client has half of the
-        queue at most, and k that keep asking 1/(k + 1) each (dynamic thresholds: Choudhury and Hahne, 1998). A client
-        that holds none may take the last."""
+        """Raise QueueFull if the client would hold more places than it leaves free. One client thus has at most half of
+        the queue, and k clients that keep asking 1/(k + 1) each (dynamic thresholds: Choudhury and Hahne, 1998). A
+        client that holds no place may take the last ones."""
         held = Counter[str]()
         for other in self._open:
             held[other.account] += other.num_places
@@ -148,7 +151,7 @@ class Door:
         self._streams |= dict.fromkeys(stream.request_ids, stream)
 
     def find(self, request_id: str) -> OutputStream | None:
-        """The open stream of a request."""
+        """Return the open stream of a request, or None."""
         return self._streams.get(request_id)
 
     def leave(self, stream: OutputStream) -> None:
@@ -164,5 +167,5 @@ class Door:
 
 
 def not_ready(message: str) -> NotReady:
-    """Error 503 of a server that loads or shuts down."""
+    """Build the error 503 of a server that is loading or shutting down."""
     return NotReady(message, code="not_ready", retry_after_seconds=_LOADING_RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""The drafter of a configuration: its kind, the folder of its weights, and the object that drafts. The service builds
+"""Drafter of a configuration: its kind, the folder of its weights, and the object that drafts. The service builds
 drafters nowhere else; `drafters.registry` knows the kinds."""
 
 import hashlib
@@ -57,8 +57,8 @@ _TRIAL_SLOTS = 16  # slots of a draft model's pool for its first forward; the dr
 
 
 def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str, Path | None]:
-    """The name of the drafter, and the folder of its weights, if it has any. `starts`: learning can make a drafter.
-    Raises StartupError."""
+    """Return the name of the drafter, and the folder of its weights or None without weights. `starts`: learning can
+    make a drafter. Raises StartupError."""
     folder = _folder(config)
     name: str = config.drafter
     if name == "auto":
@@ -76,13 +76,13 @@ def choose_drafter(config: ServiceConfig, *, starts: bool = False) -> tuple[str,
     wanted = trained_kind_of(name)
     if wanted is not None and folder is not None and (kind := _kind_in(folder)) != wanted:
         raise StartupError(
-            f"drafter {name}: {folder} holds one of kind {kind}: set drafter to auto, {kind} or memory+{kind}"
+            f"drafter {name}: {folder} holds a drafter of kind {kind}: set drafter to auto, {kind} or memory+{kind}"
         )
     return name, folder if "weights" in needs else None
 
 
 def drafter_needs(drafter: str) -> frozenset[Need]:
-    """What a drafter needs to be built. Raises StartupError for an unknown one."""
+    """Return what is needed to build a drafter. Raises StartupError for an unknown name."""
     try:
         return needs_of(drafter)
     except ValueError as error:
@@ -94,7 +94,7 @@ def _wants_weights(config: ServiceConfig) -> bool:
 
 
 def _folder(config: ServiceConfig) -> Path | None:
-    """The folder of trained weights for this target, if there is one; a drafter on the hub is downloaded. Raises
+    """Return the folder of trained weights for this target, or None. A drafter on the hub is downloaded. Raises
     StartupError."""
     if config.drafter_path is not None:
         return local_folder(config.drafter_path) if _wants_weights(config) else config.drafter_path
@@ -103,21 +103,21 @@ def _folder(config: ServiceConfig) -> Path | None:
 
 
 def _imported_folder(config: ServiceConfig) -> Path | None:
-    """The folder of the drafter that release 0.3.0 imported for the configured model, if it did."""
+    """Return the folder of the drafter that release 0.3.0 imported for the configured model, or None."""
     name = hashlib.sha256(source_of(config).encode()).hexdigest()[:_HASH_LENGTH]
     folder = config.state_dir / "drafters" / name
     return folder if (folder / checkpoint.CONFIG_FILE).is_file() else None
 
 
 def source_of(config: ServiceConfig) -> str:
-    """The configured model by an absolute path, or by its name where it is no local folder."""
+    """Return the configured model as an absolute path, or its name if it is not a local folder."""
     path = Path(config.model_source).expanduser()
     is_local = config.model_source != EMBEDDED_NAME and path.exists()
     return str(path.resolve()) if is_local else config.model_source
 
 
 def shipped_folder(model_name: str) -> Path | None:
-    """The folder of the drafter that this package has for a target, if it has one."""
+    """Return the folder of the drafter that this package ships for a target, or None."""
     if model_name != EMBEDDED_NAME:
         return None
     folder = Path(drafters.__file__).parent / "shipped" / model_name
@@ -125,7 +125,7 @@ def shipped_folder(model_name: str) -> Path | None:
 
 
 def _folder_of_target(config: ServiceConfig) -> Path | None:
-    """The target's own folder, if a drafter was published in it and it has been downloaded."""
+    """Return the target's own folder if it has been downloaded and a drafter was published in it, otherwise None."""
     try:
         found = cached_file(
             config.model_source, checkpoint.CONFIG_FILE, revision=config.revision, local_files_only=True
@@ -139,19 +139,20 @@ def _folder_of_target(config: ServiceConfig) -> Path | None:
 
 @lru_cache
 def _public_folder(model: str) -> Path | None:
-    """The folder of the drafter that is known to be published for a model, if it can be downloaded."""
+    """Return the folder of the drafter that is known to be published for a model, or None if it cannot be
+    downloaded."""
     public = PUBLIC_DRAFTERS.get(model)
     try:
         return None if public is None else local_folder(Path(public))
     except StartupError as error:
-        logger.warning("the drafter that is published for %s is not used: %s", model, error)
+        logger.warning("cannot use the drafter that is published for %s: %s", model, error)
         return None
 
 
 @lru_cache
 def local_folder(path: Path) -> Path:
-    """The folder of a drafter by its path or hub id (ORG/NAME, with @REVISION for another than the newest), in the
-    hub's cache. Raises StartupError."""
+    """Return the folder of a drafter given by its path, or by its hub id (ORG/NAME, with @REVISION for another than the
+    newest), which is downloaded to the hub's cache. Raises StartupError."""
     if path.exists() or not _HUB_ID.fullmatch(str(path)):
         return path  # loading reports what is missing
     name, _, revision = str(path).partition("@")
@@ -160,13 +161,13 @@ def local_folder(path: Path) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise StartupError(
-            f"drafter {path} is no folder here and cannot be fetched from the hub: {reason} Fix: correct drafter_path, "
-            "or download it where the network allows and name its folder."
+            f"drafter {path} is not a local folder and cannot be downloaded from the hub: {reason} Fix: correct "
+            "drafter_path, or download it where the network allows and name its folder."
         ) from error
 
 
 def _kind_in(folder: Path | None) -> str:
-    """Kind of the drafter in a folder; the default kind for an unreadable one, which loading reports."""
+    """Return the kind of the drafter in a folder, or the default kind if it is unreadable, which loading reports."""
     try:
         return "specblock" if folder is None else published.kind_of(folder)
     except DrafterError:
@@ -174,7 +175,7 @@ def _kind_in(folder: Path | None) -> str:
 
 
 def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
-    """Factory of the initial drafter that learning trains; None: learning trains none."""
+    """Return a factory of the initial drafter that learning trains, or None if learning trains no drafter."""
     if not (config.adaptation.enabled and _wants_weights(config)):
         return None
 
@@ -187,17 +188,18 @@ def begin_drafter(config: ServiceConfig) -> BeginDrafter | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A trained drafter, or the initial one of a target, ready to serve; its weights may be replaced meanwhile."""
+    """Trained drafter, or initial drafter of a target, ready to serve. Its weights may be replaced while it serves."""
 
     serving: TrainedWeights
     weights: Mapping[str, Tensor]  # parameters by name, as loaded
     made: bool = True  # False: it drafts nothing before its weights have been trained on served queries
-    given: Mapping[str, Tensor] | None = None  # weights that were trained for another target, and may fit this one
+    given: Mapping[str, Tensor] | None = None  # weights of a drafter for another target, which may fit this one
 
 
 def load_drafter(folder: Path | None, loaded: LoadedModel, *, blocks: int) -> LoadedDrafter | None:
-    """Load the drafter of a folder on the target's device, in the target's type, or wrap the target's initial drafter,
-    for which the folder's weights are a candidate. None: there is neither. Raises StartupError."""
+    """Load the drafter of a folder on the target's device, in the target's dtype. If the target has an initial drafter,
+    wrap that one instead, with the folder's weights as a candidate. Returns None if there is neither. Raises
+    StartupError."""
     initial = loaded.initial_drafter
     try:
         given = _given(folder, loaded) if initial is not None and folder is not None else None
@@ -215,7 +217,7 @@ def load_drafter(folder: Path | None, loaded: LoadedModel, *, blocks: int) -> Lo
 
 
 def load_network(folder: Path, loaded: LoadedModel) -> SpecBlock:
-    """Load a folder's network as it is trained. Raises DrafterError."""
+    """Load the network in a folder in its training form. Raises DrafterError."""
     return published.load(folder, loaded.parts, dtype=loaded.model.dtype, device=loaded.model.device)
 
 
@@ -233,7 +235,7 @@ def _serving(model: SpecBlock, loaded: LoadedModel, blocks: int) -> TrainedWeigh
 
 
 def embed_with(table: Weight) -> Embed:
-    """Lookup in the target's embedding, on its device. # tokens [...] int64 -> [..., hidden]"""
+    """Return the lookup in the target's embedding, on its device. # tokens [...] int64 -> [..., hidden]"""
     return partial(look_up, weight=table)
 
 
@@ -246,7 +248,7 @@ class DraftModel:
 
 
 def draft_model_of(loaded: LoadedModel, target: LoadedModel, *, name: str, max_model_len: int) -> DraftModel:
-    """Make a loaded model draft for the target. Raises StartupError where its tokens or positions do not fit."""
+    """Make a loaded model draft for the target. Raises StartupError if its tokens or positions do not fit."""
     difference = tokens_differ(target.tokenizer, loaded.tokenizer)
     if difference is not None:
         raise StartupError(
@@ -255,14 +257,14 @@ def draft_model_of(loaded: LoadedModel, target: LoadedModel, *, name: str, max_m
         )
     if loaded.max_positions < max_model_len:
         raise StartupError(
-            f"the draft model {name} was made for {loaded.max_positions} tokens: set max_model_len to no more"
+            f"the draft model {name} supports {loaded.max_positions} tokens: set max_model_len to at most that"
         )
     pool = KVPool(loaded.kv_shape, _TRIAL_SLOTS, loaded.model.device)
     return DraftModel(Target(loaded.model, pool, in_8_bits=loaded.in_8_bits), loaded.fingerprint)
 
 
 def tokens_differ(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """The first difference between the contents of two tokenizers; None: there is none. Their end tokens may differ:
+    """Return the first difference between the contents of two tokenizers, or None. Their end tokens may differ, because
     only the target's end an answer."""
     ours, theirs = _contents(target), _contents(draft)
     for part in ours:
@@ -275,7 +277,7 @@ def tokens_differ(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBas
 
 
 def _contents(tokenizer: PreTrainedTokenizerBase) -> dict[str, Mapping[int, object]]:
-    """Vocabulary, merges and special tokens, each by index."""
+    """Return vocabulary, merges and special tokens, each by index."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model: Mapping[str, Any] = json.loads(backend.to_str())["model"] if backend is not None else {}
     special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -287,7 +289,7 @@ def _contents(tokenizer: PreTrainedTokenizerBase) -> dict[str, Mapping[int, obje
 
 
 def drafting_sizes(target: Target, limits: EngineLimits, ledger: RegretLedger | None = None) -> DraftingSizes:
-    """Sizes of a drafter's tables in an engine of these limits; `ledger`: the engine's."""
+    """Return the sizes of a drafter's tables in an engine of these limits. `ledger`: the engine's regret ledger."""
     return DraftingSizes(
         max_sequences=limits.max_sequences,
         max_length=limits.max_model_len,
@@ -310,7 +312,7 @@ def make_drafter(
     draft_model: DraftModel | None = None,
     observer: Observer | None = None,
 ) -> Drafter:
-    """Build the drafter of that name, sized for the engine; with an `observer` it is not captured as graphs.
+    """Build the drafter of that name, sized for the engine. With an `observer` it is not captured in CUDA graphs.
     Raises StartupError."""
     sizes = drafting_sizes(target, limits, ledger)
     parts = Parts(

@@ -83,7 +83,7 @@ class RequestLimit(RequestError):
 
 
 class TokenLimit(RequestError):
-    status = 429  # has Retry-After: tokens of a key, per minute
+    status = 429  # has Retry-After: tokens of a key, per minute or held by running requests
     kind = "tokens"
 
 
@@ -112,13 +112,13 @@ def parsed_json(text: str | bytes, param: str | None = None) -> JsonValue:
     try:
         parsed: JsonValue = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: encodings other than UTF-8 bypass the depth check
-        subject = "The body is not" if param is None else f"Invalid value for '{param}': no"
+        subject = "The body is not" if param is None else f"Invalid value for '{param}': not"
         raise InvalidRequest(f"{subject} valid JSON: {error}.", param=param) from error
     return parsed
 
 
 def refuse_deep_json(text: str | bytes, param: str | None = None) -> None:
-    """Raise InvalidRequest for JSON nested too deeply, in linear time. Names `param`, or the field of a body."""
+    """Raise InvalidRequest for JSON nested too deeply, in linear time. Names `param`, or the deep field of a body."""
     written = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if written.count(b"[") + written.count(b"{") <= MAX_JSON_DEPTH:
         return
@@ -133,7 +133,7 @@ def refuse_deep_json(text: str | bytes, param: str | None = None) -> None:
 
 
 def _path_to_the_end(begun: bytes) -> str | None:
-    """Path of the field at which the truncated body `begun` ends; None if it is not an object."""
+    """Return the path of the field at which the truncated body `begun` ends, or None if it is not an object."""
     try:
         value: Any = pydantic_core.from_json(begun, allow_partial=True)
     except ValueError:

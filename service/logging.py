@@ -1,6 +1,5 @@
-"""Output on standard error: log records, as text or as one JSON object per line, and progress bars. Where standard
-error is no terminal, a bar becomes a line per tenth of the task.
-"""
+"""Output on standard error: log records, as text or as one JSON object per line, and progress bars. If standard error
+is not a terminal, a bar becomes a line per tenth of the task."""
 
 import json
 import logging
@@ -21,15 +20,15 @@ from rich.progress import (
 _TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
-# Libraries that log at "info" every request they make or serve, or what is logged here in other words.
+# Libraries that log every request at level info, or repeat what is logged here.
 _CHATTY = ("httpx", "httpcore", "uvicorn.access", "filelock", "urllib3", "uvicorn.error")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object per line; `extra` values of a call become fields."""
+    """Formats a record as one JSON object per line; `extra` values of a log call become fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
+        """Format the record as JSON."""
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -53,14 +52,15 @@ def configure_logging(level: str, *, as_json: bool) -> None:
 
 
 Advance = Callable[[float, str], None]
-"""Sets how much is done in total, and the note beside the bar."""
+"""Sets the amount that is done so far, and the note next to the bar."""
 
 _LINES = 10  # log lines for a whole task
 
 
 @contextmanager
 def bar(title: str, total: float) -> Iterator[Advance]:
-    """Show a progress bar while the block runs; log lines if standard error is no terminal, one for each tenth."""
+    """Show a progress bar while the block runs, or log lines, one per tenth, if standard error is not a terminal.
+    Yields the function that advances it."""
     console, lines = Console(stderr=True), 0
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}")
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
@@ -78,5 +78,5 @@ def bar(title: str, total: float) -> Iterator[Advance]:
 
 
 def say(text: str) -> None:
-    """Print one line."""
+    """Print one line on standard error."""
     Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)

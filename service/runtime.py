@@ -59,11 +59,11 @@ class EngineHandle(Protocol):
         """Complete all running requests."""
 
     def stop(self) -> None:
-        """End the thread and abort what still runs; harmless when repeated."""
+        """End the thread and abort what still runs; may be called repeatedly."""
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended the thread, if one did."""
+        """Exception that ended the thread, or None."""
 
     @property
     def guard(self) -> Guard:
@@ -71,11 +71,12 @@ class EngineHandle(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Sequences being generated."""
+        """Number of sequences being generated."""
 
 
 class AdaptationControl(Protocol):
-    """Learning as the server uses it. Methods may be called from any thread, and may wait for an update under way."""
+    """Control of learning, as the server uses it. Methods may be called from any thread, and may wait for an update in
+    progress."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start learning; it calls `wake` when new weights wait for the engine."""
@@ -84,7 +85,7 @@ class AdaptationControl(Protocol):
         """Stop learning and save its state."""
 
     def status(self) -> AdaptationStatus:
-        """The status of learning."""
+        """Return the status of learning."""
 
     def pause(self) -> None:
         """Stop learning until `resume`."""
@@ -168,7 +169,7 @@ class Runtime:
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer of the loaded model."""
+        """Tokenizer of the loaded model. Raises RequestError before it is loaded."""
         return self._loaded().tokenizer
 
     @property
@@ -178,7 +179,7 @@ class Runtime:
 
     @cached_property
     def grammars(self) -> GrammarPool:
-        """The compiler of grammars for the loaded model, with threads of its own."""
+        """Compiler of grammars for the loaded model, with its own threads."""
         compiler = GrammarCompiler(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
         return GrammarPool(compiler)
 
@@ -193,7 +194,8 @@ class Runtime:
             raise EngineFailure("The engine has stopped; see the server's log.", code="engine_stopped")
 
     def generate(self, *requests: GenerationRequest, meter: Meter | None = None) -> OutputStream:
-        """Submit requests and return their outputs. Call on the event loop; raises RequestError before anything runs.
+        """Submit requests and return their output stream. Call on the event loop. Raises RequestError before anything
+        runs.
 
         `meter` counts every output token, and is released when the stream is closed.
         """
@@ -207,7 +209,7 @@ class Runtime:
         return stream
 
     def check_room(self, account: str) -> None:
-        """Raise RequestError if a request of this account would be refused now, whatever it asks."""
+        """Raise RequestError if even the smallest request of this account would be refused now."""
         self.check_ready()
         self._door.check(account, 1, self._loaded().engine.num_running)
 
@@ -221,8 +223,8 @@ class Runtime:
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
     async def in_turn(self, account: str, call: Callable[[], Result]) -> Result:
-        """Run parsing or tokenization in a thread, one at a time for an account, and its next one after a pause: so it
-        has a quarter of a core at most."""
+        """Run parsing or tokenization in a thread, one call of an account at a time and with a pause after each, so
+        that an account uses at most a quarter of a core."""
         turn, seconds = self._turns.of(account), 0.0
         await turn.acquire()
         try:
@@ -232,7 +234,8 @@ class Runtime:
             self._loop.call_later(PAUSE_SHARE * seconds, turn.release)
 
     async def ask_adaptation(self, ask: Callable[[AdaptationControl], Result]) -> Result:
-        """Call learning in a thread. Raises NotFound if it is off."""
+        """Call `ask` with the control of learning, in a thread, and return its result. Raises NotFound if learning is
+        off."""
         self.check_ready()
         control = self._loaded().adaptation
         if control is None:
@@ -244,12 +247,13 @@ class Runtime:
             raise not_ready("Learning is being stopped.") from error
 
     def max_loop_lag_seconds(self) -> float:
-        """The longest time that outputs waited for the event loop since the last call; 0.0: no outputs came."""
+        """Return the longest time that outputs waited for the event loop since the last call, or 0.0 without
+        outputs."""
         lag, self._max_lag_seconds = self._max_lag_seconds, 0.0
         return lag
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Refuse new requests, let the running ones end, then stop."""
+        """Refuse new requests, let running requests end within `timeout_seconds`, then stop."""
         self.state = "draining"
         if self._served is not None:
             with anyio.move_on_after(timeout_seconds):
@@ -301,7 +305,7 @@ class Runtime:
             if (stream := self._door.find(output.request_id)) is not None:
                 try:
                     stream.put(output)
-                except Exception as error:  # tokens were not counted: the reservation stands as the charge
+                except Exception as error:  # tokens were not counted: the reservation remains as the charge
                     self._loaded().engine.guard.count("limits", error)
         self._check_engine()  # the last delivery of a thread that failed is empty
 
@@ -313,7 +317,7 @@ class Runtime:
 
 
 def _timed(call: Callable[[], Result]) -> tuple[Result, float]:
-    """Call and measure its CPU time. # -> result, seconds"""
+    """Call and measure the CPU time. Returns the result and the seconds."""
     began = time.thread_time()
     return call(), time.thread_time() - began
 

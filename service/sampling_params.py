@@ -49,17 +49,17 @@ class SamplingFields(Body):
     )
     logit_bias: dict[int, Bias] | None = _field("added to the logits of these token ids", max_length=_MAX_NAMED_TOKENS)
     seed: Seed | None = _field("makes the answer repeatable; default: drawn at random, and reported in the answer")
-    min_tokens: TokenCount | None = _field("no end of the answer and no stop before so many tokens")
+    min_tokens: TokenCount | None = _field("the answer neither ends nor stops before this many tokens")
     stop: StopString | StopStrings | None = _field("strings that end the answer")
     stop_token_ids: TokenIds | None = _field("tokens that end the answer", max_length=_MAX_NAMED_TOKENS)
     include_stop_str_in_output: bool | None = _field("keep the stop string or token at the end of the answer")
-    ignore_eos: bool | None = _field("generate on after the model's end token")
+    ignore_eos: bool | None = _field("continue after the model's end token")
     skip_special_tokens: bool | None = _field("leave special tokens out of the text. Default true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of the engine. Fields that SamplingFields has as well are resolved from there."""
+    """Sampling parameters of the engine. Fields that also exist in SamplingFields get their values from there."""
 
     seed: int  # 64 bits
     max_tokens: int
@@ -88,7 +88,8 @@ class SamplingParams:
 def sampling_params(
     body: SamplingFields, *, seed: int, max_tokens: int, num_logprobs: int | None, keep_special_tokens: bool
 ) -> SamplingParams:
-    """Resolve request fields into engine parameters. `keep_special_tokens`: the parser of the answer needs them."""
+    """Resolve request fields into engine parameters. `keep_special_tokens`: keep them in the text, because the parser
+    of the answer needs them."""
     names = (field.name for field in fields(SamplingParams) if field.name in SamplingFields.model_fields)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     given |= {name: resolve(given[name]) for name, resolve in _RESOLVED.items() if name in given}

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS_AFTER_DRAIN = 5
 _SCRAPE_PATIENCE_SECONDS = 0.5
-_SPARE_CONNECTIONS = 256  # beyond one for each request that runs or waits
+_SPARE_CONNECTIONS = 256  # in addition to one per running or waiting request
 _IDLE_CHECK_SECONDS = 0.25
 _BOOTSTRAP_TOKENS = 256  # maximum length of an answer: learning uses no more of a text
 _BOOTSTRAP_SCOPE = Scope(address="bootstrap prompts")
@@ -87,7 +87,7 @@ async def _serve(config: ServiceConfig) -> None:
 
 
 def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
-    """The ASGI application, and the runtime that its lifespan starts and stops. Raises StartupError."""
+    """Build the ASGI application, and the runtime that its lifespan starts and stops. Raises StartupError."""
     metrics, live, api = metrics_of(config), Live(), api_settings(config)
     runtime = Runtime(lambda: load_model_service(config, metrics, live), max_waiting=config.max_waiting)
     app = create_app(runtime, api, live=live, render_metrics=lambda: rendered(metrics, live, runtime, api.tenants))
@@ -95,7 +95,7 @@ def application(config: ServiceConfig) -> tuple[FastAPI, Runtime]:
 
 
 def metrics_of(config: ServiceConfig) -> Metrics:
-    """The metrics that a server of this configuration exports."""
+    """Build the metrics that a server of this configuration exports."""
     return Metrics(
         max_depth=MAX_DEPTH,
         budget_reasons=REASONS,
@@ -105,7 +105,8 @@ def metrics_of(config: ServiceConfig) -> Metrics:
 
 
 async def rendered(metrics: Metrics, live: Live, runtime: Runtime, tenants: Tenants) -> tuple[bytes, str]:
-    """The metrics page and its content type. While an update keeps learning from answering, its last state is shown."""
+    """Render the metrics page and return it with its content type. If an update keeps learning from answering, its last
+    status is shown."""
     with suppress(RequestError), anyio.move_on_after(_SCRAPE_PATIENCE_SECONDS):
         metrics.observe_adaptation(await runtime.ask_adaptation(lambda control: control.status()))
     status = ServerStatus(
@@ -208,7 +209,7 @@ def keep_past_answers(assembly: Assembly, drafter: Drafter, thread: EngineThread
 
 
 def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
-    """The bootstrap prompts, as tokens. Raises StartupError for a file that cannot be used."""
+    """Return the bootstrap prompts as token ids. Raises StartupError for a file that cannot be used."""
     file = assembly.config.adaptation.bootstrap_prompts
     if file is None:
         return ()
@@ -220,7 +221,7 @@ def seeds_of(assembly: Assembly) -> tuple[tuple[int, ...], ...]:
 
 
 def observed_by(observer: Metrics | Live) -> Observe:
-    """The callback of the engine's thread that passes each step to an observer."""
+    """Build the callback with which the engine's thread passes each step to an observer."""
 
     def observe(report: EngineOutput, load: LoadStats) -> None:
         observer.observe_load(load)
@@ -233,7 +234,7 @@ def observed_by(observer: Metrics | Live) -> Observe:
 
 
 def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | None:
-    """Learning, if it is enabled and the drafter has weights to train."""
+    """Build learning. Returns None if it is disabled or the drafter has no weights to train."""
     config = assembly.config
     if not config.adaptation.enabled:
         return None
@@ -252,7 +253,7 @@ def _adaptive(assembly: Assembly, metrics: Metrics, live: Live) -> Adaptive | No
 
 
 def card_of(assembly: Assembly) -> ModelCard:
-    """The public description of the model."""
+    """Build the public description of the model."""
     return ModelCard(
         name=assembly.config.public_model_name,
         created=int(time.time()),
@@ -268,7 +269,7 @@ def card_of(assembly: Assembly) -> ModelCard:
 
 
 def api_settings(config: ServiceConfig) -> ApiSettings:
-    """Settings of the HTTP interface. Raises StartupError if used budgets cannot be stored."""
+    """Build the settings of the HTTP interface. Raises StartupError if used budgets cannot be stored."""
     return ApiSettings(
         tenants=Tenants(config.api_keys, config.state_dir),
         admin_digest=None if config.admin_key is None else digest_in(config.admin_key),
@@ -285,7 +286,8 @@ def api_settings(config: ServiceConfig) -> ApiSettings:
 
 
 def naming_secret(config: ServiceConfig) -> bytes | None:
-    """The secret that makes the hashes of scopes the same over restarts and replicas, if any. Raises StartupError."""
+    """Return the secret that keeps the hashes of scopes the same across restarts and replicas, or None. Raises
+    StartupError."""
     shared, file = config.adaptation.redis_secret, config.memory_file
     if shared is not None:
         return shared.get_secret_value().encode()
@@ -293,7 +295,7 @@ def naming_secret(config: ServiceConfig) -> bytes | None:
 
 
 async def answer_bootstrap_prompts(runtime: Runtime) -> None:
-    """Answer the bootstrap prompts while the server is idle, so that a drafter is made before the first user comes.
+    """Answer the bootstrap prompts while the server is idle, so that a drafter is trained before the first user comes.
     Ends when learning has collected enough. An answer that another request interrupts is repeated later."""
     await runtime.wait_until_loaded()
     waiting, answered = deque(runtime.seeds), 0
@@ -319,7 +321,7 @@ async def _is_collecting(runtime: Runtime) -> bool:
 
 
 async def _answered(runtime: Runtime, prompt: tuple[int, ...], number: int) -> bool:
-    """Answer a prompt; returns whether no other request came in between."""
+    """Answer a prompt. Returns whether no other request interrupted it."""
     request = GenerationRequest(
         request_id=f"bootstrap-{number}",
         prompt=prompt,

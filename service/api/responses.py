@@ -98,7 +98,7 @@ class Turn:
 
 class _Shelf:
     """Stored responses of one owner. The items of a turn are kept while it or a later turn of its conversation is
-    stored, so that forgetting a turn never breaks later ones."""
+    stored."""
 
     def __init__(self) -> None:
         self.found: OrderedDict[str, Turn] = OrderedDict()  # keys: response ids, least recently used first
@@ -133,10 +133,10 @@ class _Shelf:
 class ResponseStore:
     """Stores the responses of each owner (`Scope.owner`) by id, invisible to other owners.
 
-    If all responses together exceed `max_bytes`, the owner with the most bytes loses its least recently used response.
-    Each of n owners can thus always hold 1/n of the memory, and more while others use less. The last turn of a
-    conversation outlives the earlier turns, because clients continue from it, and it keeps their items. Used on the
-    event loop only, except `item`.
+    If all together exceed `max_bytes`, the owner with the most bytes loses its least recently used response: each of n
+    owners can hold 1/n of the memory, and more while others use less. The last turn of a conversation outlives the
+    earlier ones, because clients continue from it, and it keeps their items. Used on the event loop only, except
+    `item`.
     """
 
     def __init__(self, *, max_bytes: int = _MAX_STORED_BYTES) -> None:
@@ -144,8 +144,7 @@ class ResponseStore:
         self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
 
     def keep(self, owner: str, response_id: str, turn: Turn) -> None:
-        """Store a response, replacing the owner's response with the same id. Its previous turn may have been
-        deleted."""
+        """Store a response in place of any with the same id. Its previous turn may have been deleted."""
         shelf = self._shelves[owner]
         if response_id in shelf.found:
             shelf.forget(response_id)
@@ -261,8 +260,7 @@ def _previous(body: ResponsesRequest, store: ResponseStore, owner: str) -> Turn 
 
 
 async def _is_large(request: Request, body: ResponsesRequest, previous: Turn | None) -> bool:
-    """Whether preparing the conversation may take milliseconds. A compressed body and item references count as large,
-    because they stand for more text than was sent."""
+    """Whether preparing the conversation may take milliseconds; compressed bodies and references count as large."""
     num_bytes = len(await request.body()) + (0 if previous is None else previous.conversation_bytes)
     if num_bytes >= LARGE_BODY_BYTES or "content-encoding" in request.headers:
         return True
@@ -276,8 +274,8 @@ def _prepared(
     find: Callable[[str], bytes | None],
     max_bytes: int,
 ) -> _Prepared:
-    """Read and validate the conversation. `find`: looks up a stored item by id; `max_bytes`: limit for the stored
-    items, equal to the limit of a body, in which a client could send them instead. Raises RequestError."""
+    """Read and validate the conversation. `find`: looks up a stored item by id; `max_bytes`: limit for all stored
+    items, equal to the limit of a body. Raises RequestError."""
     sent: Sequence[Item]
     sent = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     found = {index: _found(item, find, index) for index, item in enumerate(sent) if isinstance(item, ItemReference)}
@@ -322,8 +320,7 @@ def _turn(response: Json, prepared: _Prepared, previous: Turn | None) -> Turn:
 def _as_chat(
     body: ResponsesRequest, items: Sequence[Item], num_stored: int, tools: ClientTools
 ) -> ChatCompletionRequest:
-    """Convert the request to a chat completion; the first `num_stored` items come from the store. Raises InvalidRequest
-    with the field names of chat completions."""
+    """Convert the request to a chat completion. The first `num_stored` items are stored ones. Raises InvalidRequest."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += _messages(items, num_stored)
     fields: dict[str, Any] = {
@@ -380,8 +377,7 @@ def _messages(items: Sequence[Item], num_stored: int) -> Iterator[dict[str, Any]
 
 
 def _with_relaxed(tools: ClientTools, job: Job, server: Server) -> Job:
-    """Return the job with the paths of unenforced constraints as this route names them, and log the grammars among
-    them."""
+    """Return the job with the paths of unenforced constraints as this route names them."""
     if job.form.calling is None:
         return job
     for path in tools.grammars:

@@ -81,14 +81,14 @@ def form_of_answer(body: CompletionFields, tokenizer: ChatTokenizer, described: 
     constraints = list(_constraints(body))
     for constraint in constraints if calling is not None else ():
         if constraint.kind != "json_schema" or not isinstance(constraint.source, dict):
-            raise InvalidRequest(f"'{constraint.param}' cannot be honoured beside 'tools'.", param=constraint.param)
+            raise InvalidRequest(f"'{constraint.param}' cannot be combined with 'tools'.", param=constraint.param)
     if len(constraints) > 1:
         names = " and ".join(f"'{constraint.param}'" for constraint in constraints)
-        raise InvalidRequest(f"Only one of {names} can be honoured.", param=constraints[1].param)
+        raise InvalidRequest(f"Only one of {names} can be used.", param=constraints[1].param)
     for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
         if given and (constraints or calling is not None):
             param = "tools" if calling is not None else constraints[0].param
-            raise InvalidRequest(f"'{name}' cannot be honoured beside '{param}'.", param=name)
+            raise InvalidRequest(f"'{name}' cannot be combined with '{param}'.", param=name)
     return AnswerForm(calling, functions, chosen, constraints[0] if constraints else None, described)
 
 
@@ -141,7 +141,7 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
     for position, name in enumerate(names):
         if name in names[:position]:
             param = f"tools.{position}.function.name"
-            raise InvalidRequest(f"Invalid value for '{param}': there are two functions {name!r}.", param=param)
+            raise InvalidRequest(f"Invalid value for '{param}': the name {name!r} is used twice.", param=param)
     return functions
 
 
@@ -206,7 +206,7 @@ def _of_format(form: ResponseFormat | None) -> Iterator[tuple[str, GrammarKind, 
     schemas: dict[str, JsonValue] = {param: schema for param, schema in given.items() if schema is not None}
     if form.type == "text":
         for param in schemas:
-            raise InvalidRequest(f"'{param}' cannot be honoured beside the type 'text'.", param=param)
+            raise InvalidRequest(f"'{param}' cannot be combined with the type 'text'.", param=param)
         return
     if form.type == "json_schema" and not schemas:
         param = "response_format.json_schema"

@@ -1,9 +1,8 @@
 """API keys and their limits: admission, reservation of tokens, and refusals.
 
-Limits per minute are buckets that refill; the tokens of a calendar month are counted in a file that survives restarts.
-The file is written every two seconds while tokens are used, and at shutdown. A killed process therefore loses the
-counts since the last write, and the tokens of its running answers. Everything here runs on the event loop and counts
-the requests of this process only.
+Limits per minute are buckets that refill; tokens per month are counted in a file. While tokens are used it is written
+every two seconds, and at shutdown; a killed process loses the counts since then, and the tokens of running answers.
+Everything here runs on the event loop and counts the requests of this process only.
 """
 
 import asyncio
@@ -296,8 +295,7 @@ class Tenant:
     def reserve(self, prompts: int, answers: int, *, param: str) -> "dict[PerMinute | PerMonth, int]":
         """Reserve the most tokens that a request may use, but per minute at most the whole limit, because answers are
         seldom as long as they may be. Returns the reserved tokens by limit. Raises InvalidRequest if the request can
-        never fit, naming `param`, the field that bounds the answer's length, if lowering it would help; TokenLimit or
-        QuotaUsedUp if it does not fit now."""
+        never fit (naming `param`, which bounds the answer, if that would help), else TokenLimit or QuotaUsedUp."""
         # 400, not 429: clients repeat a 429, and this request could never be admitted.
         tokens, found = prompts + answers, dict[PerMinute | PerMonth, int]()
         if (budget := self._budget) is not None:

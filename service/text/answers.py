@@ -1,4 +1,4 @@
-"""Parts of an answer: reasoning between tags, function calls, and text. Writes their grammars and parses them from
+"""Parts of an answer: reasoning between tags, function calls, and text. Builds their grammars and parses them from
 streamed text."""
 
 import json
@@ -24,7 +24,7 @@ def thinks(template: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the answer of a reasoning model begins."""
+    """Start of a reasoning model's answer, which determines its grammar and its parsing."""
 
     has_begun: bool
     """Whether the prompt ends with an open tag; otherwise the answer may begin with one."""
@@ -35,8 +35,8 @@ class Thinking:
         return Thinking(prompt.rstrip().endswith(BEGIN))
 
     def grammar(self, answer: str, special_ids: Mapping[str, int]) -> str:
-        """Lark grammar of unconstrained reasoning followed by `answer`, a grammar in Lark syntax. `special_ids`: ids of
-        special tokens by name."""
+        """Build the Lark grammar of unconstrained reasoning followed by `answer`, a grammar in Lark syntax.
+        `special_ids`: ids of special tokens by name."""
         rules = [f"thought[lazy]: ANY {json.dumps(END)}", "ANY: /(.|\\n)*/", "rest: GAP answer", "GAP: /\\n*/"]
         if END in special_ids:
             rules[0] = f"thought: ANY <[{special_ids[END]}]>"
@@ -98,15 +98,15 @@ class ThoughtReader:
 
 
 def _undecided(text: str) -> int:
-    """Length of the suffix that may belong to the closing tag: line breaks and a prefix of the tag."""
+    """Return the length of the suffix that may belong to the closing tag: line breaks and a prefix of the tag."""
     return len(text) - len(text[: len(text) - overlap(text, END)].rstrip("\n"))
 
 
 class ThoughtTokens:
-    """Counts reasoning tokens, tags included. A token that spans the end of the reasoning counts."""
+    """Counts reasoning tokens, tags included. A token that spans the end of the reasoning is counted."""
 
     def __init__(self, thinking: Thinking, text_of: Callable[[int], str]) -> None:
-        """`text_of`: maps the next token to the text it adds."""
+        """`text_of`: maps the next token to the text that it adds."""
         self._reader, self._text_of = ThoughtReader(thinking), text_of
         self._seen = 0
         self.count = 0
@@ -123,13 +123,14 @@ class ThoughtTokens:
 
 
 def overlap(text: str, start: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `start`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `start`."""
     return next((n for n in range(min(len(text), len(start) - 1), 0, -1) if text.endswith(start[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How an answer may, or must, call functions."""
+    """Rules for the function calls of an answer: their syntax, whether there must be one, and whether there may be
+    several."""
 
     form: ToolForm
     must: bool = False
@@ -142,8 +143,8 @@ class Calling:
         answer: Mapping[str, JsonValue] | None,
         special_ids: Mapping[str, int],
     ) -> Steps[str]:
-        """Write the answer's Lark grammar, one function per step. `schemas`: argument schemas by function name;
-        `answer`: schema of an answer without calls, None if it may be any text; `special_ids`: ids of special tokens
+        """Build the answer's Lark grammar, one function per step. `schemas`: argument schemas by function name;
+        `answer`: schema of an answer without calls, or None if it may be any text; `special_ids`: ids of special tokens
         by name."""
         form = self.form
         calls = " ".join(filter(None, ("call", f"({_literal(form.between)} call)*" * self.parallel)))
@@ -165,7 +166,8 @@ class Calling:
         return "\n".join(("start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", *lines))
 
     def _call_of(self, name: str, schema: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Schema of a call. Definitions move from the arguments' schema to the top, where references expect them."""
+        """Build the schema of a call. Definitions move from the arguments' schema to the top level, where references
+        expect them."""
         return {
             **{group: schema[group] for group in DEFINITIONS if group in schema},
             "type": "object",
@@ -255,7 +257,7 @@ class CallReader:
         yield from self._released(is_whole=is_whole)
 
     def _released(self, *, is_whole: bool) -> Iterator[Piece]:
-        """Pieces of the current call that can be reported now."""
+        """Yield the pieces of the current call that can be reported now."""
         if is_whole or not self._holds_calls:
             yield from self._pending
             self._pending = []
@@ -271,7 +273,7 @@ class CallReader:
         self._state, self._held = state, held
 
     def _end_of_value(self, text: str) -> int:
-        """Number of characters up to the end of the current JSON object, or all if it is incomplete."""
+        """Return the number of characters up to the end of the current JSON object, or of all if it is incomplete."""
         for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,5 +1,5 @@
-"""Traits of a chat template, detected at the start by rendering small conversations, and adaptation of messages to
-them: call ids in the required form, system text in a user turn, several calls as several turns."""
+"""Traits of a chat template, detected at start-up by rendering small conversations, and adaptation of messages to them:
+call ids in the required form, system text in a user turn, several calls as several turns."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from service.errors import InvalidRequest, parsed_json, refuse_deep_json
 
 Turn = dict[str, Any]
 Write = Callable[[Sequence[Turn], Sequence[JsonValue]], str]
-"""Renders turns and tools to text; empty if the template refuses them."""
+"""Renders turns and tools to text; returns an empty text if the template refuses them."""
 
 CALL_BEGINS = '{"name": "'  # start of a call in the JSON form that grammars enforce
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -38,7 +38,7 @@ For each call answer with a JSON object with the function's name and arguments w
 
 
 class Call(NamedTuple):
-    """One function call."""
+    """One function call, with its arguments as JSON text."""
 
     name: str
     arguments: str  # JSON
@@ -62,7 +62,7 @@ class ToolForm:
         return self.trigger + self.lead
 
     def written(self, calls: Iterable[Call]) -> str:
-        """Write calls in this form."""
+        """Render calls as text in this syntax."""
         objects = (f'{CALL_BEGINS}{call.name}", "{self.key}": {call.arguments}}}' for call in calls)
         return self.opening + self.between.join(objects) + self.closing
 
@@ -74,13 +74,13 @@ LLAMA_3 = ToolForm("Llama 3", '"parameters"', "", "", "; ", "", key="parameters"
 
 
 def form_of(template: str) -> ToolForm:
-    """Detect the call form of a chat template."""
+    """Return the call syntax of a chat template, or HERMES if the template has none that is known."""
     return next((form for form in (HERMES, MISTRAL, LLAMA_3) if form.marker in template), HERMES)
 
 
 def past_arguments(text: str, param: str) -> tuple[str, JsonValue]:
-    """Parse the arguments of a past call. Returns them as JSON text and as a value; arguments that a length limit cut
-    are completed. Raises InvalidRequest naming the field `param`."""
+    """Parse the arguments of a past call. Returns them as JSON text and as a value; truncated arguments are completed.
+    Raises InvalidRequest naming the field `param`."""
     text = text or "{}"
     refuse_deep_json(text, param)  # also checks text that is cut, which parsed_json does not accept
     try:
@@ -110,10 +110,12 @@ def short_id(call_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Capabilities of a chat template. `in_its_terms` expects arguments of past calls in the form `arguments`."""
+    """Capabilities of a chat template, to which `in_its_terms` adapts conversations. It expects the arguments of past
+    calls in the form `arguments`."""
 
     form: ToolForm | None = None
-    """Call form of the template; None if it does not list tools, which are then described in the system message."""
+    """Call syntax of the template, or None if it does not list tools, which are then described in the system
+    message."""
     parts: bool = False  # content must be a list of parts
     alternates: bool = False  # user and assistant must alternate, not counting calls and results
     opens_with_user: bool = False
@@ -123,7 +125,7 @@ class Traits:
     calls: Literal["several", "one", "text"] = "several"  # text: it renders no past calls
     text_beside_calls: bool = True
     results: Literal["tool", "named", "user"] = "tool"
-    """Role of results; named: role `tool`, with the function's name."""
+    """Role of results; "named": role `tool`, with the function's name."""
     arguments: Literal["object", "text"] = "object"
     short_ids: bool = False  # call ids must have nine letters and digits
     null_content: bool = False  # content must be None in a turn of calls without text
@@ -131,7 +133,7 @@ class Traits:
 
     @property
     def described(self) -> str:
-        """Describe the traits on one line, for `adaptree doctor`."""
+        """Traits on one line, for `adaptree doctor`."""
         turns = "user and assistant alternate" if self.alternates else "turns in any order"
         system = {"last": "first if the user speaks last", "user": "in a turn of the user"}.get(
             self.system, self.system
@@ -148,7 +150,7 @@ class Traits:
     def in_its_terms(
         self, messages: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
     ) -> tuple[list[Turn], Sequence[JsonValue]]:
-        """Adapt messages and tools to the template."""
+        """Adapt messages and tools to the template. Returns the turns and tools to render."""
         turns: list[Turn] = [dict(message) for message in messages]
         if tools and self.form is None:
             words = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -198,7 +200,7 @@ class Traits:
         yield from self._group(turn, groups[-1], left)
 
     def _group(self, turn: Turn, calls: Sequence[Any], results: Sequence[Turn]) -> Iterator[Turn]:
-        """One turn of calls, followed by its results."""
+        """Yield one turn of calls, followed by its results."""
         names = {call["id"]: call["function"]["name"] for call in calls}
         shown = [{**call, "id": short_id(call["id"])} if self.short_ids else call for call in calls]
         content = turn["content"] or (None if self.null_content else "")
@@ -282,7 +284,7 @@ def _joined(*texts: str | None) -> str:
 
 
 def probe(write: Write, template: str) -> tuple[Traits, Traits]:
-    """Detect the traits of a template, without tools and with tools."""
+    """Detect the traits of a template. Returns its traits without tools and with tools."""
     native = Traits(form=form_of(template))
     without, beside = _Probe(write, ()), _Probe(write, (_TOOL,))
     for option in _options(native, parts=(False, True)):
@@ -306,7 +308,8 @@ class _Probe:
         self._tools = tools
 
     def traits(self, found: Traits) -> Traits:
-        """Detect the traits one by one: the first value with which a test conversation is rendered completely."""
+        """Detect the traits one by one: each gets the first value with which its test conversation is rendered
+        completely."""
         user, reply, system = (partial(_turn, role) for role in ("user", "assistant", "system"))
         found = self._first(_options(found, parts=(False, True)), [user(1)])
         several = [user(1), user(2), reply(3), reply(4), user(5)]
@@ -341,18 +344,19 @@ class _Probe:
         return self._first(_options(found, text_beside_calls=(True, False)), text)
 
     def _first(self, options: Sequence[Traits], *conversations: Sequence[Turn]) -> Traits:
-        """First option with which all conversations are rendered completely; the first option if there is none."""
+        """Return the first option with which all conversations are rendered completely, or the first option if there is
+        none."""
         whole = (option for option in options if all(self._seen(option, turns) for turns in conversations))
         return next(whole, options[0])
 
     def _seen(self, traits: Traits, turns: Sequence[Turn]) -> str:
-        """Render turns; empty if one of their words is missing from the text."""
+        """Render turns. Returns an empty text if one of their words is missing."""
         text = self._write(*traits.in_its_terms(turns, self._tools))
         return text if all(word in text for word in _WORD.findall(json.dumps(turns))) else ""
 
 
 def _options(traits: Traits, **values: Sequence[object]) -> list[Traits]:
-    """Traits with each combination of values of these fields; the last field varies fastest."""
+    """Return the traits with each combination of values of these fields; the last field varies fastest."""
     combined: Iterable[tuple[Any, ...]] = product(*values.values())
     return [replace(traits, **dict(zip(values, chosen, strict=True))) for chosen in combined]
 
@@ -362,7 +366,7 @@ def _turn(role: str, number: int) -> Turn:
 
 
 def _asking(traits: Traits, *numbers: int) -> Turn:
-    """Turn of calls with these numbers. Their ids have none of the forms that templates require."""
+    """Build a turn of calls with these numbers. Their ids have none of the forms that templates require."""
     parsed = {"probe_key": "probe_value"}
     arguments = parsed if traits.arguments == "object" else json.dumps(parsed)
     calls = [

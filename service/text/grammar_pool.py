@@ -14,19 +14,19 @@ from weakref import WeakValueDictionary
 
 from service.text.grammars import STACK_BYTES, GrammarBudgetError, GrammarCompiler, Result, Steps
 
-_THREADS = 2  # one long compilation, which nothing can interrupt, then leaves a thread to other accounts
+_THREADS = 2  # one long compilation, which cannot be interrupted, leaves a thread to other accounts
 _SLICE_SECONDS = 0.05
 """Time after which a task gives its thread back; a single compilation usually takes milliseconds."""
 _REQUEST_SECONDS = 10.0
 """CPU time per request. It suffices for 128 functions that each have some unsupported keywords, at up to 80 ms each."""
 PAUSE_SHARE = 3
-"""Pause after a task, as a multiple of its CPU time: one account uses a quarter of a core beside the engine at most."""
+"""Pause after a task, as a multiple of its CPU time, so that one account uses at most a quarter of a core."""
 _MAX_CACHED = 256  # cached grammars
 _MAX_CACHED_CHARACTERS = 2**20  # total source length; a compiled character takes about 100 bytes
 
 
 class Source(NamedTuple):
-    """Cache key of a compilation task, and its length."""
+    """Cache key of a compilation task, with the length of what is compiled."""
 
     digest: str
     size: int  # characters
@@ -45,7 +45,7 @@ class Turns:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, account: str) -> asyncio.Lock:
-        """Lock to hold while working for an account."""
+        """Return the lock to hold while working for an account."""
         return self._locks.setdefault(account, asyncio.Lock())
 
 
@@ -62,8 +62,9 @@ class GrammarPool:
     async def result(
         self, account: str, scope: str, source: Source, steps: Callable[[GrammarCompiler], Steps[Result]]
     ) -> Result:
-        """Return the cached result of a source, or compute it in steps on a worker thread. `account` is charged for the
-        time, `scope` shares the result. Errors of the steps propagate; a cancelled call takes no further steps."""
+        """Return the cached result of a source, or compute it in steps on a worker thread. The time is charged to
+        `account`; the result is shared within `scope`. Errors of the steps propagate; a cancelled call takes no further
+        steps."""
         key = scope, source.digest
         if (found := self._find(key)) is None:
             async with self._turns.of(account):

@@ -1,8 +1,9 @@
-"""Grammars of clients (JSON schemas, regular expressions, choices, Lark and GBNF), and the state of a text in its
+"""Grammars of clients (JSON schemas, regular expressions, choices, Lark and GBNF), and the position of a text in its
 grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles grammars and matches tokens. The matcher of a text is
-positioned after its last committed token; for a node of a tree it moves down the path and back again."""
+positioned after its last committed token; for a node of a tree it moves down the path and back again.
+"""
 
 import json
 import re
@@ -56,7 +57,7 @@ class Grammar:
         self.num_characters = num_characters
 
     def begin(self) -> "GrammarState":
-        """New state at the start of the grammar."""
+        """Create a state at the start of the grammar."""
         return GrammarState(self._matcher.deep_copy())
 
 
@@ -82,7 +83,7 @@ class GrammarState:
                 mask[:] = 0xFF
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """Check one token after this path without computing a mask. An end token is not allowed."""
+        """Return whether a token is allowed after this path, without computing a mask. False for end tokens."""
         forced = self.forced(path)
         if forced is None or forced:
             return forced is not None and token == forced[0]
@@ -90,7 +91,7 @@ class GrammarState:
             return is_possible
 
     def forced(self, path: Sequence[int]) -> list[int] | None:
-        """Tokens that the grammar forces after this path; None if the path itself is impossible."""
+        """Return the tokens that the grammar forces after this path, or None if the path itself is impossible."""
         with self._after(path) as is_possible:
             return self._matcher.compute_ff_tokens() if is_possible else None
 
@@ -104,7 +105,7 @@ class GrammarState:
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be enforced. `path`: location in the schema."""
+    """Grammar that cannot be enforced. `path`: location in the schema."""
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -197,10 +198,10 @@ class GrammarCompiler:
             tokens = LLTokenizer(self._tokenizer.backend_json(), n_vocab=size)
             return LLTokenizer(_LiteralTokenizer(self._tokenizer, tokens), eos_token=self._eos_ids)
         except Exception as error:  # llguidance raises several types
-            raise GrammarError(f"this model's tokenizer cannot be bound to a grammar: {error}") from error
+            raise GrammarError(f"this model's tokenizer cannot be used with grammars: {error}") from error
 
     def _path(self, kind: GrammarKind, schema: Any) -> Steps[tuple[str, ...]]:
-        """Path of the first innermost subschema that cannot be enforced."""
+        """Return the path of the first innermost subschema that cannot be enforced."""
         path: tuple[str, ...] = ()
         if kind != "json_schema" or not isinstance(schema, dict):
             return path
@@ -220,7 +221,7 @@ class GrammarCompiler:
             return True
 
     def _matcher_of(self, kind: GrammarKind, value: Any) -> tuple[LLMatcher, int]:
-        """Matcher of a grammar, and its length in Lark syntax. Raises GrammarError."""
+        """Return the matcher of a grammar, and the length of the grammar in Lark syntax. Raises GrammarError."""
         lark = as_lark(kind, value)
         _refuse_large(lark)
         _refuse_least_integer(lark)
@@ -230,14 +231,14 @@ class GrammarCompiler:
 class _LiteralTokenizer(TokenizerWrapper):
     """Adapter to llguidance's tokenizer interface that encodes the names of special tokens as text.
 
-    llguidance's own one encodes the literal "<|im_end|>" as the special token of that name, which ends the text; and it
-    takes every added token named <...> for a special one, such as Qwen's <tool_call>, which is text.
+    llguidance's own tokenizer encodes the literal "<|im_end|>" as the special token of that name, which ends the text;
+    and it treats every added token named <...> as special, even those that are text, such as Qwen's <tool_call>.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, tokens: LLTokenizer) -> None:
         """`tokens`: llguidance's own tokenizer, read for the bytes of each token."""
         beyond = range(tokenizer.vocab_size, tokens.vocab_size)
-        self.eos_token_id, self.bos_token_id = 0, None  # placeholder: LLTokenizer gets the end tokens
+        self.eos_token_id, self.bos_token_id = 0, None  # placeholder: LLTokenizer gets the end tokens itself
         self.tokens = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
         self.special_token_ids = [*tokenizer.special_ids.values(), *beyond]
         self.is_tokenizer_wrapper = True
@@ -275,7 +276,7 @@ def _part_at(schema: Schema, path: Sequence[str]) -> Schema:
 
 
 def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Immediate subschemas with their paths."""
+    """Yield the immediate subschemas with their paths."""
     for key, value in schema.items():
         if isinstance(value, dict) and key in ("properties", "patternProperties", *DEFINITIONS):
             yield from (((key, name), inner) for name, inner in value.items() if isinstance(inner, dict))
@@ -305,7 +306,7 @@ def as_lark(kind: GrammarKind, value: Any) -> str:
 
 
 def json_rule(schema: JsonValue) -> str:
-    """Right-hand side of a Lark rule for a schema. Raises GrammarError if it is not a valid schema."""
+    """Build the right-hand side of a Lark rule for a schema. Raises GrammarError if it is not a valid schema."""
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
     try:
@@ -313,11 +314,11 @@ def json_rule(schema: JsonValue) -> str:
     except OverflowError as error:
         raise GrammarError(str(error)) from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:  # a keyword has a value of the wrong type
-        raise GrammarError(f"this is no JSON schema: {error}") from error
+        raise GrammarError(f"this is not a valid JSON schema: {error}") from error
     return f"%json {json.dumps({**supported, 'x-guidance': _JSON_FORM})}"
 
 
 def _refusal(matcher: LLMatcher) -> str:
-    """llguidance's error message without position and source excerpt."""
+    """Return llguidance's error message without position and source excerpt."""
     message = _PLACE.sub("", matcher.get_error().strip())
     return "it is too large" if message.startswith("panic:") else message.partition("\n   1 |")[0].strip()

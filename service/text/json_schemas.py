@@ -1,6 +1,6 @@
-"""Translate JSON schemas (draft 2020-12) into the keywords that llguidance supports: every answer of the result is one
-of the original schema. Objects have the named properties and no others, unless the schema allows more. What cannot be
-expressed stays as it is, and the compiler refuses it with its path."""
+"""Translate JSON schemas (draft 2020-12) into the keywords that llguidance supports: every instance of the result is
+also an instance of the original schema. Objects have the named properties and no others, unless the schema allows more.
+Keywords that cannot be expressed are kept, and the compiler refuses them with their path."""
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -103,7 +103,8 @@ class _Translation:
             add_part(schema, any_of([all_of(way) for way in ways]))
 
     def _ways(self, schema: Part, depth: int) -> list[list[Part]]:
-        """Disjunctive form without unevaluated*: an instance is valid if all schemas of one of the lists accept it."""
+        """Return a disjunctive form without unevaluated*: an instance is valid if all schemas of one of the lists
+        accept it."""
         if not isinstance(schema, dict):
             return [[schema]]
         result = dict(schema)
@@ -118,7 +119,7 @@ class _Translation:
         ways = [[result]]
         for choice in choices:
             if len(ways) * len(choice) > _MAX_WAYS:
-                raise OverflowError("what is unevaluated depends on too many choices")
+                raise OverflowError("unevaluated properties or items depend on too many choices")
             ways = [[*way, *chosen] for way in ways for chosen in choice]
         return [_closed(way, others) for way in ways]
 
@@ -148,7 +149,8 @@ class _Translation:
             )
 
     def _negated(self, schema: Part) -> Part:
-        """Complement of a schema; None if it cannot be expressed. It may contain negations, translated later."""
+        """Return the complement of a schema, or None if it cannot be expressed. It may contain negations, which are
+        translated later."""
         if isinstance(schema, bool):
             return not schema
         self._count()
@@ -160,7 +162,7 @@ class _Translation:
         return None if None in opposites else any_of([part for parts in opposites for part in parts or ()])
 
     def _opposites(self, key: str, value: Any, siblings: Schema) -> list[Part] | None:
-        """Schemas whose union is the complement of a keyword; None if it cannot be expressed."""
+        """Return schemas whose union is the complement of a keyword, or None if it cannot be expressed."""
         if key in _WITHOUT_OPPOSITE or (key == "$ref" and value not in self._definitions):
             return None
         if key in OPPOSITES:
@@ -226,7 +228,7 @@ class _Translation:
         return False
 
     def _facts(self, schema: Part, followed: set[str]) -> list[Schema]:
-        """Schemas that every valid instance satisfies: this one, its reference, and its `allOf`."""
+        """Return the schemas that every valid instance satisfies: this one, its reference, and its `allOf`."""
         if not isinstance(schema, dict):
             return [] if schema else [{"enum": []}]
         parts = list(schema.get("allOf", ()))
@@ -278,7 +280,8 @@ def _item_at(index: int, part: Part) -> Schema:
 
 
 def _other_values(values: list[Any]) -> list[Part] | None:
-    """Schemas of all values but these. No list is included if `values` contains one, likewise for objects."""
+    """Return schemas of all values but these, or None if it cannot be expressed. No list is included if `values`
+    contains one, likewise for objects."""
     kinds = set(map(_kind, values))
     result: list[Part] = [{"type": sorted(_TYPES - kinds)}] if kinds < _TYPES else []
     if "boolean" in kinds:
@@ -295,7 +298,8 @@ def _other_values(values: list[Any]) -> list[Part] | None:
 
 
 def _other_words(words: set[str]) -> str:
-    """Regular expression for all strings but these: a string leaves their prefix tree, or ends at an inner node."""
+    """Build a regular expression for all strings but these: a string leaves their prefix tree, or ends at an inner
+    node."""
     following: dict[str, set[str]] = {word: set() for word in words}
     for word in words:
         for index, letter in enumerate(word):
@@ -322,7 +326,7 @@ def _kind(value: Any) -> str:
 
 
 def _known(value: Any) -> tuple[str, Any]:
-    """Hashable key that is equal for equal values; all lists have the same key, and all objects."""
+    """Return a hashable key that is equal for equal values; all lists have the same key, and all objects."""
     return _kind(value), None if isinstance(value, list | dict) else value
 
 
@@ -337,7 +341,7 @@ def _kinds(schema: Schema) -> frozenset[str]:
 
 
 def _given(schema: Schema) -> list[Any] | None:
-    """Values of `const` or `enum`; None if there is neither."""
+    """Return the values of `const` or `enum`, or None if there is neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 

@@ -1,4 +1,5 @@
-"""JSON Lines files with prompts for benchmarks and training, or answers of a target. Errors name file and line."""
+"""Read JSON Lines files of prompts for benchmarks and training, and of a target's answers. Errors name file and
+line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ _Line = TypeVar("_Line", bound=BaseModel)
 
 
 class PromptMessage(BaseModel):
-    """Message of a prompt."""
+    """One message of a prompt."""
 
     role: str
     content: str
@@ -28,7 +29,7 @@ class Prompt(BaseModel):
     messages: list[PromptMessage] = Field(min_length=1)
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
-        """Token ids of the rendered prompt."""
+        """Render the prompt with the chat template and encode it."""
         return tokenizer.render_chat([message.model_dump() for message in self.messages])
 
 
@@ -53,7 +54,7 @@ class PromptLine(BaseModel):
         return [message.model_dump() for message in self.messages or first]
 
     def tokens(self, tokenizer: ChatTokenizer) -> list[int]:
-        """Token ids of the rendered prompt."""
+        """Encode the prompt, rendered with the chat template unless it is plain text."""
         chat = self.chat
         return tokenizer.render_chat(chat) if chat else tokenizer.encode(self.prompt, add_special_tokens=True)
 
@@ -106,7 +107,7 @@ def refuse_too_long(prompts: Sequence[Sequence[int]], max_tokens: int, max_model
 
 
 def source_of(prompt_id: str) -> str:
-    """Data source of a prompt: its id without the trailing number."""
+    """Return the data source of a prompt: its id without the trailing number."""
     source, dash, number = prompt_id.rpartition("-")
     return source if dash and number.isdigit() else prompt_id
 

@@ -101,7 +101,7 @@ class _References:
         return result
 
     def _found(self, address: str, *, is_dynamic: bool) -> Part:
-        """Resolve an address; None if there is no target, or if it depends on the dynamic scope."""
+        """Resolve an address. Returns None if there is no target, or if it depends on the dynamic scope."""
         base, _, fragment = address.partition("#")
         found: Part = self._addressed.get(base)
         if fragment and not fragment.startswith("/"):
@@ -139,7 +139,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def map_subschemas(key: str, value: Any, change: Callable[[Schema], Any]) -> Any:
-    """Value of a keyword with `change` applied to its subschemas."""
+    """Return the value of a keyword with `change` applied to its subschemas."""
 
     def each(inner: Any) -> Any:
         return change(inner) if isinstance(inner, dict) else inner
@@ -152,7 +152,7 @@ def map_subschemas(key: str, value: Any, change: Callable[[Schema], Any]) -> Any
 
 
 def add_part(schema: Schema, part: Part) -> None:
-    """Add a schema that instances must satisfy as well."""
+    """Add a schema that instances must satisfy as well, in place."""
     if isinstance(part, dict) and part.keys() <= {"anyOf", "type", "$ref"} - schema.keys():
         schema.update(part)
     elif part is not True:
@@ -160,12 +160,12 @@ def add_part(schema: Schema, part: Part) -> None:
 
 
 def any_of(parts: Sequence[Part]) -> Part:
-    """Union of schemas, simplified."""
+    """Return the union of schemas, simplified."""
     return _joined_by("anyOf", parts, decisive=True)
 
 
 def all_of(parts: Sequence[Part]) -> Part:
-    """Intersection of schemas, simplified."""
+    """Return the intersection of schemas, simplified."""
     return _joined_by("allOf", parts, decisive=False)
 
 
@@ -177,12 +177,12 @@ def _joined_by(word: str, parts: Sequence[Part], *, decisive: bool) -> Part:
 
 
 def negation(part: Part) -> Part:
-    """Complement of a schema, simplified."""
+    """Return the complement of a schema, simplified."""
     return part is False if isinstance(part, bool) or part == {} else {"not": part}
 
 
 def translate_older_drafts(schema: Schema) -> None:
-    """Translate keywords of drafts 4 to 2019-09."""
+    """Translate keywords of drafts 4 to 2019-09 to draft 2020-12, in place."""
     others = schema.pop("additionalItems", True)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"], schema["items"] = schema["items"], others
@@ -194,7 +194,7 @@ def translate_older_drafts(schema: Schema) -> None:
 
 
 def round_counts(schema: Schema) -> None:
-    """Convert whole floats in counting keywords to integers."""
+    """Convert whole floats in counting keywords to integers, in place."""
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])

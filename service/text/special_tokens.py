@@ -1,4 +1,5 @@
-"""Special tokens: which added tokens are never text, and how their names in client text stay text."""
+"""Special tokens: find the added tokens that are never text, and keep their names in client text from becoming
+tokens."""
 
 import re
 import secrets
@@ -14,8 +15,8 @@ _CONTROL_NAME = re.compile(r"<\|[^<>|]+\|>|<\uff5c[^<>\uff5c]+\uff5c>|<(?:start|
 
 
 def control_tokens(added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """Ids by name of the added tokens that are never text: tokens marked as special, and tokens that look like control
-    tokens, which some model families do not mark."""
+    """Return the ids, by name, of the added tokens that are never text: tokens marked as special, and tokens that look
+    like control tokens, which some model families do not mark."""
     return {
         token.content: token_id
         for token_id, token in added.items()
@@ -33,7 +34,8 @@ class SpecialNames:
 
 
 def _pattern(names: list[str]) -> str:
-    """Regular expression for sorted names, in the form of a prefix tree: some tokenizers have thousands of names."""
+    """Build a regular expression for sorted names, in the form of a prefix tree: some tokenizers have thousands of
+    names."""
     by_first = [
         re.escape(first) + _pattern([name[1:] for name in some]) if first else ""
         for first, some in groupby(names, key=lambda name: name[:1])

@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether nothing precedes, neither text nor prompt: some tokenizers drop the blank before the first word."""
+        """Whether neither prompt nor answer has a token yet: some tokenizers drop the space before the first word."""
         return not self._window
 
     @property
@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
         return _without(self._shown, self._decode(self._window)) if self._is_open else ""
 
     def num_held_before(self, token_id: int) -> int:
-        """Number of held-back characters before the character that the next token begins or continues."""
+        """Return the number of held-back characters before the character that the next token begins or continues."""
         bytes_of = self._tokenizer.token_bytes
         held, first = self.held, b"" if token_id in self._hidden else bytes_of(token_id)[:1]
         if held.endswith(_REPLACEMENT) and (not first or b"\x80" <= first < b"\xc0"):
@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         return new
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Last tokens of a prompt: trailing byte tokens, and some whole tokens before them."""
+        """Return the last tokens of a prompt: trailing byte tokens, and some whole tokens before them."""
         end, num_whole = list[int](), 0
         for token_id in reversed(prompt):
             if token_id in self._hidden or not self._tokenizer.token_bytes(token_id):
@@ -148,7 +148,7 @@ class IncrementalDetokenizer:
 
 
 def _without(before: str, text: str) -> str:
-    """The part of a text after its common prefix with `before`."""
+    """Return the part of a text after its common prefix with `before`."""
     if text.startswith(before):
         return text[len(before) :]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
@@ -176,7 +176,7 @@ class _Texts(dict[int, str]):
 
 
 class ChatTokenizer:
-    """Fast tokenizer and its chat template. Immutable and thread-safe."""
+    """Fast tokenizer of a model with its chat template. Immutable and thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -216,7 +216,7 @@ class ChatTokenizer:
         return str(self._tokenizer.get_chat_template(tools=[{}]))
 
     def traits(self, *, with_tools: bool) -> Traits:
-        """Traits of the chat template, in conversations with tools or without."""
+        """Return the traits of the chat template, for conversations with tools or without."""
         return self._traits[with_tools]
 
     @property
@@ -226,14 +226,14 @@ class ChatTokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """Upper bound of the bytes of text that one token can stand for."""
+        """Upper bound for the bytes of text that one token can stand for."""
         return max(len(token.encode()) for token in self._parsing.get_vocab(with_added_tokens=True))
 
     def refuse_longer(self, text: str, most_tokens: int | None, param: str) -> None:
         """Raise InvalidRequest for a text that cannot fit `most_tokens`. Encoding it could take seconds."""
         if most_tokens is not None and len(text) > most_tokens * self.longest_token_bytes:
             message = f"This model's maximum context length is {most_tokens} tokens. Your {param} has {len(text)} "
-            message += f"characters, which are more. Please reduce the length of the {param}."
+            message += f"characters, which cannot fit. Please reduce the length of the {param}."
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
     def encode(self, text: str, *, add_special_tokens: bool = False, control: bool = False) -> list[int]:
@@ -250,20 +250,20 @@ class ChatTokenizer:
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDetokenizer:
-        """New detokenizer for one sequence that continues a prompt."""
+        """Create a detokenizer for one sequence that continues a prompt."""
         return IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
     def backend_json(self) -> str:
-        """The content of tokenizer.json, with special tokens."""
+        """Return the content of tokenizer.json, with special tokens."""
         return str(self._parsing.to_str())
 
     def token_string(self, token_id: int) -> str | None:
-        """Spelling of a token in the vocabulary; None if the id is unused."""
+        """Return the spelling of a token in the vocabulary, or None if the id is unused."""
         return self._parsing.id_to_token(token_id)
 
     def token_bytes(self, token_id: int, *, at_start: bool = False) -> bytes:
-        """Bytes of a token, possibly a part of a character. `at_start`: at the start of a text, where some tokenizers
-        drop a blank."""
+        """Return the bytes of a token, possibly a part of a character. `at_start`: at the start of a text, where some
+        tokenizers drop a space."""
         alone, spelling = self.decode([token_id]), self.token_string(token_id) or ""
         if at_start and _REPLACEMENT not in alone:
             return alone.encode()
@@ -274,33 +274,33 @@ class ChatTokenizer:
         return self.decode([token_id, token_id])[len(alone) :].encode()
 
     def token_text(self, token_id: int, *, at_start: bool = False) -> str:
-        """Text of a token, with U+FFFD for parts of characters."""
+        """Return the text of a token, with U+FFFD for parts of characters."""
         return self.token_bytes(token_id, at_start=at_start).decode(errors="replace")
 
     def _find_bytes(self) -> frozenset[int]:
-        """Ids of the tokens <0x00> to <0xFF> if the vocabulary uses them as byte fallback, not as text."""
+        """Return the ids of the tokens <0x00> to <0xFF> if the vocabulary uses them as byte fallback, not as text."""
         found = {name: self._parsing.token_to_id(name) for name in (f"<0x{byte:02X}>" for byte in range(256))}
         return frozenset(
             token_id for name, token_id in found.items() if token_id is not None and self.decode([token_id]) != name
         )
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
-        """Ids below `vocab_size` that have no token. The model must never sample them."""
+        """Return the ids below `vocab_size` that have no token. The model must never sample them."""
         return [token_id for token_id in range(vocab_size) if self.token_string(token_id) is None]
 
     def refuse_narrow_vocabulary(self, vocab_size: int) -> None:
         """Raise StartupError if the model's embedding has no row for one of the tokens."""
         if self.vocab_size + len(self.unknown_ids(vocab_size)) == vocab_size:
             return
-        # Control tokens may exceed it: transformers adds its own, and a prompt that contains one is answered 400.
+        # Control tokens may exceed it: transformers adds its own, and a prompt that contains one is refused (400).
         vocab = self._parsing.get_vocab(with_added_tokens=True)
         special = self.special_ids
         beyond = sorted((index, name) for name, index in vocab.items() if index >= vocab_size and name not in special)
         if beyond:
             first, name = beyond[0]
             raise StartupError(
-                f"the tokenizer has {len(beyond)} tokens that the model does not know, the first {name!r} ({first}): "
-                f"its vocabulary has {vocab_size}; remove them from tokenizer.json, or resize the model's embeddings"
+                f"the tokenizer has {len(beyond)} tokens beyond the model's vocabulary of {vocab_size}, "
+                f"the first {name!r} ({first}); remove them from tokenizer.json, or resize the model's embeddings"
             )
 
     def render_chat(
@@ -351,7 +351,7 @@ class ChatTokenizer:
         return str(rendered[0][0]).encode(errors="backslashreplace").decode()
 
     def _tried(self, turns: Sequence[Turn], tools: Sequence[JsonValue]) -> str:
-        """Render a conversation to text; empty if the template refuses it."""
+        """Render a conversation to text. Returns an empty text if the template refuses it."""
         try:
             return self._rendered(turns, tools, add_generation_prompt=turns[-1]["role"] != "assistant")
         except TEMPLATE_ERRORS:

@@ -126,7 +126,7 @@ def test_dflash_begins_with_layers_of_qwen3_and_a_rare_mask_token(target: Path, 
 
 def test_a_folder_says_its_kind_and_a_setting_that_says_another_is_refused(target: Path, trained: Any) -> None:
     assert checkpoint.describe(trained("treeflash")).config.kind == "treeflash"
-    with pytest.raises(StartupError, match=r"holds one of kind treeflash: set drafter to auto, treeflash or"):
+    with pytest.raises(StartupError, match=r"holds a drafter of kind treeflash: set drafter to auto, treeflash or"):
         assembled(target, trained("treeflash"), "memory+specblock")
 
 

@@ -68,7 +68,7 @@ def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_draft_model_for_shorter_texts_is_refused(tmp_path: Path) -> None:
     target, draft = tiny_model("llama", tmp_path / "model"), save_two_layers(tmp_path / "draft")
-    with pytest.raises(StartupError, match="was made for 512 tokens: set max_model_len to no more"):
+    with pytest.raises(StartupError, match="supports 512 tokens: set max_model_len to at most that"):
         assembled_with(target, "draft_model", draft, max_model_len=None)
 
 

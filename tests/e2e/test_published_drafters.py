@@ -70,7 +70,7 @@ def test_the_form_of_a_folder_says_its_kind(folders: Folders) -> None:
         assembly = assembled(target, "auto", drafter_path=folder)
         assert assembly.drafter_name == f"memory+{kind}"
         assert_serves(assembly, kind)
-    with pytest.raises(StartupError, match="holds one of kind specblock: set drafter to auto, specblock or memory"):
+    with pytest.raises(StartupError, match="holds a drafter of kind specblock: set drafter to auto, specblock or"):
         assembled(target, "eagle3", drafter_path=folder)
 
 

@@ -92,5 +92,5 @@ def test_a_bad_setting_is_a_message_and_exit_code_two() -> None:
     result = run_command("serve", "--port", "70000")
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("adaptree cannot start: port = '70000', from flag --port, is impossible:")
+    assert result.stderr.startswith("adaptree cannot start: port = '70000', from flag --port, is invalid:")
     assert "Traceback" not in result.stderr

@@ -90,15 +90,15 @@ def test_a_server_for_this_machine_alone_knows_its_names(settings: dict[str, str
 @pytest.mark.parametrize(
     ("text", "variable", "words"),
     [
-        ("max_sequence: 8\n", None, "sets max_sequence, which is no setting; did you mean max_sequences?"),
+        ("max_sequence: 8\n", None, "sets max_sequence, which is not a setting; did you mean max_sequences?"),
         (
             "adaptation:\n  alhpa: 1\n",
             None,
-            "sets adaptation.alhpa, which is no setting; did you mean adaptation.alpha?",
+            "sets adaptation.alhpa, which is not a setting; did you mean adaptation.alpha?",
         ),
-        ("", "PROT", "the environment sets ADAPTREE_PROT, which is no setting; did you mean ADAPTREE_PORT?"),
-        ("", "ADAPTATION__ALHPA", "which is no setting; did you mean ADAPTREE_ADAPTATION__ALPHA?"),
-        ("", "ADAPTATION", "ADAPTREE_ADAPTATION, which is no setting"),
+        ("", "PROT", "the environment sets ADAPTREE_PROT, which is not a setting; did you mean ADAPTREE_PORT?"),
+        ("", "ADAPTATION__ALHPA", "which is not a setting; did you mean ADAPTREE_ADAPTATION__ALPHA?"),
+        ("", "ADAPTATION", "ADAPTREE_ADAPTATION, which is not a setting"),
         ("", "XQZ", "`adaptree config show` lists"),
         ("adaptation: true\n", None, "it is a section: put `setting: value` lines below it"),
         ("adaptation: [alpha]\n", None, "it is a section: put `setting: value` lines below it"),
@@ -128,11 +128,11 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 def test_an_impossible_value_says_field_value_source_and_fix(tmp_path: Path) -> None:
     file = written(tmp_path, "port: 70000\n")
     assert refusal({"config": file}) == (
-        f"port = 70000, from file {file}, is impossible: input should be less than or equal to 65535. "
+        f"port = 70000, from file {file}, is invalid: input should be less than or equal to 65535. "
         f"Fix: change `port` in {file}; it takes at least 0 and at most 65535."
     )
     assert refusal(environ={"ADAPTREE_LOAD_DTYPE": "int4"}) == (
-        "load_dtype = 'int4', from environment ADAPTREE_LOAD_DTYPE, is impossible: input should be 'auto', 'float32', "
+        "load_dtype = 'int4', from environment ADAPTREE_LOAD_DTYPE, is invalid: input should be 'auto', 'float32', "
         "'bfloat16', 'float16' or 'int8'. "
         "Fix: change or drop ADAPTREE_LOAD_DTYPE; it takes one of auto, float32, bfloat16, float16, int8."
     )
@@ -189,7 +189,7 @@ def test_names_of_drafters_may_be_of_kinds_that_are_installed(name: str) -> None
 
 def test_a_pace_needs_a_budget_that_can_keep_it() -> None:
     message = refusal({"stream_release": "paced(0.05)", "budget_policy": "fixed"})
-    assert "a fixed budget_policy keeps no pace; set it to cost" in message
+    assert "budget_policy fixed cannot keep a pace; set it to cost" in message
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_pair_of_numbers_is_written_with_a_comma() -> None:
 def test_settings_of_a_section_that_do_not_fit_are_all_named() -> None:
     message = refusal({"adaptation.epsilon": "0.3,0.9"}, {"ADAPTREE_ADAPTATION__ALPHA": "0.2"})
     assert message == (
-        "adaptation is impossible: epsilon must be two shares, the second not above the first. Fix: change "
+        "adaptation is invalid: epsilon must be two shares, the second not above the first. Fix: change "
         "adaptation.alpha (from environment ADAPTREE_ADAPTATION__ALPHA), adaptation.epsilon (from flag "
         "--adaptation.epsilon)."
     )

@@ -110,7 +110,7 @@ def test_a_server_that_has_the_port_is_asked_what_is_off(tmp_path: Path) -> None
         config = ServiceConfig(state_dir=tmp_path, port=server.server_port)
         (found,) = [one.text for one in doctor.findings(config) if one.subject == "port"]
         server.shutdown()
-    assert "adaptree serves there, switched off after errors: charge (since 2023-11-1" in found
+    assert "adaptree is running there, switched off after errors: charge (since 2023-11-1" in found
 
 
 def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
     assert found["template"].startswith("turns in any order; system text anywhere; tools described in words")
     bad = CliRunner().invoke(app, ["doctor", "--state-dir", str(tmp_path), "--port", "0", "--model", "none.gguf"])
     assert bad.exit_code == 1
-    assert "1 to solve" in bad.output
+    assert "1 problem(s) to solve" in bad.output

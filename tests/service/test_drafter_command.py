@@ -173,7 +173,7 @@ except StartupError as error:
     found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
     places, refusal = found.split("\n", 1)
     assert places.split() == [str(snapshot), "a/b/c", "/nowhere"]
-    assert refusal.startswith("drafter ORG/other is no folder here and cannot be fetched from the hub: ")
+    assert refusal.startswith("drafter ORG/other is not a local folder and cannot be downloaded from the hub: ")
 
 
 def test_inspect_tells_versions_and_which_one_serves(assembly: Assembly, state: Path) -> None:

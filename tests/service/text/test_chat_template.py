@@ -298,7 +298,7 @@ def test_a_call_that_was_cut_comes_back_as_far_as_it_goes() -> None:
     assert past_arguments("", "p") == ("{}", {})
     assert past_arguments('{"a": "hé', "p") == ('{"a": "hé"}', {"a": "hé"})
     for wrong, why in (
-        *((bad, "no valid JSON") for bad in ("}", "a", '{"a": 1} 2')),
+        *((bad, "not valid JSON") for bad in ("}", "a", '{"a": 1} 2')),
         ("[" * 100_000, "deeper than 127"),
     ):
         with pytest.raises(InvalidRequest, match=why):
